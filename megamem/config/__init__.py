@@ -1,0 +1,1 @@
+"""Configuration: pydantic models, YAML loading with inheritance, dotted overrides."""

@@ -1,0 +1,1 @@
+"""Readers, samplers and batches."""

@@ -1,0 +1,45 @@
+"""Errors meant for people: one clear line each, and the exit code a worker ends with.
+
+The command line prints the message of a `MegamemError` and exits with its `exit_code`; anything else is a
+defect and keeps its traceback. docs/exit_codes.md lists the codes and what torchrun makes of them.
+"""
+
+
+class MegamemError(Exception):
+    """A condition the user can mend. Its message names the field or file, the value and what would be valid."""
+
+    exit_code = 1
+
+
+class ConfigError(MegamemError):
+    """A configuration that cannot run: an unknown key, a wrong type, values that do not fit together."""
+
+    exit_code = 2
+
+
+class DataError(MegamemError):
+    """A corpus, tokenizer or shard that is missing, damaged, foreign or empty."""
+
+    exit_code = 3
+
+
+class LayoutError(ConfigError):
+    """A parallel layout that does not fit the model or the number of processes."""
+
+
+class RunFolderError(MegamemError):
+    """A run folder that cannot be written or that already holds another run."""
+
+    exit_code = 4
+
+
+class NonFiniteError(MegamemError):
+    """Loss or gradients were not finite for too many steps in a row."""
+
+    exit_code = 5
+
+
+class StuckRankError(MegamemError):
+    """A rank made no progress for longer than the configured timeout."""
+
+    exit_code = 6

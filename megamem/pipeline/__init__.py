@@ -1,0 +1,1 @@
+"""Schedules over (sequence, chunk) units."""
