@@ -1,0 +1,134 @@
+"""The model's shape: `ModelConfig`, and `MixerConfig`, which every attention or memory mechanism extends."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
+
+from megamem.config.base import ConfigModel
+from megamem.config.registry import mixer_config_type
+
+if TYPE_CHECKING:
+    from megamem.memory.base import Mixer, StateSpec
+    from megamem.parallel.linears import Linears
+
+
+class MixerConfig(ConfigModel):
+    """What mixes tokens in a block: attention or a memory mechanism. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the mechanism; `megamem mechanisms` lists them."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this mixer does not fit `model`, naming field, value and what would be valid."""
+
+    @abstractmethod
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """The state of one layer, declared: a dict of `TensorSpec` (or `Growing` lists of them)."""
+
+    @abstractmethod
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> Mixer:
+        """The module of layer `layer` (0-based), its projections made by `linears`."""
+
+
+def _parse_mixer(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"kind": value}
+    if isinstance(value, Mapping):
+        if "kind" not in value:
+            raise ValueError(f"a mixer needs a `kind`; got the keys {sorted(map(str, value))}")
+        return mixer_config_type(str(value["kind"])).model_validate(dict(value))
+    return value
+
+
+AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(_parse_mixer)]
+
+
+class LayerMixer(ConfigModel):
+    """Another mixer at some layers."""
+
+    layers: list[Annotated[int, Field(ge=0)]]
+    """0-based indices of the layers that get it (the ninth layer of a paper is 8)."""
+    mixer: AnyMixer
+    """The mixer of these layers."""
+
+
+class ModelConfig(ConfigModel):
+    """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer."""
+
+    layers: PositiveInt
+    """Number of blocks."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    heads: PositiveInt
+    """Number of query heads."""
+    kv_heads: PositiveInt | None = None
+    """Number of key/value heads (grouped-query attention); as many as `heads` if not given."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; hidden_size / heads if not given."""
+    ffn_size: PositiveInt | None = None
+    """Inner width of the SwiGLU; 8/3 of hidden_size rounded up to a multiple of 64 if not given."""
+    vocab_size: PositiveInt = 32_000
+    """Rows of the embedding; the tokenizer may have fewer pieces, never more."""
+    chunk_size: PositiveInt
+    """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
+    mixer: AnyMixer = Field(default="attention", validate_default=True)  # type: ignore[assignment]
+    """The mixer of every layer not listed in `memory`."""
+    memory: list[LayerMixer] = []
+    """Layers with another mixer, usually a memory mechanism."""
+    tie_embeddings: bool = False
+    """Use the embedding's weight as the output head's too."""
+    rope_theta: float = Field(default=10_000.0, gt=1)
+    """Base of the rotary frequencies."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of all weight matrices at the start; projections back into the residual stream (mixer
+    output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""
+    attention: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
+    """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
+
+    @property
+    def kv(self) -> int:
+        """Number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of the SwiGLU."""
+        return self.ffn_size or -(-(8 * self.hidden_size) // (3 * 64)) * 64
+
+    def mixer_at(self, layer: int) -> MixerConfig:
+        """The mixer's configuration of layer `layer` (0-based)."""
+        return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ModelConfig:
+        if self.head_dim is None and self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
+                "choose a multiple or give head_dim"
+            )
+        if self.head % 2:
+            raise ValueError(f"head_dim {self.head} is odd; rotary positions need an even width")
+        if self.heads % self.kv:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv}")
+        seen: set[int] = set()
+        for entry in self.memory:
+            for layer in entry.layers:
+                if layer >= self.layers:
+                    raise ValueError(f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}")
+                if layer in seen:
+                    raise ValueError(f"memory.layers: layer {layer} has two mixers")
+                seen.add(layer)
+        for layer in range(self.layers):
+            self.mixer_at(layer).check(self)
+        return self

@@ -1,0 +1,1 @@
+"""Tensor operations without parameters: attention kernels and rotary positions."""

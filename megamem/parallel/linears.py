@@ -1,0 +1,152 @@
+"""The linear layers a model is made of, behind one interface.
+
+`Linears` says what a model may ask for; `PlainLinears` answers with torch's own layers in a single process (tests,
+exported models), `megamem.parallel.megatron.MegatronLinears` with Megatron-Core's parallel ones. The model code is
+the same for both and shows where it communicates: `enter` once before a group of column-parallel projections,
+and the sum inside `row`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Initializer = Callable[[tuple[int, ...], torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What is declared beside a parameter: how it is split over tensor-parallel ranks, how it starts, if it decays."""
+
+    shard_axis: int | None
+    init: Initializer
+    decay: bool
+
+
+def normal(std: float) -> Initializer:
+    """Start from a centred normal distribution."""
+    return lambda shape, generator: torch.randn(shape, generator=generator) * std
+
+
+def constant(value: float) -> Initializer:
+    """Start from one value."""
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def declare(parameter: nn.Parameter, init: Initializer, shard_axis: int | None = None) -> nn.Parameter:
+    """Attach a `ParameterInfo`; matrices decay, vectors do not. Megatron's and DeepSpeed's marks are set with it."""
+    parameter.info = ParameterInfo(shard_axis, init, decay=parameter.ndim >= 2)  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shard_axis is not None  # type: ignore[attr-defined]
+    return parameter
+
+
+def info(parameter: nn.Parameter) -> ParameterInfo:
+    """The declaration of `parameter`. Raises AttributeError if a module forgot it."""
+    return cast(ParameterInfo, parameter.info)  # type: ignore[attr-defined]
+
+
+class Linears(Protocol):
+    """Maker of (parallel) layers. Sizes are global; `tp_size` ranks share each layer, this one is `tp_rank`.
+
+    Activations are [tokens, batch, features]. With `sequence_parallel`, tokens are split over the ranks outside of
+    `enter` .. `row`.
+    """
+
+    tp_size: int
+    tp_rank: int
+    sequence_parallel: bool
+
+    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """A projection whose outputs are split over ranks. Its input must have passed `enter`. No bias."""
+
+    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """A projection whose inputs are split over ranks; sums (or reduce-scatters) its output. No bias."""
+
+    def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
+        """Token embedding split over ranks by vocabulary: [tokens, batch] int64 -> [tokens, batch, width]."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Start of a parallel region: identity (or all-gather of tokens); its backward sums over ranks."""
+
+    def shared(self, parameter: Tensor) -> Tensor:
+        """A replicated parameter used on each rank for a part of the work only: its gradient is summed over ranks."""
+
+    def outside(self, parameter: Tensor) -> Tensor:
+        """A replicated parameter used outside of parallel regions (norms); summed over ranks if tokens are split."""
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
+
+
+class PlainLinears:
+    """Everything on one device, with torch's own layers."""
+
+    tp_size = 1
+    tp_rank = 0
+    sequence_parallel = False
+
+    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """See `Linears.column`."""
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=_default_device())
+        declare(layer.weight, init, shard_axis=0)
+        return layer
+
+    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """See `Linears.row`."""
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=_default_device())
+        declare(layer.weight, init, shard_axis=1)
+        return layer
+
+    def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
+        """See `Linears.embedding`."""
+        layer = nn.utils.skip_init(nn.Embedding, vocabulary, width, device=_default_device())
+        declare(layer.weight, init, shard_axis=0)
+        return layer
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `Linears.enter`."""
+        return x
+
+    def shared(self, parameter: Tensor) -> Tensor:
+        """See `Linears.shared`."""
+        return parameter
+
+    def outside(self, parameter: Tensor) -> Tensor:
+        """See `Linears.outside`."""
+        return parameter
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.cross_entropy`; float64 logits stay in float64."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+def _default_device() -> torch.device:
+    return torch.empty(0).device
+
+
+def initialize_parameters(model: nn.Module, seed: int, tp_size: int = 1, tp_rank: int = 0) -> None:
+    """Give every declared parameter its start value, the same whatever the layout.
+
+    Each parameter is drawn whole on the CPU from a generator seeded by (seed, its global name), and this rank keeps
+    its slice of the declared axis.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            declared = info(parameter)
+            shape = list(parameter.shape)
+            if declared.shard_axis is not None:
+                shape[declared.shard_axis] *= tp_size
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            with torch.device("cpu"):
+                whole = declared.init(tuple(shape), generator)
+            if declared.shard_axis is not None:
+                whole = whole.chunk(tp_size, declared.shard_axis)[tp_rank]
+            parameter.copy_(whole)
