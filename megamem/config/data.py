@@ -1,0 +1,81 @@
+"""Configuration of the data: which token sources are read, how they are mixed and how batches are fed."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from megamem.config.base import ConfigModel
+
+
+class SourceConfig(ConfigModel):
+    """One source of training documents and its share of the training tokens."""
+
+    path: str = Field(min_length=1)
+    """Folder of token shards, prefix of a Megatron `.bin`/`.idx` pair, or fsspec URL of a folder of shards."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Share of the training sequences drawn from this source, relative to the other sources' weights."""
+
+
+class DataConfig(ConfigModel):
+    """What is read and in which order. The order is a pure function of the seed and the global sample index."""
+
+    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    """Training sources. A bare path stands for a source of weight 1."""
+    validation: tuple[str, ...] = ()
+    """Held-out sources (paths as in `sources`), read document by document from start to end."""
+    tokenizer: Path | None = None
+    """Tokenizer folder. Its hash must equal the hash stored with the shards; needed for bits per byte."""
+    feeding: Literal["windows", "streams"] = "windows"
+    """`windows`: each sequence starts with a fresh memory. `streams`: each row reads on through long text and \
+keeps its memory from step to step; a memory is reset only where a document starts."""
+    sequence_length: int = Field(default=4096, ge=2)
+    """Tokens per row and step. A whole number of the model's chunks."""
+    short_documents: Literal["drop", "pad", "pack"] = "drop"
+    """What happens to text that does not fill a window (windows only). `drop`: left out and counted. `pad`: \
+padded with ignored labels. `pack`: several share a window, each starting at a chunk border."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order of the documents and of the mixture."""
+    shuffle_shards: int = Field(default=0, ge=0)
+    """Shuffle within groups of this many randomly chosen shards; 0 shuffles a whole source at once. Needed \
+where remote shards do not all fit into the cache."""
+    cache_folder: Path = Path("runs/shard_cache")
+    """Where copies of remote shards are kept."""
+    cache_gib: float = Field(default=16.0, gt=0, allow_inf_nan=False)
+    """Bound of the cache of remote shards, in GiB. The least recently used shards are deleted first."""
+    prefetch: int = Field(default=4, ge=1)
+    """Batches read ahead by the background thread."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _bare_paths(cls, value: object) -> object:
+        """Accept a single path, and paths without weights inside the list."""
+        entries = [value] if isinstance(value, str) else value
+        if not isinstance(entries, list | tuple):
+            return value
+        return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _single_path(cls, value: object) -> object:
+        """Accept a single path."""
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _distinct_sources(self) -> "DataConfig":
+        paths = [source.path for source in self.sources]
+        repeated = sorted({path for path in paths if paths.count(path) > 1})
+        if repeated:
+            raise ValueError(f"sources: {repeated[0]} is listed twice; give it one entry and a larger weight")
+        held_out = sorted(set(paths) & set(self.validation))
+        if held_out:
+            raise ValueError(f"validation: {held_out[0]} is also a training source; hold out other documents")
+        return self
+
+    @model_validator(mode="after")
+    def _streams_keep_short_documents(self) -> "DataConfig":
+        if self.feeding == "streams" and self.short_documents != "drop":
+            raise ValueError(
+                f"short_documents: {self.short_documents} applies to feeding: windows; streams read every document whole"
+            )
+        return self

@@ -1,0 +1,57 @@
+"""What the model is fed: one micro-batch of rows, and one held-out document.
+
+Letters: T tokens of a row, C chunks of a row, R rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a position whose next token is unknown or padding."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. `tokens[t]` is read and `labels[t]` is the token that follows it in the document."""
+
+    tokens: Tensor
+    """[T, R] int64, tokens first (Megatron layout). Padding is token 0."""
+    labels: Tensor
+    """[T, R] int64. `IGNORED` at padding."""
+    starts: npt.NDArray[np.int64]
+    """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on \
+the host."""
+    sample_ids: tuple[int, ...]
+    """Per row `step * global_rows + row`: with streams, `row` is the lane."""
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch with tokens and labels on `device`; the copy does not block where they are pinned."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+        )
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked host memory."""
+        return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory())
+
+
+@dataclass(frozen=True)
+class EvaluationDocument:
+    """One held-out document in whole chunks, padded at its end."""
+
+    name: str
+    """The document's name in its source."""
+    tokens: Tensor
+    """[T] int64, T a whole number of chunks. Padding is token 0."""
+    labels: Tensor
+    """[T] int64, the next token; `IGNORED` at padding."""
+    predicted_tokens: int
+    """Number of labels that are not `IGNORED`."""
+    text_bytes: int | None
+    """UTF-8 bytes of the predicted tokens' text: the denominator of bits per byte. None without a tokenizer."""
