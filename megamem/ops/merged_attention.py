@@ -1,0 +1,58 @@
+"""Attention over several key parts by one fused kernel call each, merged exactly through the log-sum-exp.
+
+torch's fused CPU kernel knows a causal mask only for as many keys as queries; with memory tokens in front, it would
+fall back to a full rectangular mask. One causal call for the own keys and one unmasked call per past part do no
+wasted work. Softmax parts merge as out = sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p; and the kernel's
+backward, given the merged `out` and `lse`, recomputes exactly the merged probabilities of its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, *parts: Tensor) -> Tensor:
+        last = len(parts) // 2 - 1
+        outs, lses = [], []
+        for i in range(last + 1):
+            out, lse = _forward(query, parts[2 * i], parts[2 * i + 1], 0.0, i == last)
+            outs.append(out)
+            lses.append(lse)
+        lse = torch.stack(lses).logsumexp(0)
+        merged = sum(o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
+        out = merged.to(query.dtype)
+        ctx.save_for_backward(query, out, lse, *parts)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...]:
+        query, out, lse, *parts = ctx.saved_tensors
+        last = len(parts) // 2 - 1
+        grads: list[Tensor] = []
+        grad_query: Tensor | None = None
+        for i in range(last + 1):
+            g_query, g_key, g_value = _backward(
+                grad_out, query, parts[2 * i], parts[2 * i + 1], out, lse, 0.0, i == last
+            )
+            grad_query = g_query if grad_query is None else grad_query + g_query
+            grads += (g_key, g_value)
+        assert grad_query is not None
+        return (grad_query, *grads)
+
+
+def merged_attention(query: Tensor, parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """Softmax attention on CPU over `parts` = [(key, value), ...]; the last part is causal, the others are seen whole.
+
+    Shapes [batch, heads, tokens, width]; the last part has as many keys as there are queries.
+    """
+    out: Tensor = _Merged.apply(query, *(tensor for part in parts for tensor in part))
+    return out

@@ -1,0 +1,10 @@
+"""Shared set-up of all tests."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from megamem.hardware import avoid_broken_amx  # noqa: E402
+
+avoid_broken_amx()
