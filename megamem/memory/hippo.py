@@ -77,7 +77,7 @@ def transition(order: int, start: int, stop: int) -> Tensor:
 
     constant = torch.zeros(order, dtype=torch.float64, device="cpu")
     constant[0] = 1.0
-    return _legendre(order, constant, times_z) * (ratio * _norms(order))[:, None]
+    return _legendre(order, constant, times_z).mul_((ratio * _norms(order))[:, None])
 
 
 def kernel(order: int, start: int, stop: int) -> Tensor:
@@ -93,7 +93,7 @@ def kernel(order: int, start: int, stop: int) -> Tensor:
     antiderivatives = torch.empty(order, len(z), dtype=torch.float64, device="cpu")
     antiderivatives[0] = z
     antiderivatives[1:] = (values[2:] - values[:-2]) / (_norms(order)[1:, None] ** 2)
-    return antiderivatives.diff(dim=1) * (_norms(order)[:, None] / 2)
+    return antiderivatives.diff(dim=1).mul_(_norms(order)[:, None] / 2)
 
 
 def sample_points(

@@ -1,0 +1,396 @@
+"""The HiPPO matrices against the equations they replace: recurrence, projection, quadrature, and the bank."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from megamem.memory.hippo import (
+    HippoBank,
+    kernel,
+    legendre_basis,
+    reconstruction,
+    sample_points,
+    shared_bank,
+    transition,
+)
+
+CPU = torch.device("cpu")
+ORDERS = [8, 16, 32, 64, 128]
+INTERVALS = [(0, 1), (0, 64), (0, 37), (1, 2), (3, 10), (64, 128), (37, 100), (2047, 2112), (30720, 30777)]
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def gauss_legendre(nodes):
+    """Nodes and weights on [0, 1]."""
+    x, w = np.polynomial.legendre.leggauss(nodes)
+    return (torch.from_numpy(x) + 1) / 2, torch.from_numpy(w) / 2
+
+
+# --- oracles written from the equations ---
+
+
+def legs_matrices(order):
+    """A and B of equation 19."""
+    A = torch.zeros(order, order, dtype=torch.float64)
+    for n in range(order):
+        for k in range(n):
+            A[n, k] = math.sqrt((2 * n + 1) * (2 * k + 1))
+        A[n, n] = n + 1
+    B = torch.tensor([math.sqrt(2 * n + 1) for n in range(order)], dtype=torch.float64)
+    return A, B
+
+
+def zoh_recurrence(state, signal, start):
+    """Equations 22 and 25, token by token. Step 0 forgets everything: (0/1)^A = 0, A's spectrum is positive."""
+    order = len(state)
+    A, B = legs_matrices(order)
+    identity = torch.eye(order, dtype=torch.float64)
+    for k, value in enumerate(signal, start):
+        step = torch.zeros_like(A) if k == 0 else torch.linalg.matrix_exp(-A * math.log((k + 1) / k))
+        drive = torch.linalg.solve_triangular(A, ((identity - step) @ B)[:, None], upper=False)
+        state = step @ state + drive * value
+    return state
+
+
+def projection(signal, order):
+    """Equation 12 for a piecewise-constant signal [T, D]: one exact quadrature per token."""
+    nodes, weights = gauss_legendre(order // 2 + 1)
+    positions = (torch.arange(len(signal))[:, None] + nodes) / len(signal)
+    integrals = (legendre_basis(order, positions) * weights[:, None]).sum(1) / len(signal)
+    return integrals.T @ signal
+
+
+def rational_matrices(order, start, stop):
+    """P and K of [start, stop) in exact rational arithmetic, from the monomials of P_n(2x-1), then rounded."""
+    r = Fraction(start, stop)
+    monomials = [
+        [(-1) ** (n + k) * math.comb(n, k) * math.comb(n + k, k) for k in range(n + 1)] for n in range(order)
+    ]
+    edges = [[Fraction(j, stop) ** k for k in range(order + 1)] for j in range(start, stop + 1)]
+    P, K = np.zeros((order, order)), np.zeros((order, stop - start))
+    for n, row in enumerate(monomials):
+        for m in range(n + 1):  # the integral of x^k P_m(2x-1) over [0, 1] is k!^2 / ((k-m)! (k+m+1)!)
+            moments = [
+                Fraction(math.factorial(k) ** 2, math.factorial(k - m) * math.factorial(k + m + 1))
+                for k in range(m, n + 1)
+            ]
+            total = r * sum(row[k] * r**k * moments[k - m] for k in range(m, n + 1))
+            P[n, m] = float(total) * math.sqrt((2 * n + 1) * (2 * m + 1))
+        primitive = [sum(Fraction(c, k + 1) * edge[k + 1] for k, c in enumerate(row)) for edge in edges]
+        steps = [float(high - low) for low, high in zip(primitive, primitive[1:], strict=False)]
+        K[n] = np.array(steps) * math.sqrt(2 * n + 1)
+    return torch.from_numpy(P), torch.from_numpy(K)
+
+
+# --- the basis ---
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 33])
+def test_basis_is_the_scaled_legendre_polynomials(order):
+    x = torch.linspace(0, 1, 23, dtype=torch.float64).reshape(1, 23)
+    rows = [
+        np.polynomial.legendre.Legendre.basis(n)(2 * x.numpy() - 1) * math.sqrt(2 * n + 1)
+        for n in range(order)
+    ]
+    basis = legendre_basis(order, x)
+    assert basis.shape == (1, 23, order)
+    assert basis.dtype == torch.float64
+    torch.testing.assert_close(basis, torch.from_numpy(np.stack(rows, -1)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [8, 128, 540])
+def test_basis_is_orthonormal(order):
+    nodes, weights = gauss_legendre(order)
+    basis = legendre_basis(order, nodes)
+    gram = basis.T @ (weights[:, None] * basis)
+    torch.testing.assert_close(gram, torch.eye(order, dtype=torch.float64), rtol=0, atol=1e-11)
+
+
+def test_basis_accepts_float32_positions():
+    assert legendre_basis(4, torch.tensor([0.25, 0.5])).dtype == torch.float64
+
+
+# --- block update ---
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("start", "stop"), INTERVALS)
+def test_block_update_equals_the_token_recurrence(order, start, stop):
+    state, signal = random(order, 3), random(stop - start, 3, seed=1)
+    expected = zoh_recurrence(state, signal, start)
+    updated = transition(order, start, stop) @ state + kernel(order, start, stop) @ signal
+    torch.testing.assert_close(updated, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (1, 2), (20, 27), (1000, 1003)])
+def test_matrices_equal_exact_rational_arithmetic(start, stop):
+    P, K = rational_matrices(48, start, stop)
+    torch.testing.assert_close(transition(48, start, stop), P, rtol=0, atol=5e-15)
+    torch.testing.assert_close(kernel(48, start, stop), K, rtol=0, atol=5e-15)
+
+
+@pytest.mark.parametrize("order", [1, 2, 8, 128, 540])
+@pytest.mark.parametrize("ratio", [(1, 2), (1, 7), (15, 16), (99_999, 100_000), (5, 5)])
+def test_transition_equals_its_integral(order, ratio):
+    """P[n, m] = r * integral g_n(r x) g_m(x) dx, where Gauss-Legendre with N+1 nodes is exact."""
+    start, stop = ratio
+    nodes, weights = gauss_legendre(order + 1)
+    stretched = legendre_basis(order, nodes * start / stop)
+    expected = start / stop * stretched.T @ (weights[:, None] * legendre_basis(order, nodes))
+    torch.testing.assert_close(transition(order, start, stop), expected, rtol=0, atol=2e-11)
+
+
+@pytest.mark.parametrize("order", [8, 128, 540])
+def test_transition_is_exactly_triangular_and_contracts(order):
+    for start, stop in [(1, 2), (2048, 4096), (30720, 32768)]:
+        P = transition(order, start, stop)
+        assert torch.equal(P, P.tril())
+        norm = torch.linalg.matrix_norm(P, 2).item()
+        assert norm <= math.sqrt(start / stop) * (1 + 1e-12)
+        # The bound is approached exponentially in the order: a polynomial can concentrate on [0, r].
+        assert norm == pytest.approx(math.sqrt(start / stop), rel=1e-12 if order > 8 else 1e-9)
+        diagonal = (start / stop) ** torch.arange(1, order + 1, dtype=torch.float64)
+        torch.testing.assert_close(P.diagonal(), diagonal, rtol=0, atol=1e-14)
+
+
+def test_transition_edges():
+    assert torch.equal(transition(8, 0, 5), torch.zeros(8, 8, dtype=torch.float64))
+    torch.testing.assert_close(transition(8, 5, 5), torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert torch.equal(transition(16, 3, 7), transition(16, 3000, 7000))
+
+
+@pytest.mark.parametrize("order", [8, 128, 540])
+@pytest.mark.parametrize(("a", "b", "c"), [(1, 2, 3), (2048, 4096, 6144), (777, 1000, 32768)])
+def test_transitions_compose(order, a, b, c):
+    composed = transition(order, b, c) @ transition(order, a, b)
+    torch.testing.assert_close(composed, transition(order, a, c), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [8, 128, 540])
+@pytest.mark.parametrize(("split", "stop"), [(1, 5), (37, 101), (512, 1024)])
+def test_kernel_does_not_depend_on_the_split_into_blocks(order, split, stop):
+    early = transition(order, split, stop) @ kernel(order, 0, split)
+    pieces = torch.cat([early, kernel(order, split, stop)], dim=1)
+    torch.testing.assert_close(pieces, kernel(order, 0, stop), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, 8, 128, 540])
+@pytest.mark.parametrize("block", [1, 7, 512])
+def test_a_constant_signal_is_the_first_coefficient(order, block):
+    unit = torch.eye(order, dtype=torch.float64)[0]
+    torch.testing.assert_close(kernel(order, 0, block).sum(1), unit, rtol=0, atol=1e-13)
+    start, stop = 3 * block, 4 * block
+    updated = transition(order, start, stop) @ unit + kernel(order, start, stop).sum(1)
+    torch.testing.assert_close(updated, unit, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("order", [8, 33, 128, 540])
+def test_state_is_the_projection_of_the_history(order):
+    signal = random(4 * 75, 2)
+    state = torch.zeros(order, 2, dtype=torch.float64)
+    for start in range(0, 300, 75):
+        P, K = transition(order, start, start + 75), kernel(order, start, start + 75)
+        state = P @ state + K @ signal[start : start + 75]
+    torch.testing.assert_close(state, projection(signal, order), rtol=0, atol=1e-11)
+
+
+def test_float32_updates_stay_accurate_over_many_blocks():
+    """P contracts, so rounding does not build up: the reason why float32 coefficients suffice."""
+    order, block = 256, 128
+    bank = HippoBank(order, block, 64, "uniform")
+    exact = HippoBank(order, block, 64, "uniform", dtype=torch.float64)
+    state, reference = torch.zeros(order, 4), torch.zeros(order, 4, dtype=torch.float64)
+    for index in range(64):
+        signal = random(block, 4, seed=index)
+        P, K = (matrix[0] for matrix in bank.update_matrices((index * block,), CPU))
+        state = P @ state + K @ signal.float()
+        P, K = (matrix[0] for matrix in exact.update_matrices((index * block,), CPU))
+        reference = P @ reference + K @ signal
+    assert (state - reference).norm() / reference.norm() < 1e-5
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 4), (5, 4), (0, 0)])
+def test_bad_intervals_are_refused(start, stop):
+    with pytest.raises(ValueError, match="start"):
+        transition(4, start, stop)
+    with pytest.raises(ValueError, match="start"):
+        kernel(4, start, stop)
+
+
+# --- reading ---
+
+
+@pytest.mark.parametrize("order", [1, 8, 128, 540])
+def test_noise_gain_at_the_present_is_the_order(order):
+    R = reconstruction(order, 2048, torch.tensor([2048.0]))
+    torch.testing.assert_close(R.norm(), torch.tensor(float(order), dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_polynomials_below_the_order_are_read_back():
+    """Up to the steps of the hold: a token's middle errs in second order of its length, its edge in first."""
+    coefficients = random(6, 1)
+    errors = {0.0: [], 0.5: []}
+    for total in (512, 1024):
+        middles = (torch.arange(total, dtype=torch.float64) + 0.5) / total
+        signal = legendre_basis(6, middles) @ coefficients
+        state = kernel(16, 0, total) @ signal
+        for offset, history in errors.items():
+            points = torch.arange(total, dtype=torch.float64) + offset
+            history.append((reconstruction(16, total, points) @ state - signal).square().mean().sqrt().item())
+    assert errors[0.5][1] < 1e-3 < 1e-2 < errors[0.0][1]
+    assert errors[0.5][0] / errors[0.5][1] == pytest.approx(4, rel=0.1)
+    assert errors[0.0][0] / errors[0.0][1] == pytest.approx(2, rel=0.1)
+
+
+# --- sampling ---
+
+
+def test_uniform_samples():
+    points = sample_points(100, 5, "uniform")
+    assert points.tolist() == [0.0, 20.0, 40.0, 60.0, 80.0]
+    assert sample_points(100, 5, "uniform", offset=0.5).tolist() == [0.5, 20.5, 40.5, 60.5, 80.5]
+    assert points.dtype == torch.float64
+
+
+def test_exponential_samples_run_backwards_in_time():
+    points = sample_points(16, 5, "exponential", alpha=0.5)
+    assert points.tolist() == pytest.approx([15.0, 14.0, 12.0, 8.0, 0.0], abs=1e-12)
+    gaps = -sample_points(32768, 512, "exponential").diff()
+    assert (gaps > 0).all()
+    assert (gaps.diff() > 0).all()
+
+
+@pytest.mark.parametrize(("total", "samples"), [(2048, 512), (32768, 512), (7, 3)])
+def test_default_alpha_puts_the_newest_sample_one_token_from_the_end(total, samples):
+    points = sample_points(total, samples, "exponential")
+    assert points[0].item() == pytest.approx(total - 1, abs=1e-9)
+    assert points[-1].item() == 0.0
+    explicit = sample_points(total, samples, "exponential", alpha=total ** (-1 / (samples - 1)))
+    torch.testing.assert_close(points, explicit, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "exponential"])
+@pytest.mark.parametrize(("total", "samples"), [(1, 1), (1, 8), (5, 1), (3, 512)])
+@pytest.mark.parametrize("offset", [0.0, 0.5, 2.0, -1.0])
+def test_samples_stay_inside_the_history(sampling, total, samples, offset):
+    points = sample_points(total, samples, sampling, offset)
+    assert points.shape == (samples,)
+    assert points.isfinite().all()
+    assert ((points >= 0) & (points <= total)).all()
+
+
+def test_an_empty_history_cannot_be_read():
+    with pytest.raises(ValueError, match="at least one"):
+        sample_points(0, 4, "uniform")
+    with pytest.raises(ValueError, match="empty"):
+        reconstruction(4, 0, torch.zeros(1))
+
+
+# --- the bank ---
+
+
+def small_bank(**options):
+    return HippoBank(6, 5, 4, "uniform", 0.5, dtype=torch.float64, **options)
+
+
+def test_bank_shares_one_matrix_when_all_rows_stand_together():
+    bank = small_bank()
+    P, K = bank.update_matrices((10, 10, 10), CPU)
+    R = bank.reconstruction((10, 10, 10), CPU)
+    assert (P.shape, K.shape, R.shape) == ((1, 6, 6), (1, 6, 5), (1, 4, 6))
+    assert torch.equal(P[0], transition(6, 10, 15))
+    assert torch.equal(K[0], kernel(6, 10, 15))
+    assert torch.equal(R[0], reconstruction(6, 10, sample_points(10, 4, "uniform", 0.5)))
+    assert bank.update_matrices((10,), CPU)[0] is P
+
+
+def test_bank_gathers_rows_at_different_positions():
+    bank = small_bank()
+    starts = (10, 0, 7, 10)
+    P, K = bank.update_matrices(starts, CPU)
+    R = bank.reconstruction(starts, CPU)
+    assert (P.shape, K.shape, R.shape) == ((4, 6, 6), (4, 6, 5), (4, 4, 6))
+    for row, start in enumerate(starts):
+        assert torch.equal(P[row], transition(6, start, start + 5))
+        assert torch.equal(K[row], kernel(6, start, start + 5))
+    assert torch.equal(R[0], R[3])
+    assert not R[1].any()
+    assert not P[1].any()
+    assert bank.reconstruction(starts, CPU) is R
+
+
+def test_bank_stays_within_its_bytes_and_drops_the_oldest():
+    one = small_bank().matrices((5,), CPU).nbytes
+    bank = small_bank(max_bytes=2 * one)
+    first, second = bank.matrices((5,), CPU), bank.matrices((10,), CPU)
+    assert bank.matrices((5,), CPU) is first  # now the most recent of the two
+    bank.matrices((15,), CPU)
+    assert bank.nbytes == 2 * one
+    assert bank.matrices((5,), CPU) is first
+    assert bank.matrices((10,), CPU) is not second
+    assert torch.equal(bank.matrices((10,), CPU).kernel, second.kernel)
+
+
+def test_bank_smaller_than_one_entry_still_answers():
+    bank = small_bank(max_bytes=1)
+    reference = small_bank()
+    for starts in [(5, 10, 0), (10,), (5, 10, 0)]:
+        for got, expected in zip(
+            bank.update_matrices(starts, CPU), reference.update_matrices(starts, CPU), strict=True
+        ):
+            assert torch.equal(got, expected)
+    assert len(bank._entries) == 1
+
+
+def test_bank_stores_the_working_precision():
+    bank = HippoBank(6, 5, 4, "exponential")
+    P, K = bank.update_matrices((10,), CPU)
+    assert {P.dtype, K.dtype, bank.reconstruction((10,), CPU).dtype} == {torch.float32}
+    assert torch.equal(K[0], kernel(6, 10, 15).float())
+
+
+def test_matrices_built_in_inference_mode_can_be_trained_through():
+    bank = small_bank()
+    with torch.inference_mode():
+        bank.update_matrices((5, 10), CPU)
+    P, K = bank.update_matrices((5, 10), CPU)
+    state = torch.ones(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    (P @ state + K @ random(2, 5, 3)).sum().backward()
+    assert state.grad is not None
+
+
+def test_matrices_do_not_follow_the_default_device_or_dtype():
+    with torch.device("meta"):
+        bank = HippoBank(6, 5, 4, "exponential")
+        assert bank.update_matrices((10,), CPU)[0].device == CPU
+        assert bank.reconstruction((10,), CPU).device == CPU
+        assert bank.reconstruction((10, 0), torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "exponential"])
+@pytest.mark.parametrize("start", [0, 1, 2048, 30720])
+def test_the_papers_size_is_finite(sampling, start):
+    bank = HippoBank(540, 2048, 512, sampling)
+    P, K = bank.update_matrices((start,), CPU)
+    R = bank.reconstruction((start,), CPU)
+    assert (P.shape, K.shape, R.shape) == ((1, 540, 540), (1, 540, 2048), (1, 512, 540))
+    assert all(matrix.isfinite().all() for matrix in (P, K, R))
+    assert K.abs().sum() > 0
+
+
+def test_equal_hyperparameters_share_a_bank():
+    bank = shared_bank(6, 5, 4, "uniform", 0.5)
+    assert shared_bank(6, 5, 4, "uniform", 0.5) is bank
+    assert shared_bank(6, 5, 4, "exponential", 0.5) is not bank
+
+
+@pytest.mark.parametrize("options", [{"sampling": "random"}, {"alpha": 1.0}, {"alpha": 0.0}])
+def test_bad_bank_options_are_refused(options):
+    with pytest.raises(ValueError, match=r"sampling|alpha"):
+        HippoBank(6, 5, 4, **({"sampling": "uniform"} | options))
