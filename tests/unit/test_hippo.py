@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def legs_matrices(order):
 
 
 def zoh_recurrence(state, signal, start):
-    """Equations 22 and 25, token by token. Step 0 forgets everything: (0/1)^A = 0, A's spectrum is positive."""
+    """Equations 22 and 25, token by token. Step 0 forgets all: (0/1)^A = 0, as A has a positive spectrum."""
     order = len(state)
     A, B = legs_matrices(order)
     identity = torch.eye(order, dtype=torch.float64)
@@ -67,7 +68,7 @@ def projection(signal, order):
 
 
 def rational_matrices(order, start, stop):
-    """P and K of [start, stop) in exact rational arithmetic, from the monomials of P_n(2x-1), then rounded."""
+    """P and K in exact rational arithmetic, from the monomials of P_n(2x-1), rounded at the end."""
     r = Fraction(start, stop)
     monomials = [
         [(-1) ** (n + k) * math.comb(n, k) * math.comb(n + k, k) for k in range(n + 1)] for n in range(order)
@@ -83,7 +84,7 @@ def rational_matrices(order, start, stop):
             total = r * sum(row[k] * r**k * moments[k - m] for k in range(m, n + 1))
             P[n, m] = float(total) * math.sqrt((2 * n + 1) * (2 * m + 1))
         primitive = [sum(Fraction(c, k + 1) * edge[k + 1] for k, c in enumerate(row)) for edge in edges]
-        steps = [float(high - low) for low, high in zip(primitive, primitive[1:], strict=False)]
+        steps = [float(high - low) for low, high in pairwise(primitive)]
         K[n] = np.array(steps) * math.sqrt(2 * n + 1)
     return torch.from_numpy(P), torch.from_numpy(K)
 
