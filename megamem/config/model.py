@@ -75,7 +75,7 @@ class ModelConfig(ConfigModel):
     """Rows of the embedding; the tokenizer may have fewer pieces, never more."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
-    mixer: AnyMixer = Field(default="attention", validate_default=True)  # type: ignore[assignment]
+    mixer: AnyMixer = Field(default="attention", validate_default=True)
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
     """Layers with another mixer, usually a memory mechanism."""
@@ -125,7 +125,9 @@ class ModelConfig(ConfigModel):
         for entry in self.memory:
             for layer in entry.layers:
                 if layer >= self.layers:
-                    raise ValueError(f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}")
+                    raise ValueError(
+                        f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}"
+                    )
                 if layer in seen:
                     raise ValueError(f"memory.layers: layer {layer} has two mixers")
                 seen.add(layer)

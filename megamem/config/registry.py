@@ -22,7 +22,7 @@ T = TypeVar("T", bound="type[MixerConfig]")
 
 def register_mixer(config: T) -> T:
     """Class decorator: make a `MixerConfig` subclass known under the default of its `kind` field."""
-    kind = config.model_fields["kind"].default
+    kind = config.__pydantic_fields__["kind"].default
     if kind in _MIXERS and _MIXERS[kind].__qualname__ != config.__qualname__:
         raise ValueError(f"two mixers are called {kind!r}: {_MIXERS[kind]} and {config}")
     _MIXERS[kind] = config

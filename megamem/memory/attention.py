@@ -1,0 +1,141 @@
+"""Plain attention in two registered forms: `attention` (local to a block) and `full_attention` (all of the past)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.model import MixerConfig, ModelConfig
+from megamem.config.registry import register_mixer
+from megamem.memory.base import Chunk, Growing, Losses, State, StateSpec, TensorSpec, to_device
+from megamem.memory.block_attention import (
+    AttentionProjections,
+    BlockAttention,
+    last_columns,
+    open_specs,
+    resolve_block,
+)
+from megamem.ops.attention import Past, attention
+from megamem.ops.rotary import rotate
+from megamem.parallel.linears import Linears
+
+
+@register_mixer
+class AttentionConfig(MixerConfig):
+    """Causal attention inside blocks; nothing passes from block to block (Transformer++ without memory)."""
+
+    kind: Literal["attention"] = "attention"
+    """`attention`"""
+    block: PositiveInt | None = None
+    """Tokens a block spans; the chunk if not given. Divides model.chunk_size."""
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        resolve_block(self.block, model)
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """Only the unfinished block of token-by-token decoding."""
+        return open_specs(model)
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> BlockAttention:
+        """See `MixerConfig.build`."""
+        return BlockAttention(model, linears, self.state_specs(model), resolve_block(self.block, model))
+
+
+@register_mixer
+class FullAttentionConfig(MixerConfig):
+    """Causal attention over the whole document so far; the state holds every key and value."""
+
+    kind: Literal["full_attention"] = "full_attention"
+    """`full_attention`"""
+    max_chunks: PositiveInt | None = None
+    """Past chunks kept, the oldest dropped first; all if not given. Bound it in streams mode."""
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """One entry of rotated keys and values per finished chunk, and the open chunk."""
+        entry = TensorSpec(("chunk", "batch", "kv_heads", model.head), shard="kv_heads")
+        return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> FullAttention:
+        """See `MixerConfig.build`."""
+        return FullAttention(model, linears, self.state_specs(model), self.max_chunks)
+
+
+class FullAttention(AttentionProjections):
+    """Keys and values of finished chunks are stored once, rotated by absolute position, and passed on by reference."""
+
+    def __init__(
+        self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None
+    ) -> None:
+        super().__init__(model, linears, specs)
+        self.chunk = model.chunk_size
+        self.max_chunks = max_chunks
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        query, key, value = self.project(hidden)
+        outputs, done = [], 0
+        while done < query.shape[0]:
+            # never beyond the end of the open chunk, so that entries have one length
+            tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            part = slice(done, done + tokens)
+            output, state = self._attend(query[part], key[part], value[part], state, chunk.after(done))
+            outputs.append(output)
+            done += tokens
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.output(mixed.flatten(2)), state, {}
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk
+    ) -> tuple[Tensor, State]:
+        tokens = query.shape[0]
+        positions = torch.arange(tokens, device=query.device)[:, None]
+        if len(set(chunk.starts)) == 1:
+            positions = positions + chunk.starts[0]
+        else:
+            positions = positions + to_device(chunk.starts, query.device)
+        query, key = (rotate(x, positions, self.theta) for x in (query, key))
+        open_keys, open_values = state["open_keys"], state["open_values"]
+        entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
+        output = attention(query, key, value, self._visible(entries, chunk), self.backend)
+        past = list(state["past"])
+        if open_keys.shape[0]:
+            key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
+        if key.shape[0] == self.chunk:
+            past.append({"keys": key, "values": value})
+            key, value = last_columns(key, 0), last_columns(value, 0)
+        return output, {
+            "past": self._bounded(past, chunk.after(tokens)),
+            "open_keys": key,
+            "open_values": value,
+        }
+
+    def _visible(self, entries: list[tuple[Tensor, Tensor]], chunk: Chunk) -> list[Past]:
+        """The entries with, per row, only the columns of its own document: the last `start` ones."""
+        parts: list[Past] = []
+        distance = 0
+        for keys, values in reversed(entries):
+            size = keys.shape[0]
+            reach = [min(max(start - distance, 0), size) for start in chunk.starts]
+            distance += size
+            if not any(reach):
+                continue
+            if all(r == size for r in reach):
+                visible = None
+            elif all(r in (0, size) for r in reach):
+                visible = to_device([r == size for r in reach], keys.device, torch.bool)
+            else:
+                columns = torch.arange(size, 0, -1, device=keys.device)[:, None]
+                visible = columns <= to_device(reach, keys.device)
+            parts.append(Past(keys, values, visible))
+        return parts[::-1]
+
+    def _bounded(self, past: list[dict[str, Tensor]], chunk: Chunk) -> list[dict[str, Tensor]]:
+        """Entries some row can still see, at most `max_chunks`."""
+        keep = -(-max(0, *chunk.starts) // self.chunk)
+        if self.max_chunks is not None:
+            keep = min(keep, self.max_chunks)
+        return past[len(past) - min(keep, len(past)) :]

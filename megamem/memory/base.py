@@ -1,0 +1,190 @@
+"""The memory contract: a mixer maps (hidden chunk, state) to (hidden chunk, new state).
+
+State is a plain pytree of tensors, declared by `TensorSpec`s, that belongs to the caller: a mixer never keeps it.
+From the declarations alone states are made, counted, checked, sharded and saved.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Axis = int | str
+State = dict[str, Any]
+Losses = dict[str, Tensor]
+LABEL_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Declares one state tensor.
+
+    shape: ints or names: `batch` (rows), `heads`, `kv_heads`, `hidden`, `open` (tokens of the unfinished block;
+        0 at chunk borders), `chunk` (tokens of a chunk).
+    dtype: `compute` is the activations' dtype; `float32` is float32 in training and float64 in float64 tests.
+    shard: the name in `shape` that is split over tensor-parallel ranks, or None for replicated.
+    kind: `memory` is what a paper's tables count; `open` is what token-by-token decoding needs besides.
+    """
+
+    shape: tuple[Axis, ...]
+    dtype: Literal["compute", "float32", "int64"] = "compute"
+    shard: str | None = None
+    kind: Literal["memory", "open"] = "memory"
+
+    def sizes(self, names: Mapping[str, int], tp_size: int = 1) -> tuple[int, ...]:
+        """The local shape, names resolved by `names` (global sizes)."""
+        return tuple(
+            axis if isinstance(axis, int) else names[axis] // (tp_size if axis == self.shard else 1)
+            for axis in self.shape
+        )
+
+    def torch_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The dtype when activations have dtype `compute`."""
+        return {"compute": compute, "int64": torch.int64, "float32": state_dtype(compute)}[self.dtype]
+
+    def axis(self, name: str) -> int | None:
+        """Index of the axis called `name`, or None."""
+        return self.shape.index(name) if name in self.shape else None
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Declares a list of entries that grows by one per chunk; `limit` bounds it, None means the context length."""
+
+    entry: Mapping[str, TensorSpec]
+    limit: int | None = None
+
+
+StateSpec = Mapping[str, "TensorSpec | Growing"]
+
+
+def state_dtype(compute: torch.dtype) -> torch.dtype:
+    """float32, or float64 if the activations are float64: long accumulations never run in half precision."""
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where the tokens of one call lie in their documents.
+
+    starts: for each batch row, the position of the call's first token in its document (host integers). 0: a document
+        starts here, its memory is fresh. Negative: the row begins with that many tokens of left padding; mixers see
+        calls in which such a row is padding only, and what they make of it is forgotten at position 0.
+    """
+
+    starts: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows."""
+        return len(self.starts)
+
+    def after(self, tokens: int) -> Chunk:
+        """The place `tokens` later."""
+        return Chunk(tuple(start + tokens for start in self.starts))
+
+    def pieces(self, tokens: int) -> list[slice]:
+        """Cut `tokens` tokens where a row's left padding ends, so that in each piece a row is all padding or none."""
+        cuts = sorted({0, tokens, *(-start for start in self.starts if 0 < -start < tokens)})
+        return [slice(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def fresh(self) -> tuple[bool, ...]:
+        """Per row: no token of its document has been seen."""
+        return tuple(start <= 0 for start in self.starts)
+
+
+def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A small host array on `device`, copied without making the host wait."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+class Mixer(nn.Module, ABC):
+    """A layer's attention or memory mechanism.
+
+    `specs` declares its state. `differentiable_state`: whether gradients may flow into the incoming state (False
+    where the paper stops them there).
+    """
+
+    differentiable_state = True
+
+    def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
+        super().__init__()
+        self.specs = specs
+        self.sizes = dict(sizes)
+        self.tp_size = tp_size
+
+    def initial_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> State:
+        """The state before a document's first token: zeros and empty lists, for `rows` batch rows."""
+        names = {**self.sizes, "batch": rows, "open": 0}
+        return {
+            name: []
+            if isinstance(spec, Growing)
+            else torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
+            for name, spec in self.specs.items()
+        }
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Mix the tokens of one call.
+
+        Args:
+            hidden: [tokens, batch, hidden_size], any number of tokens; normalised already.
+            state: as `initial_state` or as the previous call left it.
+            chunk: where the tokens lie in their documents.
+        Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
+        """
+
+    def reset(self, state: State, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> State:
+        """The state with fresh rows where documents start. Lists are left: their mixers look at positions."""
+        fresh = chunk.fresh()
+        if not any(fresh):
+            return state
+        initial = self.initial_state(chunk.rows, device, dtype)
+        if all(fresh):
+            return initial
+        new = dict(state)
+        for name, spec in self.specs.items():
+            if (
+                isinstance(spec, TensorSpec)
+                and spec.kind == "memory"
+                and (axis := spec.axis("batch")) is not None
+            ):
+                shape = [1] * len(spec.shape)
+                shape[axis] = chunk.rows
+                rows = to_device(fresh, device, torch.bool).view(shape)
+                new[name] = torch.where(rows, initial[name], state[name])
+        return new
+
+
+def state_tensors(state: Any) -> Iterator[Tensor]:
+    """All tensors of a state pytree, in order."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from state_tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from state_tensors(value)
+
+
+def map_state(function: Any, state: Any) -> Any:
+    """A state pytree with `function` applied to each tensor."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, Mapping):
+        return {key: map_state(function, value) for key, value in state.items()}
+    return [map_state(function, value) for value in state]
+
+
+def detach(state: Any) -> Any:
+    """The state cut from the graph: where a window of backpropagation ends."""
+    return map_state(Tensor.detach, state)

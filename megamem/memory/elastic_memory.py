@@ -1,0 +1,110 @@
+"""Elastic Memory: the history of keys and values as HiPPO-LegS coefficients, read by polynomial sampling.
+
+Paper 000 ("Towards Compressive and Scalable Recurrent Memory"), Eq. 5-10 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from megamem.config.model import MixerConfig, ModelConfig
+from megamem.config.registry import register_mixer
+from megamem.memory.base import State, StateSpec, TensorSpec, state_dtype, to_device
+from megamem.memory.block_attention import BlockAttention, open_specs, resolve_block
+from megamem.memory.blocks import Span
+from megamem.memory.hippo import HippoBank, shared_bank
+from megamem.ops.attention import Past
+from megamem.parallel.linears import Linears
+
+
+@register_mixer
+class ElasticMemoryConfig(MixerConfig):
+    """HiPPO-LegS memory of keys and values in front of block-local attention; no parameters of its own."""
+
+    kind: Literal["elastic_memory"] = "elastic_memory"
+    """`elastic_memory`"""
+    block: PositiveInt | None = None
+    """Tokens compressed at once and attended locally; the chunk if not given. Divides model.chunk_size."""
+    order: PositiveInt = 540
+    """Number N of Legendre coefficients per channel of keys and values (the paper's 1x)."""
+    samples: PositiveInt | None = None
+    """Memory tokens reconstructed per block; min(order, 512) if not given."""
+    sampling: Literal["uniform", "exponential"] = "exponential"
+    """Where in the history the memory tokens lie: evenly, or denser towards the present."""
+    alpha: float | None = Field(default=None, gt=0, lt=1)
+    """Base of exponential sampling; t^(-1/(samples-1)) if not given, which puts the newest sample one token back."""
+    sample_offset: float = Field(default=0.0, ge=0, le=1)
+    """Added to sampling points in tokens: 0 is the paper's left edge, 0.5 the middle, far more accurate."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ElasticMemoryConfig:
+        if self.sampling == "exponential" and self.samples == 1:
+            raise ValueError(
+                "samples 1 with sampling exponential: the newest point needs a second one; use uniform"
+            )
+        return self
+
+    @property
+    def sample_count(self) -> int:
+        """Memory tokens per block."""
+        return self.samples or min(self.order, 512)
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        resolve_block(self.block, model)
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """Coefficients of keys (0) and values (1), and the open block."""
+        shape = ("batch", self.order, 2, "kv_heads", model.head)
+        return {"coefficients": TensorSpec(shape, "float32", shard="kv_heads"), **open_specs(model)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> ElasticMemory:
+        """See `MixerConfig.build`."""
+        return ElasticMemory(self, model, linears)
+
+
+class ElasticMemory(BlockAttention):
+    """Block attention whose queries also see samples of the compressed history."""
+
+    def __init__(self, config: ElasticMemoryConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(model, linears, config.state_specs(model), resolve_block(config.block, model))
+        self.config = config
+
+    def bank(self, dtype: torch.dtype) -> HippoBank:
+        """The matrices for every position, shared by layers of the same shape."""
+        c = self.config
+        return shared_bank(
+            c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, dtype=dtype
+        )
+
+    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
+        """K_mem, V_mem = R C (Eq. 8), not rotated; rows in the first block of their document see none."""
+        seen = tuple(max(start - phase, 0) for start, phase in zip(span.starts, span.phases, strict=True))
+        if not any(seen):
+            return []
+        coefficients = state["coefficients"]
+        matrix = self.bank(state_dtype(like.dtype)).reconstruction(seen, like.device)
+        sampled = (matrix @ coefficients.flatten(2)).unflatten(2, coefficients.shape[2:])
+        keys, values = sampled.to(like.dtype).permute(2, 1, 0, 3, 4)
+        visible = None if all(seen) else to_device([t > 0 for t in seen], like.device, torch.bool)
+        return [Past(keys, values, visible)]
+
+    def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
+        """C <- P C + K F (Eq. 6) of the rows whose block ends, keys taken before rotation."""
+        closing = span.closing
+        starts = tuple(
+            end - self.block if close else 0 for end, close in zip(span.ends, closing, strict=True)
+        )
+        old = state["coefficients"]
+        transition, kernel = self.bank(old.dtype).update_matrices(starts, keys.device)
+        block = torch.stack((keys, values), dim=2).to(old.dtype).transpose(0, 1)
+        new = transition @ old.flatten(2) + kernel @ block.flatten(2)
+        new = new.view_as(old)
+        if not all(closing):
+            rows = to_device(closing, keys.device, torch.bool).view(-1, 1, 1, 1, 1)
+            new = torch.where(rows, new, old)
+        return {"coefficients": new}

@@ -1,0 +1,116 @@
+"""The model, or the run of layers of it that one pipeline stage holds. It never keeps a memory state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megamem.config.model import ModelConfig
+from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State
+from megamem.model.block import Block
+from megamem.model.layers import RMSNorm
+from megamem.parallel.linears import Linears, normal
+
+
+def add_losses(total: Losses, more: Losses) -> Losses:
+    """Sums by name."""
+    return {
+        **total,
+        **{name: total[name] + value if name in total else value for name, value in more.items()},
+    }
+
+
+class Stage(nn.Module):
+    """Layers `layers` of the model; the first stage embeds tokens, the last one has the output head.
+
+    Parameters carry global names (`layers.7.mixer.query.weight`) whatever the stage.
+    """
+
+    def __init__(self, model: ModelConfig, linears: Linears, layers: range | None = None) -> None:
+        super().__init__()
+        layers = range(model.layers) if layers is None else layers
+        self.config = model
+        self.linears = linears
+        self.first, self.last = layers.start == 0, layers.stop == model.layers
+        self.recompute = False
+        if self.first or (self.last and model.tie_embeddings):
+            self.embedding = linears.embedding(model.vocab_size, model.hidden_size, normal(model.init_std))
+        self.layers = nn.ModuleDict({str(i): Block(model, linears, i) for i in layers})
+        if self.last:
+            self.norm = RMSNorm(model.hidden_size, model.norm_eps, linears)
+            if not model.tie_embeddings:
+                self.head = linears.column(model.hidden_size, model.vocab_size, normal(model.init_std))
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in order."""
+        return cast(list[Block], list(self.layers.values()))
+
+    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[State]:
+        """Fresh states of this stage's layers."""
+        return [block.mixer.initial_state(rows, device, dtype) for block in self.blocks]
+
+    def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
+        """One call over some tokens.
+
+        Args:
+            x: token ids [tokens, batch] int64 on the first stage, else hidden [tokens, batch, hidden].
+            states: one per layer of this stage.
+            chunk: where the tokens lie in their documents; rows at position 0 start afresh.
+        Returns: hidden (on the last stage after the final norm), new states, auxiliary losses summed over layers.
+        """
+        hidden = self.embedding(x) if self.first else x
+        pieces = chunk.pieces(x.shape[0])
+        if len(pieces) == 1:
+            return self._run(hidden, states, chunk)
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        new = list(states)
+        for piece in pieces:
+            output, new, extra = self._run(hidden[piece], new, chunk.after(piece.start))
+            outputs.append(output)
+            losses = add_losses(losses, extra)
+        return torch.cat(outputs), new, losses
+
+    def _run(
+        self, hidden: Tensor, states: Sequence[State], chunk: Chunk
+    ) -> tuple[Tensor, list[State], Losses]:
+        new_states: list[State] = []
+        losses: Losses = {}
+        for block, state in zip(self.blocks, states, strict=True):
+            state = block.mixer.reset(state, chunk, hidden.device, hidden.dtype)
+            if self.recompute and torch.is_grad_enabled():
+                hidden, state, extra = checkpoint(block, hidden, state, chunk, use_reentrant=False)
+            else:
+                hidden, state, extra = block(hidden, state, chunk)
+            new_states.append(state)
+            losses = add_losses(losses, extra)
+        if self.last:
+            hidden = self.norm(hidden)
+        return hidden, new_states, losses
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Local logits [tokens, batch, vocab / tp] of the last stage's hidden."""
+        x = self.linears.enter(hidden)
+        if self.config.tie_embeddings:
+            return F.linear(x, cast(Tensor, self.embedding.weight))
+        return cast(Tensor, self.head(x))
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored."""
+        ignored = labels == LABEL_IGNORED
+        if self.recompute and torch.is_grad_enabled():
+            losses = checkpoint(
+                self._token_losses, hidden, labels.masked_fill(ignored, 0), use_reentrant=False
+            )
+        else:
+            losses = self._token_losses(hidden, labels.masked_fill(ignored, 0))
+        return cast(Tensor, losses).masked_fill(ignored, 0.0)
+
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return self.linears.cross_entropy(self.logits(hidden), labels)

@@ -1,0 +1,133 @@
+"""`Linears` made of Megatron-Core's tensor-parallel layers, with explicit groups.
+
+Collectives per block and pass, as in Megatron: `enter` all-reduces in the backward (once for all projections behind
+it), `row` all-reduces in the forward; with sequence parallelism they become all-gather and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import ModelParallelConfig
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megamem.parallel.linears import Initializer, declare
+from megamem.parallel.sequence import gather_tokens, reduce_scatter_tokens, split_tokens
+
+
+def _unused(weight: Tensor) -> None:
+    """Megatron wants an initialiser; `initialize_parameters` sets every weight instead."""
+
+
+class _Column(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)[0]
+        return out
+
+
+class _Row(RowParallelLinear):
+    split = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split:
+            return reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
+        out: Tensor = super().forward(x)[0]
+        return out
+
+
+class _Embedding(VocabParallelEmbedding):
+    split = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = super().forward(tokens)
+        return split_tokens(out, self.tp_group) if self.split else out
+
+
+class MegatronLinears:
+    """See `megamem.parallel.linears.Linears`; layers are split over the ranks of `group`."""
+
+    def __init__(self, group: ProcessGroup, sequence_parallel: bool = False) -> None:
+        self.group = group
+        self.tp_size = group.size()
+        self.tp_rank = group.rank()
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        # "CPU initialisation" only means that weights are made on the default device, and not filled
+        self._config: Any = ModelParallelConfig(
+            tensor_model_parallel_size=self.tp_size,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=torch.float32,
+        )
+
+    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """See `Linears.column`."""
+        layer = _Column(
+            inputs,
+            outputs,
+            config=self._config,
+            init_method=_unused,
+            bias=False,
+            disable_grad_reduce=True,
+            tp_group=self.group,
+        )
+        declare(layer.weight, init, shard_axis=0)
+        return layer
+
+    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+        """See `Linears.row`."""
+        layer = _Row(
+            inputs,
+            outputs,
+            config=self._config,
+            init_method=_unused,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=self.group,
+        )
+        layer.split = self.sequence_parallel
+        declare(layer.weight, init, shard_axis=1)
+        return layer
+
+    def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
+        """See `Linears.embedding`."""
+        layer = _Embedding(
+            vocabulary,
+            width,
+            init_method=_unused,
+            config=self._config,
+            tp_group=self.group,
+        )
+        layer.split = self.sequence_parallel
+        declare(layer.weight, init, shard_axis=0)
+        return layer
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `Linears.enter`."""
+        if self.sequence_parallel:
+            return gather_tokens(x, self.group)
+        return self.shared(x)
+
+    def shared(self, parameter: Tensor) -> Tensor:
+        """See `Linears.shared`."""
+        out: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self.group)
+        return out
+
+    def outside(self, parameter: Tensor) -> Tensor:
+        """See `Linears.outside`."""
+        return self.shared(parameter) if self.sequence_parallel else parameter
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.cross_entropy`. Overwrites float32 logits."""
+        out: Tensor = vocab_parallel_cross_entropy(logits, labels)
+        return out

@@ -1,0 +1,77 @@
+"""Sequence parallelism: tokens split over tensor-parallel ranks outside of the parallel regions.
+
+Megatron-Core has these mappings too, but allocates their outputs on `torch.cuda.current_device()`; these run on any
+backend with `all_gather_into_tensor` and `reduce_scatter_tensor` (NCCL and gloo).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad, ctx.group), None
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[tokens / ranks, ...] -> [tokens, ...]; the backward reduce-scatters."""
+    out: Tensor = _Gather.apply(x, group)
+    return out
+
+
+def reduce_scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum partial [tokens, ...] over ranks, each keeping [tokens / ranks, ...]; the backward gathers."""
+    out: Tensor = _ReduceScatter.apply(x, group)
+    return out
+
+
+def split_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's [tokens / ranks, ...] of a replicated [tokens, ...]; the backward gathers."""
+    out: Tensor = _Split.apply(x, group)
+    return out

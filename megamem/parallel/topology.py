@@ -1,0 +1,174 @@
+"""The one object that owns process groups. Layers and the optimizer get groups from it, never from globals.
+
+rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank: Megatron-Core's default order (tp-cp-ep-dp-pp) and
+DeepSpeed's PipeModelDataParallelTopology; `Topology.start` asserts that the libraries agree.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+
+from megamem.errors import LayoutError
+
+
+def data_parallel_size(world_size: int, tp: int, pp: int, dp: int | None) -> int:
+    """DP size from the world size. Raises LayoutError if the sizes do not multiply to it."""
+    if world_size % (tp * pp):
+        raise LayoutError(
+            f"parallel: {world_size} processes cannot be split into TP {tp} x PP {pp}; "
+            f"start a multiple of {tp * pp} processes"
+        )
+    found = world_size // (tp * pp)
+    if dp is not None and dp != found:
+        raise LayoutError(
+            f"parallel.dp: {dp} x TP {tp} x PP {pp} needs {dp * tp * pp} processes, "
+            f"but {world_size} were started; start {dp * tp * pp} or leave parallel.dp empty"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes, this process's coordinates, and its groups."""
+
+    pp_size: int
+    dp_size: int
+    tp_size: int
+    rank: int
+    device: torch.device
+    tp_group: ProcessGroup
+    dp_group: ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.pp_size * self.dp_size * self.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank among the processes that share each layer."""
+        return self.rank % self.tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Rank among the processes that hold the same parameters."""
+        return self.rank // self.tp_size % self.dp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """The pipeline stage."""
+        return self.rank // (self.tp_size * self.dp_size)
+
+    def name(self, rank: int | None = None) -> str:
+        """A rank in words: `rank 3 (dp 1, tp 1)`."""
+        rank = self.rank if rank is None else rank
+        parts = [f"pp {rank // (self.tp_size * self.dp_size)}"] if self.pp_size > 1 else []
+        parts += [f"dp {rank // self.tp_size % self.dp_size}", f"tp {rank % self.tp_size}"]
+        return f"rank {rank} ({', '.join(parts)})"
+
+    @staticmethod
+    def start(
+        tp: int = 1, dp: int | None = None, pp: int = 1, device: str | None = None, timeout_s: float = 600
+    ) -> Topology:
+        """Join the processes that torchrun started (or run alone) and make all groups.
+
+        device: `cpu`, `cuda` or None for CUDA where there is one. timeout_s: seconds a collective may wait.
+        """
+        from megatron.core import parallel_state
+
+        world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        dp = data_parallel_size(world_size, tp, pp, dp)
+        chosen = _device(device)
+        timeout = timedelta(seconds=timeout_s)
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            store = HashStore() if world_size == 1 else None
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        topology = Topology(
+            pp, dp, tp, rank, chosen,
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_data_parallel_group(),
+        )  # fmt: skip
+        topology._assert_order()
+        return topology
+
+    def _assert_order(self) -> None:
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+        from megatron.core import parallel_state
+
+        theirs = PipeModelDataParallelTopology(num_pp=self.pp_size, num_dp=self.dp_size, num_mp=self.tp_size)
+        coordinates = theirs.get_coord(self.rank)
+        ours = (self.pp_rank, self.dp_rank, self.tp_rank)
+        assert (coordinates.pipe, coordinates.data, coordinates.model) == ours
+        assert parallel_state.get_pipeline_model_parallel_rank() == self.pp_rank
+        assert parallel_state.get_data_parallel_rank() == self.dp_rank
+        assert parallel_state.get_tensor_model_parallel_rank() == self.tp_rank
+
+    def mpu(self) -> DeepSpeedGroups:
+        """The groups as DeepSpeed asks for them."""
+        return DeepSpeedGroups(self)
+
+
+def _device(wanted: str | None) -> torch.device:
+    if wanted == "cpu" or not (wanted or torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LayoutError(f"parallel.device: {wanted} asked for, but torch finds no CUDA device; use cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise LayoutError(
+            f"parallel: local rank {local_rank} has no CUDA device of its own "
+            f"({torch.cuda.device_count()} found); start at most one process per device"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+class DeepSpeedGroups:
+    """DeepSpeed's `mpu` protocol over a `Topology`."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that hold different parts of one model."""
+        return self._topology.tp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """Rank in `get_model_parallel_group`."""
+        return self._topology.tp_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Size of `get_model_parallel_group`."""
+        return self._topology.tp_size
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Ranks that hold the same parameters."""
+        return self._topology.dp_group
+
+    def get_data_parallel_rank(self) -> int:
+        """Rank in `get_data_parallel_group`."""
+        return self._topology.dp_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Size of `get_data_parallel_group`."""
+        return self._topology.dp_size
