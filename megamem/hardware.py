@@ -32,6 +32,4 @@ def avoid_broken_amx() -> str | None:
     if probe.returncode >= 0:
         return None
     os.environ[_ISA] = "AVX512_CORE_BF16"
-    return (
-        f"AMX is announced but faults on this machine; BF16 on CPU uses AVX-512 ({_ISA}={os.environ[_ISA]})"
-    )
+    return f"AMX is announced but faults on this machine; BF16 on CPU uses AVX-512 ({_ISA}={os.environ[_ISA]})"

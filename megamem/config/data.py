@@ -12,13 +12,13 @@ class SourceConfig(ConfigModel):
     """One source of training documents and its share of the training tokens."""
 
     path: str = Field(min_length=1)
-    """Folder of token shards, prefix of a Megatron `.bin`/`.idx` pair, or fsspec URL of a folder of shards."""
+    """Folder of token shards, prefix of a Megatron `.bin`/`.idx` pair, or fsspec URL of a shard folder."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Share of the training sequences drawn from this source, relative to the other sources' weights."""
 
 
 class DataConfig(ConfigModel):
-    """What is read and in which order. The order is a pure function of the seed and the global sample index."""
+    """What is read, and in which order: a pure function of the seed and the global sample index."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     """Training sources. A bare path stands for a source of weight 1."""
@@ -27,8 +27,8 @@ class DataConfig(ConfigModel):
     tokenizer: Path | None = None
     """Tokenizer folder. Its hash must equal the hash stored with the shards; needed for bits per byte."""
     feeding: Literal["windows", "streams"] = "windows"
-    """`windows`: each sequence starts with a fresh memory. `streams`: each row reads on through long text and \
-keeps its memory from step to step; a memory is reset only where a document starts."""
+    """`windows`: each sequence starts with a fresh memory. `streams`: each row reads on through long text \
+and keeps its memory from step to step; a memory is reset only where a document starts."""
     sequence_length: int = Field(default=4096, ge=2)
     """Tokens per row and step. A whole number of the model's chunks."""
     short_documents: Literal["drop", "pad", "pack"] = "drop"
@@ -76,6 +76,6 @@ where remote shards do not all fit into the cache."""
     def _streams_keep_short_documents(self) -> "DataConfig":
         if self.feeding == "streams" and self.short_documents != "drop":
             raise ValueError(
-                f"short_documents: {self.short_documents} applies to feeding: windows; streams read every document whole"
+                f"short_documents: {self.short_documents} is for feeding: windows; streams read whole documents"
             )
         return self

@@ -125,9 +125,7 @@ class ModelConfig(ConfigModel):
         for entry in self.memory:
             for layer in entry.layers:
                 if layer >= self.layers:
-                    raise ValueError(
-                        f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}"
-                    )
+                    raise ValueError(f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}")
                 if layer in seen:
                     raise ValueError(f"memory.layers: layer {layer} has two mixers")
                 seen.add(layer)

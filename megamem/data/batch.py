@@ -29,7 +29,7 @@ the host."""
     """Per row `step * global_rows + row`: with streams, `row` is the lane."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with tokens and labels on `device`; the copy does not block where they are pinned."""
+        """The batch with tokens and labels on `device`; the copy does not block where they are pinned."""
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
@@ -54,4 +54,4 @@ class EvaluationDocument:
     predicted_tokens: int
     """Number of labels that are not `IGNORED`."""
     text_bytes: int | None
-    """UTF-8 bytes of the predicted tokens' text: the denominator of bits per byte. None without a tokenizer."""
+    """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""

@@ -1,9 +1,25 @@
 """Feeds batches to training: the batch of any step is a pure function of the configuration and the step."""
 
-from collections.abc import Iterator
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
 
 from megamem.config.data import DataConfig
-from megamem.data.batch import Batch, EvaluationDocument
+from megamem.data.batch import IGNORED, Batch, EvaluationDocument
+from megamem.data.cache import ShardCache
+from megamem.data.order import Mixture, quotas
+from megamem.data.prefetch import Prefetcher
+from megamem.data.readers import DocumentStore, Int64, ShardStore, open_store
+from megamem.data.rows import Piece, SourceReport, fill_row
+from megamem.data.streams import StreamPlan
+from megamem.data.windows import WindowPlan
+from megamem.errors import ConfigError, DataError
+from tokenization.tokenizer import Tokenizer, load_meta
 
 
 class Feeder:
@@ -23,45 +39,124 @@ class Feeder:
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
-        """Open and check every source. Raises DataError or ConfigError with one clear line."""
-        raise NotImplementedError
+        """Open and check every source, held-out ones too. Raises DataError or ConfigError in one line."""
+        _check_sizes(config, chunk_size, global_rows, micro_batch_size, dp_size)
+        self.config = config
+        self.chunk_size = chunk_size
+        self.global_rows = global_rows
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.accumulation_steps = global_rows // (micro_batch_size * dp_size)
+        """Micro-batches of this rank per optimizer step."""
+        self.stores = open_stores(config, [source.path for source in config.sources])
+        self.held_out = open_stores(config, config.validation)
+        _check_same_tokenizer(config, [*self.stores, *self.held_out])
+        _check_cache(config, self.stores, global_rows)
+        self._vocab_size: int | None = None
+        weights = [source.weight for source in config.sources]
+        if config.feeding == "streams":
+            self._lane_sources = _lane_sources(config, global_rows)
+            self._streams = self._stream_plans(quotas(weights, global_rows))
+            self.reports: tuple[SourceReport, ...] = tuple(plan.report for plan in self._streams)
+        else:
+            self._mixture = Mixture(weights, config.seed)
+            self._windows = self._window_plans()
+            self.reports = tuple(plan.report for plan in self._windows)
+        """What each training source gives, and what is left out of it."""
 
     def batch(self, step: int, accumulation_index: int = 0) -> Batch:
         """Micro-batch `accumulation_index` of optimizer step `step` (both from 0) for this rank."""
-        raise NotImplementedError
+        assert 0 <= accumulation_index < self.accumulation_steps, accumulation_index
+        length, rows = self.config.sequence_length, self.micro_batch_size
+        tokens = np.empty((rows, length), np.int64)
+        labels = np.empty((rows, length), np.int64)
+        starts = np.empty((rows, length // self.chunk_size), np.int64)
+        first = (accumulation_index * self.dp_size + self.dp_rank) * rows
+        for b in range(rows):
+            store, pieces = self._row(step, first + b)
+            fill_row(store, pieces, self.chunk_size, tokens[b], labels[b], starts[b])
+            _check_ids(store, tokens[b], labels[b], self._vocab_size)
+        return Batch(
+            tokens=torch.from_numpy(np.ascontiguousarray(tokens.T)),
+            labels=torch.from_numpy(np.ascontiguousarray(labels.T)),
+            starts=np.ascontiguousarray(starts.T),
+            sample_ids=tuple(step * self.global_rows + first + b for b in range(rows)),
+        )
 
-    def prefetch(self, start_step: int = 0, *, pin_memory: bool = False) -> "Prefetcher":
+    def prefetch(self, start_step: int = 0, *, pin_memory: bool = False) -> Prefetcher:
         """Batches from `start_step` on, in order (step, accumulation), read ahead by a thread. Endless."""
-        raise NotImplementedError
+        batches = (
+            self.batch(step, accumulation_index)
+            for step in itertools.count(start_step)
+            for accumulation_index in range(self.accumulation_steps)
+        )
+        pinned = (batch.pin_memory() for batch in batches) if pin_memory else batches
+        return Prefetcher(pinned, self.config.prefetch)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise DataError where a source's token ids do not fit an embedding of `vocab_size` rows."""
-        raise NotImplementedError
+        """Raise DataError where a source's token ids do not fit an embedding of `vocab_size` rows.
+
+        Sources that do not state their vocabulary (Megatron's) are checked from now on as they are read.
+        """
+        for store in (*self.stores, *self.held_out):
+            if store.vocab_size is not None and store.vocab_size > vocab_size:
+                raise DataError(
+                    f"{store.path}: its tokens come from a vocabulary of {store.vocab_size}, "
+                    f"larger than the model's {vocab_size}"
+                )
+        self._vocab_size = vocab_size
 
     def fingerprint(self) -> str:
         """SHA-256 over all training data and everything that decides their order, except the step."""
-        raise NotImplementedError
+        config = self.config
+        order: dict[str, object] = {
+            "sources": [store.fingerprint for store in self.stores],
+            "weights": [source.weight for source in config.sources],
+            "feeding": config.feeding,
+            "sequence_length": config.sequence_length,
+            "short_documents": config.short_documents,
+            "seed": config.seed,
+            "shuffle_shards": config.shuffle_shards,
+            "chunk_size": self.chunk_size,
+        }
+        if config.feeding == "streams":
+            order["lanes"] = self.global_rows
+        return hashlib.sha256(json.dumps(order).encode()).hexdigest()
 
+    def _row(self, step: int, row: int) -> tuple[DocumentStore, list[Piece]]:
+        """Source and pieces of row `row` of the global batch."""
+        if self.config.feeding == "streams":
+            source, lane = self._lane_sources[row]
+            return self.stores[source], self._streams[source].pieces(lane, step)
+        source, sample = self._mixture.locate(step * self.global_rows + row)
+        return self.stores[source], self._windows[source].pieces(sample)
 
-class Prefetcher:
-    """Context manager and endless iterator over batches read ahead by one background thread."""
+    def _window_plans(self) -> list[WindowPlan]:
+        return [
+            WindowPlan(
+                store,
+                sequence_length=self.config.sequence_length,
+                chunk=self.chunk_size,
+                short_documents=self.config.short_documents,
+                seed=(self.config.seed, source),
+                shuffle_shards=self.config.shuffle_shards,
+            )
+            for source, store in enumerate(self.stores)
+        ]
 
-    def __enter__(self) -> "Prefetcher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch; raises what the thread raised."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop the thread."""
-        raise NotImplementedError
+    def _stream_plans(self, lanes: Int64) -> list[StreamPlan]:
+        return [
+            StreamPlan(
+                store,
+                chunk=self.chunk_size,
+                chunks_per_step=self.config.sequence_length // self.chunk_size,
+                lanes=int(lanes[source]),
+                seed=(self.config.seed, source),
+                shuffle_shards=self.config.shuffle_shards,
+            )
+            for source, store in enumerate(self.stores)
+        ]
 
 
 def evaluation_documents(
@@ -72,5 +167,110 @@ def evaluation_documents(
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[EvaluationDocument]:
-    """Held-out documents in order, every `ranks`-th from `rank` on, each cut to `max_tokens` predictions."""
-    raise NotImplementedError
+    """Held-out documents in order, every `ranks`-th from `rank` on, each cut to `max_tokens` predictions.
+
+    The first token of a document is read but not predicted, so its bytes are not counted. Documents of fewer
+    than two tokens are left out. Sources are opened and checked at once; DataError as for training, and where
+    there is no held-out document.
+    """
+    stores = open_stores(config, config.validation)
+    _check_same_tokenizer(config, stores)
+    if not stores:
+        raise DataError("data.validation: no held-out source is named")
+    token_bytes = Tokenizer.load(config.tokenizer).byte_lengths() if config.tokenizer else None
+    readable = [(store, d) for store in stores for d in np.flatnonzero(store.lengths > 1).tolist()]
+    if not readable:
+        raise DataError(f"{stores[0].path}: no held-out document has two tokens")
+    return (
+        _evaluation_document(store, document, chunk_size, max_tokens, token_bytes)
+        for store, document in readable[rank::ranks]
+    )
+
+
+def open_stores(config: DataConfig, paths: Sequence[str]) -> list[DocumentStore]:
+    """Open sources under the configuration's cache of remote shards."""
+    cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
+    return [open_store(path, cache) for path in paths]
+
+
+def _evaluation_document(
+    store: DocumentStore, document: int, chunk: int, max_tokens: int | None, token_bytes: Int64 | None
+) -> EvaluationDocument:
+    predicted = min(int(store.lengths[document]) - 1, max_tokens or int(store.lengths[document]))
+    chunks = -(-predicted // chunk)
+    tokens, labels = np.empty(chunks * chunk, np.int64), np.empty(chunks * chunk, np.int64)
+    piece = Piece(document, start=0, length=predicted, position=0)
+    fill_row(store, [piece], chunk, tokens, labels, np.empty(chunks, np.int64))
+    return EvaluationDocument(
+        name=store.name(document),
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        predicted_tokens=predicted,
+        text_bytes=None if token_bytes is None else int(token_bytes[labels[:predicted]].sum()),
+    )
+
+
+def _check_sizes(config: DataConfig, chunk: int, global_rows: int, micro: int, dp_size: int) -> None:
+    if config.sequence_length % chunk:
+        raise ConfigError(
+            f"data.sequence_length: {config.sequence_length} is not a whole number of chunks of {chunk} tokens"
+        )
+    if global_rows % (micro * dp_size):
+        raise ConfigError(
+            f"a global batch of {global_rows} rows does not divide into micro-batches of {micro} rows "
+            f"on {dp_size} data-parallel ranks"
+        )
+
+
+def _check_same_tokenizer(config: DataConfig, stores: Sequence[DocumentStore]) -> None:
+    """All shards, and the tokenizer folder if one is named, must be of one tokenizer."""
+    known = [store for store in stores if store.tokenizer_hash is not None]
+    if config.tokenizer is not None:
+        expected, owner = load_meta(config.tokenizer).sha256, str(config.tokenizer)
+    elif known:
+        expected, owner = known[0].tokenizer_hash or "", known[0].path
+    for store in known:
+        if store.tokenizer_hash != expected:
+            raise DataError(
+                f"{store.path}: written with tokenizer {(store.tokenizer_hash or '')[:12]}, "
+                f"but {owner} has {expected[:12]}"
+            )
+
+
+def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int) -> None:
+    """Refuse orders that would fetch remote shards again and again."""
+    groups = lanes if config.feeding == "streams" else 2  # read at about the same time
+    needed = 0
+    for store in stores:
+        if isinstance(store, ShardStore) and store.cache is not None:
+            sizes = [record.size for record in store.index.shards]
+            at_once = config.shuffle_shards * groups or len(sizes)
+            needed += min(sum(sizes), at_once * max(sizes))
+    if needed > config.cache_gib * 2**30:
+        raise ConfigError(
+            f"data.cache_gib: {config.cache_gib:g} GiB do not hold the {needed / 2**30:.3g} GiB of remote shards "
+            f"read at a time; raise it or set a small data.shuffle_shards (now {config.shuffle_shards})"
+        )
+
+
+def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
+    """(source, lane within the source) of each lane; lanes are shared out by weight."""
+    counts = quotas([source.weight for source in config.sources], lanes)
+    if not counts.all():
+        empty = config.sources[int(np.argmin(counts))].path
+        raise ConfigError(
+            f"data.sources: with {lanes} lanes, {empty} gets none; use more rows or a larger weight"
+        )
+    return [(source, lane) for source, count in enumerate(counts) for lane in range(int(count))]
+
+
+def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None) -> None:
+    """Check tokens of a store that does not state its vocabulary."""
+    if store.vocab_size is None and vocab_size is not None:
+        largest = max(int(tokens.max()), int(labels.max()))
+        smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))
+        if largest >= vocab_size or smallest < 0:
+            wrong = largest if largest >= vocab_size else smallest
+            raise DataError(
+                f"{store.path}: token id {wrong} does not fit the model's vocabulary of {vocab_size}"
+            )

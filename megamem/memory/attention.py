@@ -67,9 +67,7 @@ class FullAttentionConfig(MixerConfig):
 class FullAttention(AttentionProjections):
     """Keys and values of finished chunks are stored once, rotated by absolute position, and passed on by reference."""
 
-    def __init__(
-        self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None
-    ) -> None:
+    def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None) -> None:
         super().__init__(model, linears, specs)
         self.chunk = model.chunk_size
         self.max_chunks = max_chunks
@@ -88,9 +86,7 @@ class FullAttention(AttentionProjections):
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.output(mixed.flatten(2)), state, {}
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk
-    ) -> tuple[Tensor, State]:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         tokens = query.shape[0]
         positions = torch.arange(tokens, device=query.device)[:, None]
         if len(set(chunk.starts)) == 1:

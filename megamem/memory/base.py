@@ -152,11 +152,7 @@ class Mixer(nn.Module, ABC):
             return initial
         new = dict(state)
         for name, spec in self.specs.items():
-            if (
-                isinstance(spec, TensorSpec)
-                and spec.kind == "memory"
-                and (axis := spec.axis("batch")) is not None
-            ):
+            if isinstance(spec, TensorSpec) and spec.kind == "memory" and (axis := spec.axis("batch")) is not None:
                 shape = [1] * len(spec.shape)
                 shape[axis] = chunk.rows
                 rows = to_device(fresh, device, torch.bool).view(shape)

@@ -61,9 +61,7 @@ class AttentionProjections(Mixer):
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [tokens, batch, local heads, width] before rotation."""
         x = self.linears.enter(hidden)
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value)
-        )
+        query, key, value = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value))
         return query, key, value
 
 
@@ -96,9 +94,7 @@ class BlockAttention(AttentionProjections):
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.output(mixed.flatten(2)), state, {}
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, state: State, span: Span
-    ) -> tuple[Tensor, State]:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
         waiting = state["open_keys"].shape[0]
         keys = torch.cat((state["open_keys"], key)) if waiting else key
         values = torch.cat((state["open_values"], value)) if waiting else value

@@ -43,9 +43,7 @@ class ElasticMemoryConfig(MixerConfig):
     @model_validator(mode="after")
     def _fits(self) -> ElasticMemoryConfig:
         if self.sampling == "exponential" and self.samples == 1:
-            raise ValueError(
-                "samples 1 with sampling exponential: the newest point needs a second one; use uniform"
-            )
+            raise ValueError("samples 1 with sampling exponential: the newest point needs a second one; use uniform")
         return self
 
     @property
@@ -77,9 +75,7 @@ class ElasticMemory(BlockAttention):
     def bank(self, dtype: torch.dtype) -> HippoBank:
         """The matrices for every position, shared by layers of the same shape."""
         c = self.config
-        return shared_bank(
-            c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, dtype=dtype
-        )
+        return shared_bank(c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, dtype=dtype)
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
         """K_mem, V_mem = R C (Eq. 8), not rotated; rows in the first block of their document see none."""
@@ -96,9 +92,7 @@ class ElasticMemory(BlockAttention):
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """C <- P C + K F (Eq. 6) of the rows whose block ends, keys taken before rotation."""
         closing = span.closing
-        starts = tuple(
-            end - self.block if close else 0 for end, close in zip(span.ends, closing, strict=True)
-        )
+        starts = tuple(end - self.block if close else 0 for end, close in zip(span.ends, closing, strict=True))
         old = state["coefficients"]
         transition, kernel = self.bank(old.dtype).update_matrices(starts, keys.device)
         block = torch.stack((keys, values), dim=2).to(old.dtype).transpose(0, 1)

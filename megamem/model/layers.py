@@ -33,9 +33,7 @@ class SwiGLU(nn.Module):
         init = normal(model.init_std)
         self.gate = linears.column(model.hidden_size, model.ffn, init)
         self.up = linears.column(model.hidden_size, model.ffn, init)
-        self.down = linears.row(
-            model.ffn, model.hidden_size, normal(model.init_std / (2 * model.layers) ** 0.5)
-        )
+        self.down = linears.row(model.ffn, model.hidden_size, normal(model.init_std / (2 * model.layers) ** 0.5))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]."""

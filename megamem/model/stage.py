@@ -77,9 +77,7 @@ class Stage(nn.Module):
             losses = add_losses(losses, extra)
         return torch.cat(outputs), new, losses
 
-    def _run(
-        self, hidden: Tensor, states: Sequence[State], chunk: Chunk
-    ) -> tuple[Tensor, list[State], Losses]:
+    def _run(self, hidden: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
         new_states: list[State] = []
         losses: Losses = {}
         for block, state in zip(self.blocks, states, strict=True):
@@ -105,9 +103,7 @@ class Stage(nn.Module):
         """Cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored."""
         ignored = labels == LABEL_IGNORED
         if self.recompute and torch.is_grad_enabled():
-            losses = checkpoint(
-                self._token_losses, hidden, labels.masked_fill(ignored, 0), use_reentrant=False
-            )
+            losses = checkpoint(self._token_losses, hidden, labels.masked_fill(ignored, 0), use_reentrant=False)
         else:
             losses = self._token_losses(hidden, labels.masked_fill(ignored, 0))
         return cast(Tensor, losses).masked_fill(ignored, 0.0)

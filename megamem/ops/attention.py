@@ -38,9 +38,7 @@ class Past:
     visible: Tensor | None = None
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = (), backend: str = "sdpa"
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = (), backend: str = "sdpa") -> Tensor:
     """Attend from each query to the past and, causally, to its own keys; scale 1 / sqrt(width).
 
     Returns: [tokens, batch, heads, width] in the query's dtype.
@@ -113,9 +111,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _heads_last(F.scaled_dot_product_attention(q, k, v, is_causal=True))
     from torch.nn.attention.bias import causal_lower_right
 
-    return _heads_last(
-        F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
-    )
+    return _heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])))
 
 
 @lru_cache(maxsize=64)
@@ -165,8 +161,6 @@ def check_backend(backend: str) -> None:
     if backend != "flash_attn":
         return
     if importlib.util.find_spec("flash_attn") is None:
-        raise ConfigError(
-            "model.attention: flash_attn is not installed; `pip install flash-attn` or choose sdpa, flex"
-        )
+        raise ConfigError("model.attention: flash_attn is not installed; `pip install flash-attn` or choose sdpa, flex")
     if not torch.cuda.is_available():
         raise ConfigError("model.attention: flash_attn needs a CUDA device; choose sdpa, flex or eager")

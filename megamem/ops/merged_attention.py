@@ -28,9 +28,7 @@ class _Merged(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         lse = torch.stack(lses).logsumexp(0)
-        merged = sum(
-            o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True)
-        )
+        merged = sum(o.to(lse.dtype) * (part - lse).exp()[..., None] for o, part in zip(outs, lses, strict=True))
         out = merged.to(query.dtype)
         ctx.save_for_backward(query, out, lse, *parts)
         return out
