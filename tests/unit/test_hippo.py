@@ -70,9 +70,7 @@ def projection(signal, order):
 def rational_matrices(order, start, stop):
     """P and K in exact rational arithmetic, from the monomials of P_n(2x-1), rounded at the end."""
     r = Fraction(start, stop)
-    monomials = [
-        [(-1) ** (n + k) * math.comb(n, k) * math.comb(n + k, k) for k in range(n + 1)] for n in range(order)
-    ]
+    monomials = [[(-1) ** (n + k) * math.comb(n, k) * math.comb(n + k, k) for k in range(n + 1)] for n in range(order)]
     edges = [[Fraction(j, stop) ** k for k in range(order + 1)] for j in range(start, stop + 1)]
     P, K = np.zeros((order, order)), np.zeros((order, stop - start))
     for n, row in enumerate(monomials):
@@ -95,10 +93,7 @@ def rational_matrices(order, start, stop):
 @pytest.mark.parametrize("order", [1, 2, 3, 33])
 def test_basis_is_the_scaled_legendre_polynomials(order):
     x = torch.linspace(0, 1, 23, dtype=torch.float64).reshape(1, 23)
-    rows = [
-        np.polynomial.legendre.Legendre.basis(n)(2 * x.numpy() - 1) * math.sqrt(2 * n + 1)
-        for n in range(order)
-    ]
+    rows = [np.polynomial.legendre.Legendre.basis(n)(2 * x.numpy() - 1) * math.sqrt(2 * n + 1) for n in range(order)]
     basis = legendre_basis(order, x)
     assert basis.shape == (1, 23, order)
     assert basis.dtype == torch.float64
@@ -204,8 +199,8 @@ def test_state_is_the_projection_of_the_history(order):
 def test_float32_updates_stay_accurate_over_many_blocks():
     """P contracts, so rounding does not build up: the reason why float32 coefficients suffice."""
     order, block = 256, 128
-    bank = HippoBank(order, block, 64, "uniform")
-    exact = HippoBank(order, block, 64, "uniform", dtype=torch.float64)
+    bank = HippoBank(order, block, 64, "uniform", 0.5)
+    exact = HippoBank(order, block, 64, "uniform", 0.5, dtype=torch.float64)
     state, reference = torch.zeros(order, 4), torch.zeros(order, 4, dtype=torch.float64)
     for index in range(64):
         signal = random(block, 4, seed=index)
@@ -350,7 +345,7 @@ def test_bank_smaller_than_one_entry_still_answers():
 
 
 def test_bank_stores_the_working_precision():
-    bank = HippoBank(6, 5, 4, "exponential")
+    bank = HippoBank(6, 5, 4, "exponential", 0.0)
     P, K = bank.update_matrices((10,), CPU)
     assert {P.dtype, K.dtype, bank.reconstruction((10,), CPU).dtype} == {torch.float32}
     assert torch.equal(K[0], kernel(6, 10, 15).float())
@@ -368,7 +363,7 @@ def test_matrices_built_in_inference_mode_can_be_trained_through():
 
 def test_matrices_do_not_follow_the_default_device_or_dtype():
     with torch.device("meta"):
-        bank = HippoBank(6, 5, 4, "exponential")
+        bank = HippoBank(6, 5, 4, "exponential", 0.0)
         assert bank.update_matrices((10,), CPU)[0].device == CPU
         assert bank.reconstruction((10,), CPU).device == CPU
         assert bank.reconstruction((10, 0), torch.device("meta")).is_meta
@@ -377,7 +372,7 @@ def test_matrices_do_not_follow_the_default_device_or_dtype():
 @pytest.mark.parametrize("sampling", ["uniform", "exponential"])
 @pytest.mark.parametrize("start", [0, 1, 2048, 30720])
 def test_the_papers_size_is_finite(sampling, start):
-    bank = HippoBank(540, 2048, 512, sampling)
+    bank = HippoBank(540, 2048, 512, sampling, 0.5)
     P, K = bank.update_matrices((start,), CPU)
     R = bank.reconstruction((start,), CPU)
     assert (P.shape, K.shape, R.shape) == ((1, 540, 540), (1, 540, 2048), (1, 512, 540))
@@ -394,4 +389,4 @@ def test_equal_hyperparameters_share_a_bank():
 @pytest.mark.parametrize("options", [{"sampling": "random"}, {"alpha": 1.0}, {"alpha": 0.0}])
 def test_bad_bank_options_are_refused(options):
     with pytest.raises(ValueError, match=r"sampling|alpha"):
-        HippoBank(6, 5, 4, **({"sampling": "uniform"} | options))
+        HippoBank(6, 5, 4, **({"sampling": "uniform", "offset": 0.5} | options))
