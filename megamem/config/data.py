@@ -75,7 +75,5 @@ where remote shards do not all fit into the cache."""
     @model_validator(mode="after")
     def _streams_keep_short_documents(self) -> "DataConfig":
         if self.feeding == "streams" and self.short_documents != "drop":
-            raise ValueError(
-                f"short_documents: {self.short_documents} is for feeding: windows; streams read whole documents"
-            )
+            raise ValueError(f"short_documents: {self.short_documents} is for windows; streams read whole documents")
         return self

@@ -213,7 +213,7 @@ def _evaluation_document(
 def _check_sizes(config: DataConfig, chunk: int, global_rows: int, micro: int, dp_size: int) -> None:
     if config.sequence_length % chunk:
         raise ConfigError(
-            f"data.sequence_length: {config.sequence_length} is not a whole number of chunks of {chunk} tokens"
+            f"data.sequence_length: {config.sequence_length} is not a multiple of the chunk of {chunk} tokens"
         )
     if global_rows % (micro * dp_size):
         raise ConfigError(
@@ -248,8 +248,8 @@ def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int
             needed += min(sum(sizes), at_once * max(sizes))
     if needed > config.cache_gib * 2**30:
         raise ConfigError(
-            f"data.cache_gib: {config.cache_gib:g} GiB do not hold the {needed / 2**30:.3g} GiB of remote shards "
-            f"read at a time; raise it or set a small data.shuffle_shards (now {config.shuffle_shards})"
+            f"data.cache_gib: {config.cache_gib:g} GiB do not hold the {needed / 2**30:.3g} GiB of remote "
+            f"shards read at a time; raise it or set a small data.shuffle_shards (now {config.shuffle_shards})"
         )
 
 
@@ -258,9 +258,7 @@ def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
     counts = quotas([source.weight for source in config.sources], lanes)
     if not counts.all():
         empty = config.sources[int(np.argmin(counts))].path
-        raise ConfigError(
-            f"data.sources: with {lanes} lanes, {empty} gets none; use more rows or a larger weight"
-        )
+        raise ConfigError(f"data.sources: with {lanes} lanes, {empty} gets none; use more rows or a larger weight")
     return [(source, lane) for source, count in enumerate(counts) for lane in range(int(count))]
 
 
@@ -271,6 +269,4 @@ def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: i
         smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))
         if largest >= vocab_size or smallest < 0:
             wrong = largest if largest >= vocab_size else smallest
-            raise DataError(
-                f"{store.path}: token id {wrong} does not fit the model's vocabulary of {vocab_size}"
-            )
+            raise DataError(f"{store.path}: token id {wrong} does not fit the model's vocabulary of {vocab_size}")

@@ -1,0 +1,65 @@
+"""Documents in Megatron's `.bin`/`.idx` pairs."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megamem.data.readers import Int64
+from megamem.errors import DataError
+
+
+class MegatronStore:
+    """Documents of a Megatron indexed dataset. It names no tokenizer, so ids are checked as they are read."""
+
+    text_bytes: Int64 | None = None
+    vocab_size: int | None = None
+    tokenizer_hash: str | None = None
+
+    def __init__(self, prefix: str) -> None:
+        self.path = prefix
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise DataError(f"{prefix}{suffix}: missing")
+        try:
+            self.dataset = IndexedDataset(prefix, mmap=True)
+        except Exception as error:  # asserts, numpy and struct errors on damaged files
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(f"{prefix}.idx: truncated or foreign index ({reason})") from None
+        sizes = self.dataset.sequence_lengths.astype(np.int64)
+        expected = int(sizes.sum()) * np.dtype(self.dataset.index.dtype).itemsize
+        found = Path(f"{prefix}.bin").stat().st_size
+        if found != expected:
+            raise DataError(f"{prefix}.bin: truncated or foreign: {found:,} bytes, its index says {expected:,}")
+        self.borders = self.dataset.document_indices.astype(np.int64)
+        """[documents + 1] first sequence of each document."""
+        self.ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        self.lengths = np.diff(self.ends[self.borders])
+        if not len(self.lengths):
+            raise DataError(f"{prefix}: empty corpus, it holds no document")
+        self.shard_ids = np.zeros(len(self.lengths), np.int64)
+        digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
+        self.fingerprint = hashlib.sha256(digest.digest() + str(expected).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.lengths)
+
+    def tokens(self, document: int, start: int, stop: int) -> Int64:
+        """Tokens [stop - start] of a document from `start` on; a document may be several sequences."""
+        assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
+        base = self.ends[self.borders[document]]
+        sequence = int(np.searchsorted(self.ends, base + start, side="right")) - 1
+        parts: list[Int64] = []
+        while base + start < base + stop:
+            offset = int(base + start - self.ends[sequence])
+            length = int(min(base + stop, self.ends[sequence + 1]) - base - start)
+            if length:
+                parts.append(self.dataset.get(sequence, offset, length).astype(np.int64))
+            start, sequence = start + length, sequence + 1
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def name(self, document: int) -> str:
+        """Path and number of the document."""
+        return f"{self.path}:{document}"

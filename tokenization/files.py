@@ -1,0 +1,53 @@
+"""Small file helpers: hashes, whole-or-nothing writes, free space."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megamem.errors import DataError
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: to a temporary name, flushed to disk, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; DataError in one line where it is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return value
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raise DataError unless the file system of `folder` (which need not exist) has `needed` free bytes."""
+    existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DataError(f"{folder}: not enough disk space: {needed:,} bytes needed, {free:,} bytes free")

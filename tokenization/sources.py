@@ -1,0 +1,138 @@
+"""Documents of files and folders: `.txt`, and `.jsonl(.gz/.zst)` and `.parquet` with a field `text`."""
+
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from megamem.errors import DataError
+
+PARQUET_ROWS = 64  # rows may be whole books
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: its name within the corpus, its text, and how many bytes of its file were read for it."""
+
+    name: str
+    text: str
+    source_bytes: int
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A readable file: its path and the name its documents are called by."""
+
+    path: Path
+    name: str
+
+
+def input_files(inputs: Sequence[Path]) -> list[InputFile]:
+    """Readable files of files and folders (searched recursively), sorted by name within each input.
+
+    Raises DataError where an input does not exist or holds no readable file.
+    """
+    files: list[InputFile] = []
+    for root in inputs:
+        if not root.exists():
+            raise DataError(f"{root}: no such file or folder")
+        candidates = sorted(root.rglob("*")) if root.is_dir() else [root]
+        readable = [path for path in candidates if path.is_file() and _reader(path)]
+        if not readable:
+            raise DataError(f"{root}: no readable file (known: {', '.join(_READERS)})")
+        parent = root.absolute().parent
+        files += [InputFile(path, path.absolute().relative_to(parent).as_posix()) for path in readable]
+    return files
+
+
+def documents(files: Sequence[InputFile]) -> Iterator[Document]:
+    """Non-empty documents of `files` in order. DataError names the file (and line) that cannot be read."""
+    for file in files:
+        reader = _reader(file.path)
+        assert reader is not None, file.path
+        for document in reader(file):
+            if document.text:
+                yield document
+
+
+def expansion(path: Path) -> int:
+    """Roughly how many bytes of text a byte of this file holds."""
+    return 1 if path.suffix in (".txt", ".jsonl") else 4
+
+
+def _reader(path: Path) -> "Callable[[InputFile], Iterator[Document]] | None":
+    return next((reader for suffix, reader in _READERS.items() if path.name.endswith(suffix)), None)
+
+
+def _text_file(file: InputFile) -> Iterator[Document]:
+    data = file.path.read_bytes()
+    try:
+        yield Document(file.name, data.decode("utf-8-sig"), len(data))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.path}: not UTF-8 at byte {error.start}; convert it first") from None
+
+
+def _json_lines(file: InputFile) -> Iterator[Document]:
+    with file.path.open("rb") as raw, _decompressed(raw, file.path.suffix) as stream:
+        consumed = 0
+        try:
+            for number, line in enumerate(stream, start=1):
+                position = raw.tell()
+                if line.strip():
+                    text = _text_field(line, f"{file.path}:{number}")
+                    yield Document(f"{file.name}:{number}", text, position - consumed)
+                    consumed = position
+        except (OSError, EOFError, zstandard.ZstdError) as error:
+            raise DataError(f"{file.path}: damaged ({error})") from None
+
+
+def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if suffix == ".zst":
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader)))
+    return raw
+
+
+def _text_field(line: bytes, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise DataError(f"{where}: not valid JSON") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{where}: no string field 'text'")
+    return text
+
+
+def _parquet(file: InputFile) -> Iterator[Document]:
+    try:
+        table = pq.ParquetFile(file.path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+    with table:
+        if "text" not in table.schema_arrow.names:
+            raise DataError(f"{file.path}: no column 'text' (columns: {', '.join(table.schema_arrow.names)})")
+        share = file.path.stat().st_size // max(table.metadata.num_rows, 1)
+        row = 0
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                yield Document(f"{file.name}:{row}", text or "", share)
+
+
+_READERS: dict[str, Callable[[InputFile], Iterator[Document]]] = {
+    ".txt": _text_file,
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".jsonl.zst": _json_lines,
+    ".parquet": _parquet,
+}

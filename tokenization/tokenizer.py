@@ -1,0 +1,220 @@
+"""Tokenizers in one on-disk form: a folder with `tokenizer.json` (or `tokenizer.model`) and `meta.json`.
+
+`Tokenizer` encodes documents only: text that spells a special token is plain text, and no token is added.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as FastTokenizer
+
+from megamem.errors import DataError
+from tokenization.files import read_json, sha256_file, write_bytes, write_json
+
+META = "meta.json"
+FORMAT_VERSION = 1
+PART_CHARACTERS = 1 << 18
+"""Longer texts are encoded in parts where that changes nothing: the library needs 100 bytes per character."""
+
+Kind = Literal["byte-level-bpe", "hugging-face", "sentencepiece"]
+
+# A word after exactly one space is where every GPT-type pre-tokenizer cuts anyway.
+_CUT = re.compile(r"(?<=\w)(?= [^\W\d_])")
+
+SAMPLES = (
+    "The quick brown fox jumps over the lazy dog. It's 1,234.5 miles away, isn't it?",
+    " leading and trailing spaces ",
+    "two  spaces,   three,\ttab\t\ttabs",
+    "line\nline\r\n\n\nthree empty lines above \n trailing space before the break",
+    "café naïve Ελληνικά русский 中文字符 日本語 한국어 עברית",
+    "emoji 🙂👩‍👩‍👧 and a combining e\u0301, ﬁ ligature, ½, Ａ full width, \u00a0no-break",
+    "<s> </s> <unk> <|endoftext|> <0x41> ▁ literal specials",
+    "x" * 50 + "    def f(a, b):\n        return a + b\n",
+)
+"""Texts on which two implementations of a tokenizer must agree."""
+
+
+class Backend(Protocol):
+    """What a tokenizer library must do."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, nothing added."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens left out."""
+
+    def pieces(self) -> list[str]:
+        """The piece of every id; special tokens as an empty string."""
+
+
+@dataclass(frozen=True)
+class TokenizerMeta:
+    """`meta.json`: what is known of a tokenizer without loading it."""
+
+    kind: Kind
+    file: str
+    vocab_size: int
+    """Largest token id + 1."""
+    eos_id: int
+    bos_id: int | None
+    sha256: str
+    """Of the tokenizer's file: what shards are bound to."""
+    byte_pieces: bool
+    """Pieces are spelt in the byte-level alphabet."""
+    divisible: bool
+    """Long texts may be cut between words without changing a token."""
+    format_version: int = FORMAT_VERSION
+
+
+class FastBackend:
+    """`tokenizer.json`, read by the `tokenizers` library."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        tokenizer.encode_special_tokens = True  # a document may spell "<|endoftext|>": that is text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def pieces(self) -> list[str]:
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        pieces = [""] * (max(vocabulary.values()) + 1)
+        for piece, i in vocabulary.items():
+            pieces[i] = "" if i in special else piece
+        return pieces
+
+
+class Tokenizer:
+    """Encodes and decodes text. Made by `Tokenizer.load`, `train.train` and `importing.import_tokenizer`."""
+
+    def __init__(self, backend: Backend, meta: TokenizerMeta) -> None:
+        self.backend = backend
+        self.meta = meta
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Open a tokenizer folder. DataError names the file that is missing, damaged or changed."""
+        meta = load_meta(folder)
+        path = folder / meta.file
+        if not path.is_file():
+            raise DataError(f"{path}: missing")
+        if sha256_file(path) != meta.sha256:
+            raise DataError(f"{path}: changed since it was written (SHA-256 differs from {META})")
+        return cls(open_backend(path), meta)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1."""
+        return self.meta.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends every document."""
+        return self.meta.eos_id
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the tokenizer's file."""
+        return self.meta.sha256
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Token ids [tokens] of a text, without eos."""
+        parts = cut(text, PART_CHARACTERS) if self.meta.divisible else [text]
+        return np.concatenate([np.asarray(self.backend.encode(part), dtype=np.int64) for part in parts])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Token ids of each text, without eos."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
+        """The text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
+        return self.backend.decode([int(i) for i in ids])
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """[vocab_size] bytes of text each token stands for; special tokens 0.
+
+        Their sum over a document's tokens is the document's size in UTF-8. SentencePiece models that put a
+        space before the first word count it.
+        """
+        length = len if self.meta.byte_pieces else _sentencepiece_bytes
+        return np.array([length(piece) for piece in self.backend.pieces()], dtype=np.int64)
+
+
+def load_meta(folder: Path) -> TokenizerMeta:
+    """`meta.json` of a tokenizer folder."""
+    value = read_json(folder / META)
+    version = value.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataError(f"{folder / META}: format_version {version}, this version reads {FORMAT_VERSION}")
+    try:
+        return TokenizerMeta(**value)
+    except TypeError:
+        raise DataError(f"{folder / META}: not the description of a tokenizer") from None
+
+
+def open_backend(path: Path) -> Backend:
+    """The backend of a tokenizer file, by its suffix."""
+    try:
+        if path.suffix == ".model":
+            from tokenization.sentencepiece_model import SentencePieceBackend
+
+            return SentencePieceBackend(path.read_bytes())
+        return FastBackend(FastTokenizer.from_file(str(path)))
+    except Exception as error:  # both libraries raise bare Exceptions
+        raise DataError(f"{path}: not a readable tokenizer ({str(error).splitlines()[0]})") from None
+
+
+def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id: int | None) -> Tokenizer:
+    """Write a tokenizer folder; `meta.json` last, so a folder with it is complete. Refuses to overwrite."""
+    if (folder / META).exists():
+        raise DataError(f"{folder}: already holds a tokenizer; choose another folder")
+    path = folder / f"tokenizer{suffix}"
+    write_bytes(path, data)
+    backend = open_backend(path)
+    meta = TokenizerMeta(
+        kind=kind,
+        file=path.name,
+        vocab_size=len(backend.pieces()),
+        eos_id=eos_id,
+        bos_id=bos_id,
+        sha256=sha256_file(path),
+        byte_pieces=suffix == ".json" and _decodes_bytes(backend),
+        divisible=all(_same_in_parts(backend, sample) for sample in SAMPLES),
+    )
+    write_json(folder / META, asdict(meta))
+    return Tokenizer(backend, meta)
+
+
+def cut(text: str, size: int) -> Iterator[str]:
+    """Parts of a text of about `size` characters, cut between two words parted by one space."""
+    start = 0
+    while found := _CUT.search(text, start + size):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _same_in_parts(backend: Backend, text: str) -> bool:
+    return [i for part in cut(text, 8) for i in backend.encode(part)] == backend.encode(text)
+
+
+def _decodes_bytes(backend: Backend) -> bool:
+    """Whether pieces are in the byte-level alphabet, in which a space is spelt Ġ."""
+    return "Ġ" in backend.pieces()
+
+
+def _sentencepiece_bytes(piece: str) -> int:
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("▁", " ").encode())
