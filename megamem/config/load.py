@@ -1,0 +1,168 @@
+"""YAML files with inheritance and dotted overrides into validated configurations, errors in one line."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megamem.config.base import ConfigModel
+from megamem.config.registry import mixer_kinds
+from megamem.errors import ConfigError
+
+C = TypeVar("C", bound=ConfigModel)
+Tree = dict[str, Any]
+
+
+class _FloatLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 2e-3 as text; researchers do not."""
+
+
+_FloatLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: Path) -> Tree:
+    """The mapping in a YAML file merged over its `base:` file(s), which are relative to it and merged in order."""
+    return _read(path.resolve(), ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+    if path in above:
+        raise ConfigError(f"{path}: `base` leads back to the file itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        origin = f" (base of {above[-1]})" if above else ""
+        raise ConfigError(f"{path}: no such configuration file{origin}") from None
+    tree = _parse(text, str(path))
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
+    bases = tree.pop("base", [])
+    merged: Tree = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = merge(merged, _read((path.parent / str(base)).resolve(), (*above, path)))
+    return merge(merged, tree)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_FloatLoader)  # noqa: S506  (a SafeLoader with one more float form)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """`above` over `below`: mappings key by key, everything else replaced. A mixer of another `kind` is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def apply_override(tree: Tree, override: str) -> Tree:
+    """`tree` with `a.b=value` (value in YAML) set. A number picks from a list: `model.memory.0.mixer.order=64`."""
+    path, equals, text = override.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"override {override!r}: expected key.path=value")
+    keys = path.strip().split(".")
+    return _set(tree, keys, _parse(text, f"override {override!r}"), override)
+
+
+def _set(node: Any, keys: Sequence[str], value: Any, override: str) -> Any:
+    if not keys:
+        return value
+    key, rest = keys[0], keys[1:]
+    if isinstance(node, list):
+        if not key.isdigit() or int(key) >= len(node):
+            raise ConfigError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
+        return [_set(item, rest, value, override) if i == int(key) else item for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        node = {}
+    return {**node, key: _set(node.get(key, {}), rest, value, override)}
+
+
+def load_config(config_type: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
+    """Read, merge, override, validate. Raises ConfigError: one line per problem."""
+    tree = read_yaml(path)
+    for override in overrides:
+        tree = apply_override(tree, override)
+    return parse_config(config_type, tree, str(path))
+
+
+def parse_config(config_type: type[C], tree: Mapping[str, Any], where: str) -> C:
+    """Validate a mapping. Raises ConfigError naming `where`, the key, the value and what would be valid."""
+    try:
+        return config_type.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(config_type, item)}" for item in error.errors())) from None
+
+
+def _explain(config_type: type[BaseModel], item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    name = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        valid = _fields_at(config_type, location[:-1], item)
+        near = difflib.get_close_matches(location[-1], valid, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{name}: unknown key{hint} Valid keys here: {', '.join(valid)}"
+    if item["type"] == "missing":
+        return f"{name}: required, but not given"
+    message = item["msg"].removeprefix("Value error, ")
+    value = item.get("input")
+    shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
+    return f"{name}: {message}{shown}" if name else message
+
+
+def _fields_at(config_type: type[BaseModel], location: Sequence[str], item: Any) -> list[str]:
+    """Field names of the model that `location` leads to."""
+    found: Any = config_type
+    for part in location:
+        if part.isdigit():
+            continue
+        field = found.__pydantic_fields__.get(part) if isinstance(found, type) else None
+        models = _models(field.annotation) if field is not None else []
+        found = models[0] if models else None
+        if found is None:
+            break
+    if found is None or found is not config_type and not hasattr(found, "__pydantic_fields__"):
+        found = config_type
+    names = set(found.__pydantic_fields__)
+    if "kind" in names:
+        names |= {name for kind in mixer_kinds().values() for name in kind.__pydantic_fields__}
+    return sorted(names)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+def dump_yaml(config: ConfigModel) -> str:
+    """The resolved configuration as YAML that loads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def config_hash(config: ConfigModel) -> str:
+    """Twelve hexadecimal digits of the resolved configuration."""
+    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -1,0 +1,228 @@
+"""A whole run: `RunConfig` and its sections besides the model and the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megamem.config.base import ConfigModel
+from megamem.config.data import DataConfig
+from megamem.config.model import ModelConfig
+
+
+class ParallelConfig(ConfigModel):
+    """How the model and the batch are split over processes."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel size: ranks that share each layer. Divides heads, kv_heads, ffn_size and vocab_size."""
+    dp: PositiveInt | None = None
+    """Data-parallel size; whatever the number of processes leaves if not given."""
+    sequence_parallel: bool = False
+    """Split the tokens outside of attention and MLP over the tensor-parallel ranks too."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO: 1 shards optimizer states over DP ranks, 2 gradients too, 3 parameters too. 0 is for FP32 only."""
+    device: Literal["cpu", "cuda"] | None = None
+    """`cuda` where there is one if not given."""
+    timeout_s: PositiveFloat = 600
+    """Seconds a collective may wait before the process group gives up."""
+    stall_timeout_s: PositiveFloat = 300
+    """Seconds without progress after which the job ends, naming the rank. Must cover the longest single step."""
+
+
+class OptimizerConfig(ConfigModel):
+    """AdamW (Loshchilov & Hutter 2019) with linear warm-up and cosine decay; defaults of the Elastic Memory paper."""
+
+    lr: PositiveFloat = 2e-3
+    """Peak learning rate."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end over the peak."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of the steps with a rising learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of the moments."""
+    eps: PositiveFloat = 1e-7
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Of matrices and embeddings; vectors (norms) do not decay."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class TrainingConfig(ConfigModel):
+    """How long and in what portions the model is trained."""
+
+    steps: PositiveInt | None = None
+    """Optimizer steps. Give this or `tokens`."""
+    tokens: PositiveInt | None = None
+    """Token budget, rounded up to whole steps. Give this or `steps`."""
+    batch_tokens: PositiveInt
+    """Tokens of one optimizer step over all ranks; a multiple of data.sequence_length."""
+    micro_batch_size: PositiveInt = 1
+    """Rows a rank processes at once."""
+    bptt_chunks: PositiveInt | None = None
+    """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
+    recompute: bool = False
+    """Activation checkpointing: keep only each block's input (and states) and compute the rest again in the backward."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
+    compile: bool = False
+    """torch.compile each block; pays on CUDA."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the initial weights. The data's order has its own (data.seed)."""
+    max_bad_steps: PositiveInt = 5
+    """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+
+
+class WandbConfig(ConfigModel):
+    """Weights & Biases."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """`offline` writes the run to disk; `wandb sync` uploads it later."""
+    project: str = "megamem"
+    """Project name."""
+    group: str | None = None
+    """Group of runs."""
+
+
+class LoggingConfig(ConfigModel):
+    """What is written while training. metrics.jsonl in the run folder always is."""
+
+    every: PositiveInt = 10
+    """Steps between log lines; only there the host waits for the device."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases run."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to the run folder."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step of a torch.profiler trace, written to the run folder by each rank."""
+
+
+class EvaluationConfig(ConfigModel):
+    """Held-out evaluation, while training and at its end."""
+
+    every: Annotated[int, Field(ge=0)] = 200
+    """Steps between validations; 0 validates only at the end."""
+    max_tokens: PositiveInt = 65_536
+    """Tokens of each validation while training, taken from the start of the held-out documents."""
+    final_max_tokens: PositiveInt | None = None
+    """Tokens of the evaluation at the end; all held-out text if not given."""
+    rows: PositiveInt = 8
+    """Documents read side by side."""
+    sliding_stride: PositiveInt | None = None
+    """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
+    sliding_max_tokens: PositiveInt = 32_768
+    """Tokens of the sliding-window evaluation."""
+
+
+class RunConfig(ConfigModel):
+    """Everything about a run. `megamem train` takes a YAML file of it and `section.key=value` overrides."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder."""
+    runs_folder: Path = Path("runs")
+    """Where run folders lie."""
+    model: ModelConfig
+    """Shape of the model and its mixers."""
+    data: DataConfig
+    """What is read and how."""
+    training: TrainingConfig
+    """Length, batch, window, precision."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Processes."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out evaluation."""
+    logging: LoggingConfig = LoggingConfig()
+    """Metrics and traces."""
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run writes."""
+        return self.runs_folder / self.name
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a sequence."""
+        return self.data.sequence_length // self.model.chunk_size
+
+    @property
+    def bptt_chunks(self) -> int:
+        """Chunks of a window."""
+        return self.training.bptt_chunks or self.chunks
+
+    @property
+    def global_rows(self) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return self.training.batch_tokens // self.data.sequence_length
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.training.steps or -(-(self.training.tokens or 0) // self.training.batch_tokens)
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> RunConfig:
+        training, length, chunk = self.training, self.data.sequence_length, self.model.chunk_size
+        if (training.steps is None) == (training.tokens is None):
+            raise ValueError("training: give either steps or tokens")
+        if chunk > length:
+            raise ValueError(f"model.chunk_size {chunk} is longer than data.sequence_length {length}")
+        if length % chunk:
+            raise ValueError(f"data.sequence_length {length} is not divisible by model.chunk_size {chunk}")
+        if self.chunks % self.bptt_chunks:
+            raise ValueError(
+                f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
+            )
+        if training.batch_tokens % length:
+            raise ValueError(
+                f"training.batch_tokens {training.batch_tokens} is not a multiple of data.sequence_length {length}"
+            )
+        if self.global_rows % training.micro_batch_size:
+            raise ValueError(
+                f"training.micro_batch_size {training.micro_batch_size} does not divide the {self.global_rows} "
+                "sequences of a batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> RunConfig:
+        model, tp = self.model, self.parallel.tp
+        sizes = {
+            "heads": model.heads, "kv_heads": model.kv, "ffn_size": model.ffn, "vocab_size": model.vocab_size,
+        }  # fmt: skip
+        for name, size in sizes.items():
+            if size % tp:
+                raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}")
+        if self.parallel.sequence_parallel and model.chunk_size % tp:
+            raise ValueError(
+                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size} is not divisible by parallel.tp {tp}"
+            )
+        if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
+            raise ValueError(
+                "parallel.zero_stage 0 cannot keep FP32 master weights for training.precision bf16; "
+                "use zero_stage 1, 2 or 3, or precision fp32"
+            )
+        if self.parallel.zero_stage == 3 and model.tie_embeddings:
+            raise ValueError(
+                "parallel.zero_stage 3 does not go with model.tie_embeddings true: the embedding is gathered for its "
+                "own layer only; use zero_stage 2 or untied embeddings"
+            )
+        if self.parallel.stall_timeout_s >= self.parallel.timeout_s:
+            raise ValueError(
+                f"parallel.stall_timeout_s {self.parallel.stall_timeout_s:g} must be below parallel.timeout_s "
+                f"{self.parallel.timeout_s:g}, so that the stuck rank is named before collectives give up"
+            )
+        return self
+
+    def accumulation_steps(self, dp_size: int) -> int:
+        """Micro-batches of a rank per step. Raises ValueError if the batch cannot be split so."""
+        per_pass = self.training.micro_batch_size * dp_size
+        if self.global_rows % per_pass:
+            raise ValueError(
+                f"training.batch_tokens: {self.global_rows} sequences cannot be split into micro-batches of "
+                f"{self.training.micro_batch_size} on {dp_size} data-parallel ranks; use a multiple of {per_pass}"
+            )
+        return self.global_rows // per_pass
