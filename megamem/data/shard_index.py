@@ -94,6 +94,11 @@ def key_of(document: int) -> str:
     return f"{document:09d}"
 
 
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smaller type that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 def padded(size: int) -> int:
     """Bytes a tar member's data of `size` bytes takes."""
     return -(-size // BLOCK) * BLOCK

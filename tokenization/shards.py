@@ -1,0 +1,343 @@
+"""Writes token shards: several processes, restartable, the same bytes however often it was interrupted.
+
+Documents are read once, in order, and grouped into shards by their text size alone, so that neither the number
+of processes nor an interruption changes a shard. A shard is written to a temporary name, then renamed, then its
+record is written; a shard without a record does not exist. `index.json` comes last.
+"""
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tarfile import TarFile, TarInfo
+from typing import Any
+
+import numpy as np
+
+from megamem.data.shard_index import (
+    BLOCK,
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    FileRecord,
+    ShardHeader,
+    ShardIndex,
+    key_of,
+    token_dtype,
+)
+from megamem.errors import DataError
+from tokenization.files import read_json, require_space, sha256_file, write_bytes, write_json
+from tokenization.sources import Document, InputFile, documents, expansion, input_files
+from tokenization.tokenizer import Tokenizer
+
+WRITING_FILE = "writing.json"
+"""Header of an unfinished folder."""
+RECORDS = "records"
+"""Folder of the records of finished shards, until `index.json` holds them."""
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """The documents of one shard and its place."""
+
+    number: int
+    first_document: int
+    documents: tuple[Document, ...]
+
+    @property
+    def file(self) -> str:
+        """Name of the shard's tar."""
+        return f"shard-{self.number:06d}.tar"
+
+    @property
+    def content(self) -> str:
+        """SHA-256 over the names and texts, and the first document's number."""
+        digest = hashlib.sha256(str(self.first_document).encode())
+        for document in self.documents:
+            digest.update(json.dumps([document.name, document.text]).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard: its file, what it was made of, and its rows of the document table."""
+
+    tar: FileRecord
+    content: str
+    rows: Rows
+
+
+def write_shards(
+    inputs: Sequence[Path],
+    tokenizer_folder: Path,
+    folder: Path,
+    *,
+    workers: int = 1,
+    shard_text_bytes: int | None = None,
+    on_progress: Callable[[int], None] = lambda source_bytes: None,
+) -> ShardIndex:
+    """Tokenise every document of `inputs` into `folder`, each ended by eos, and return the index.
+
+    A killed run is continued by the same call; finished shards are verified and kept. A finished folder is left
+    as it is. `shard_text_bytes` closes a shard; by default it is 1/64 of the inputs, between 1 and 32 MiB.
+    `on_progress` is told the bytes of the input files as they are done. Raises DataError for an empty
+    corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
+    """
+    files = input_files(inputs)
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    shard_text_bytes = shard_text_bytes or min(max(_text_bytes(files) // 64, 1 << 20), 1 << 25)
+    header = ShardHeader(
+        dtype=token_dtype(tokenizer.vocab_size),
+        tokenizer_sha256=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        inputs_sha256=_inputs_digest(files),
+        shard_text_bytes=shard_text_bytes,
+    )
+    if finished := _open_folder(folder, header):
+        on_progress(sum(file.path.stat().st_size for file in files))
+        return finished
+    require_space(folder, _space_needed(files, folder, header))
+    try:
+        write_json(folder / WRITING_FILE, asdict(header))
+        records = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
+        return _finish(folder, header, records)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    except BrokenProcessPool:
+        raise DataError(
+            f"{folder}: a worker process died, perhaps for lack of memory; "
+            f"run the same command again to continue, with fewer workers"
+        ) from None
+
+
+def verify_shards(folder: Path, on_progress: Callable[[int], None] = lambda done: None) -> ShardIndex:
+    """Read every byte of a shard folder and check hashes, token ids and eos. DataError names the bad file."""
+    from megamem.data.readers import ShardStore
+
+    store = ShardStore(str(folder))
+    index = store.index
+    for shard, record in enumerate((*index.shards, index.documents_file)):
+        if sha256_file(folder / record.file) != record.sha256:
+            raise DataError(f"{folder / record.file}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
+        for document in np.flatnonzero(store.shard_ids == shard).tolist():
+            tokens = store.tokens(document, 0, int(store.lengths[document]))
+            if tokens[-1] != index.header.eos_id or tokens.max() >= index.header.vocab_size:
+                raise DataError(f"{folder / record.file}: foreign: document {document} is not of this tokenizer")
+        on_progress(record.size)
+    return index
+
+
+def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
+    """The index of a finished folder; None for a new one or one to continue. DataError for any other."""
+    index_file, writing_file = folder / INDEX_FILE, folder / WRITING_FILE
+    if index_file.exists():
+        index = ShardIndex.parse(index_file.read_bytes(), str(index_file))
+        _require_same(folder, asdict(index.header), header)
+        shutil.rmtree(folder / RECORDS, ignore_errors=True)
+        writing_file.unlink(missing_ok=True)
+        return index
+    if writing_file.exists():
+        _require_same(folder, read_json(writing_file), header)
+        for leftover in folder.glob(".shard-*"):
+            leftover.unlink()
+    elif folder.exists() and any(path.name != writing_file.name for path in folder.glob("[!.]*")):
+        raise DataError(f"{folder}: not empty and not a folder of token shards; choose another folder")
+    return None
+
+
+def _require_same(folder: Path, found: dict[str, Any], header: ShardHeader) -> None:
+    for key, value in asdict(header).items():
+        if found.get(key) != value:
+            raise DataError(
+                f"{folder}: holds shards written with another {key} ({found.get(key)}, now {value}); "
+                f"choose another folder"
+            )
+
+
+def _write_all(
+    files: Sequence[InputFile],
+    tokenizer_folder: Path,
+    folder: Path,
+    workers: int,
+    shard_text_bytes: int,
+    on_progress: Callable[[int], None],
+) -> list[ShardRecord]:
+    """Records of all shards in order; at most two tasks per worker are in memory."""
+    (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+    records: list[ShardRecord] = []
+    waiting: deque[tuple[ShardTask, Future[ShardRecord]]] = deque()
+
+    def collect() -> None:
+        task, future = waiting.popleft()
+        records.append(future.result())
+        on_progress(sum(document.source_bytes for document in task.documents))
+
+    with _executor(workers, tokenizer_folder) as executor:
+        for task in _tasks(files, shard_text_bytes):
+            waiting.append((task, executor.submit(_shard, task, folder)))
+            while len(waiting) > 2 * workers:
+                collect()
+        while waiting:
+            collect()
+    if not records:
+        raise DataError(f"{', '.join(sorted({file.name for file in files})[:3])}: empty corpus, no text found")
+    return records
+
+
+def _tasks(files: Sequence[InputFile], shard_text_bytes: int) -> Iterator[ShardTask]:
+    """Documents grouped into shards of at least `shard_text_bytes`, the last one excepted."""
+    first, size, group = 0, 0, list[Document]()
+    numbers = itertools.count()
+    for document in documents(files):
+        group.append(document)
+        size += len(document.text.encode())
+        if size >= shard_text_bytes:
+            yield ShardTask(next(numbers), first, tuple(group))
+            first, size, group = first + len(group), 0, []
+    if group:
+        yield ShardTask(next(numbers), first, tuple(group))
+
+
+class _InProcess(Executor):
+    """Runs tasks at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _executor(workers: int, tokenizer_folder: Path) -> Executor:
+    if workers == 1:
+        _load_tokenizer(tokenizer_folder)
+        return _InProcess()
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(tokenizer_folder,))
+
+
+_tokenizers: dict[str, Tokenizer] = {}
+"""The tokenizer of this process."""
+
+
+def _load_tokenizer(folder: Path) -> None:
+    _tokenizers["current"] = Tokenizer.load(folder)
+
+
+def _start_worker(tokenizer_folder: Path) -> None:
+    """Leave interrupts to the parent, end with it even when it is killed, and use one thread."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _load_tokenizer(tokenizer_folder)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _shard(task: ShardTask, folder: Path) -> ShardRecord:
+    """Write a shard and its record, or verify the one an earlier run left."""
+    record_file = folder / RECORDS / f"{task.file}.json"
+    content = task.content
+    if record_file.exists() and (kept := _kept(folder, read_json(record_file), content)):
+        return kept
+    temporary = folder / f".{task.file}.{os.getpid()}"
+    with temporary.open("wb") as file:
+        rows = _write_tar(file, task)
+        file.flush()
+        os.fsync(file.fileno())
+    tar = FileRecord(task.file, temporary.stat().st_size, sha256_file(temporary))
+    temporary.replace(folder / task.file)
+    record = ShardRecord(tar, content, rows)
+    write_json(record_file, asdict(record))
+    return record
+
+
+def _kept(folder: Path, value: dict[str, Any], content: str) -> ShardRecord | None:
+    """The record of a finished shard whose bytes and texts are still the same."""
+    record = ShardRecord(FileRecord(**value["tar"]), value["content"], value["rows"])
+    path = folder / record.tar.file
+    same = record.content == content and path.is_file() and sha256_file(path) == record.tar.sha256
+    return record if same else None
+
+
+def _write_tar(file: Any, task: ShardTask) -> Rows:
+    """Tokenise the documents into an uncompressed tar; returns their rows of the document table."""
+    tokenizer = _tokenizers["current"]
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    rows: Rows = []
+    with TarFile(fileobj=file, mode="w") as tar:
+        for number, document in enumerate(task.documents, start=task.first_document):
+            text = document.text.encode()
+            tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
+            rows.append([task.number, tar.offset + BLOCK, len(tokens), len(text)])
+            meta = {
+                "name": document.name,
+                "text_bytes": len(text),
+                "tokens": len(tokens),
+                "text_sha256": hashlib.sha256(text).hexdigest(),
+            }
+            _add(tar, f"{key_of(number)}.tokens", tokens.tobytes())
+            _add(tar, f"{key_of(number)}.json", json.dumps(meta, ensure_ascii=False).encode())
+    return rows
+
+
+def _add(tar: TarFile, name: str, data: bytes) -> None:
+    member = TarInfo(name)  # no owner, time 0: equal texts give equal bytes
+    member.size = len(data)
+    tar.addfile(member, BytesIO(data))
+
+
+def _finish(folder: Path, header: ShardHeader, records: Sequence[ShardRecord]) -> ShardIndex:
+    """Write the document table and the index; then the folder is complete."""
+    table = np.array([tuple(row) for record in records for row in record.rows], dtype=DOCUMENT)
+    data = BytesIO()
+    np.save(data, table, allow_pickle=False)
+    write_bytes(folder / DOCUMENTS_FILE, data.getvalue())
+    digest = hashlib.sha256(data.getvalue()).hexdigest()
+    index = ShardIndex(
+        header=header,
+        shards=tuple(record.tar for record in records),
+        documents_file=FileRecord(DOCUMENTS_FILE, len(data.getvalue()), digest),
+        documents=len(table),
+        tokens=int(table["tokens"].sum()),
+        text_bytes=int(table["text_bytes"].sum()),
+    )
+    write_json(folder / INDEX_FILE, index.to_dict())
+    shutil.rmtree(folder / RECORDS)
+    (folder / WRITING_FILE).unlink()
+    return index
+
+
+def _inputs_digest(files: Sequence[InputFile]) -> str:
+    listing = [[file.name, file.path.stat().st_size] for file in files]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def _text_bytes(files: Sequence[InputFile]) -> int:
+    """Rough size of the text in `files`."""
+    return sum(file.path.stat().st_size * expansion(file.path) for file in files)
+
+
+def _space_needed(files: Sequence[InputFile], folder: Path, header: ShardHeader) -> int:
+    """Bytes still to write if every token stands for two bytes of text."""
+    written = sum(path.stat().st_size for path in folder.glob("shard-*.tar"))
+    return max(_text_bytes(files) * np.dtype(header.dtype).itemsize // 2 - written, 0)
