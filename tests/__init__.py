@@ -1,0 +1,1 @@
+"""Tests, importable as a package so that they share helpers."""
