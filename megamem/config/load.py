@@ -134,18 +134,16 @@ def _explain(config_type: type[BaseModel], item: Any) -> str:
 
 def _fields_at(config_type: type[BaseModel], location: Sequence[str], item: Any) -> list[str]:
     """Field names of the model that `location` leads to."""
-    found: Any = config_type
+    found: type[BaseModel] | None = config_type
     for part in location:
         if part.isdigit():
             continue
-        field = found.__pydantic_fields__.get(part) if isinstance(found, type) else None
+        field = found.__pydantic_fields__.get(part) if found else None
         models = _models(field.annotation) if field is not None else []
         found = models[0] if models else None
         if found is None:
             break
-    if found is None or found is not config_type and not hasattr(found, "__pydantic_fields__"):
-        found = config_type
-    names = set(found.__pydantic_fields__)
+    names = set((found or config_type).__pydantic_fields__)
     if "kind" in names:
         names |= {name for kind in mixer_kinds().values() for name in kind.__pydantic_fields__}
     return sorted(names)

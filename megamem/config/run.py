@@ -22,7 +22,7 @@ class ParallelConfig(ConfigModel):
     sequence_parallel: bool = False
     """Split the tokens outside of attention and MLP over the tensor-parallel ranks too."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO: 1 shards optimizer states over DP ranks, 2 gradients too, 3 parameters too. 0 is for FP32 only."""
+    """DeepSpeed ZeRO: 1 shards optimizer states over DP ranks, 2 gradients too, 3 parameters too. 0: FP32 only."""
     device: Literal["cpu", "cuda"] | None = None
     """`cuda` where there is one if not given."""
     timeout_s: PositiveFloat = 600
@@ -64,7 +64,7 @@ class TrainingConfig(ConfigModel):
     bptt_chunks: PositiveInt | None = None
     """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
     recompute: bool = False
-    """Activation checkpointing: keep only each block's input (and states) and compute the rest again in the backward."""
+    """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     compile: bool = False

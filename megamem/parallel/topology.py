@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from megamem.errors import LayoutError
+from megamem.parallel.libraries import prepare_libraries
 
 
 def data_parallel_size(world_size: int, tp: int, pp: int, dp: int | None) -> int:
@@ -81,6 +82,7 @@ class Topology:
 
         device: `cpu`, `cuda` or None for CUDA where there is one. timeout_s: seconds a collective may wait.
         """
+        prepare_libraries()
         from megatron.core import parallel_state
 
         world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

@@ -1,0 +1,49 @@
+"""Whole tensors from their shards: tensor-parallel ranks by the declared axis, ZeRO partitions by DeepSpeed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megamem.parallel.linears import info
+
+
+def gather_shards(local: Tensor, axis: int | None, group: ProcessGroup) -> Tensor:
+    """The whole tensor on every rank of `group`; `axis` None means it is replicated already."""
+    if axis is None or group.size() == 1:
+        return local
+    parts = [torch.empty_like(local.contiguous()) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return torch.cat(parts, dim=axis)
+
+
+def whole_parameter(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
+    """FP32 master value of a parameter under any ZeRO stage, whole over `group`. A collective of all ranks."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    local = safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") or _partitioned(parameter) else None
+    local = parameter.detach().float() if local is None else local.view(_local_shape(parameter))
+    return gather_shards(local, info(parameter).shard_axis, group)
+
+
+def whole_gradient(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
+    """FP32 gradient accumulated so far, reduced over data-parallel ranks, whole over `group`.
+
+    To be called by all ranks between the last backward and the optimizer step.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    local = safe_get_full_grad(parameter)
+    if local is None:
+        raise RuntimeError(f"no gradient for a parameter of shape {_local_shape(parameter)}")
+    return gather_shards(local.float().view(_local_shape(parameter)), info(parameter).shard_axis, group)
+
+
+def _partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(parameter.ds_shape) if _partitioned(parameter) else tuple(parameter.shape)  # type: ignore[attr-defined]

@@ -1,0 +1,28 @@
+"""Importing DeepSpeed and Megatron-Core without their noise and without compiling anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import torch
+
+
+def prepare_libraries() -> None:
+    """Import both once, quietly.
+
+    On CPU, DeepSpeed would build a shared-memory extension with the C++ compiler at the start of each fresh
+    machine's first job (most of a minute); only its inference all-reduce uses it, so it is declared unavailable.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import megatron.core.tensor_parallel
+
+        assert megatron.core.tensor_parallel
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,63 @@
+"""AdamW whose update the ranks skip together when anything is not finite, without the host waiting; its schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamem.config.run import OptimizerConfig
+from megamem.parallel.linears import info
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Two AdamW groups by each parameter's declaration: with and without decay."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in parameters:
+        (decayed if info(parameter).decay else plain).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+class AgreeingAdamW(torch.optim.AdamW):
+    """Fused AdamW that looks at the gradients it is given (DeepSpeed's FP32 partitions) before it uses them.
+
+    The ranks agree by one all-reduce of a scalar; the fused kernel then skips the update on the device, step count
+    included, through its `found_inf` argument (what torch's GradScaler uses). The host learns of it when it logs.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.bad_loss: Tensor | None = None
+        """0/1 scalar set by the caller before a step: this rank's loss is not finite."""
+        self.bad: Tensor | None = None
+        """0/1 scalar after a step: some rank had a non-finite loss or gradient, nobody updated."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update, or agree not to. DeepSpeed calls it with the gradients in place."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        device = grads[0].device if grads else self.param_groups[0]["params"][0].device
+        bad = torch.zeros((), device=device) if self.bad_loss is None else self.bad_loss.to(device)
+        if grads:
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads)])
+            bad = torch.maximum(bad, 1 - norms.isfinite().all().float())
+        if dist.is_initialized():
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        self.bad = bad if self.bad is None else torch.maximum(self.bad, bad)
+        self.found_inf, self.grad_scale = bad, None
+        super().step()
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up, cosine down to lr * min_lr_ratio."""
+    warmup = math.ceil(config.warmup * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

@@ -1,0 +1,68 @@
+"""One window: the chunks that a single backward pass spans, run forward through the model in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from megamem.memory.base import Chunk, State, detach
+from megamem.model.stage import Stage
+
+
+class Window(nn.Module):
+    """The module DeepSpeed drives. Its forward is a window; the states it returns are cut from the graph."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        starts: npt.NDArray[np.int64],
+        states: Sequence[State],
+        scale: Tensor,
+    ) -> tuple[Tensor, Tensor, list[State]]:
+        """Run the chunks of a window.
+
+        Args:
+            tokens, labels: [chunks * chunk_size, batch] int64.
+            starts: [chunks, batch] host integers, position of each chunk's first token in its document.
+            states: one per layer.
+            scale: factor of the summed loss (scalar).
+        Returns: the scaled loss to run backward, auxiliary losses included; the summed cross-entropy in nats, off the
+            graph; the new states, off the graph.
+        """
+        size = tokens.shape[0] // len(starts)
+        current = list(states)
+        total = scale.new_zeros(())
+        extra = scale.new_zeros(())
+        for c, row in enumerate(starts):
+            part = slice(c * size, (c + 1) * size)
+            hidden, current, auxiliary = self.stage(tokens[part], current, Chunk(tuple(row.tolist())))
+            total = total + self.stage.token_losses(hidden, labels[part]).sum()
+            for value in auxiliary.values():
+                # a mean over this chunk's tokens and rows, weighted as many predicted tokens
+                extra = extra + value * tokens[part].numel()
+        loss = (total + extra) * scale
+        return loss, total.detach(), [detach(state) for state in current]
+
+
+def select_states(finite: Tensor, new: Sequence[State], old: Sequence[State]) -> list[State]:
+    """`new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros."""
+
+    def pick(a: object, b: object) -> object:
+        if isinstance(a, Tensor):
+            old_value = b if isinstance(b, Tensor) and a.shape == b.shape else torch.zeros_like(a)
+            return torch.where(finite, a, old_value)
+        if isinstance(a, dict):
+            return {key: pick(value, b.get(key) if isinstance(b, dict) else None) for key, value in a.items()}
+        assert isinstance(a, list)
+        return [pick(value, b[i] if isinstance(b, list) and i < len(b) else None) for i, value in enumerate(a)]
+
+    return [pick(a, b) for a, b in zip(new, old, strict=True)]  # type: ignore[misc]
