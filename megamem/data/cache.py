@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,7 +52,7 @@ class ShardCache:
         while True:
             with _locked(self.folder / "lock"):
                 if path.exists():
-                    path.touch()  # the time of last use
+                    _mark_used(path)
                     return path.open("rb")  # opened under the lock: it may be deleted right after
                 file = part.open("ab")
                 mine = _try_lock(file)
@@ -65,6 +66,7 @@ class ShardCache:
                     continue
                 _download(url, record, part)
                 with _locked(self.folder / "lock"):
+                    _mark_used(part)
                     part.replace(path)
 
     def _make_room(self, needed: int) -> None:
@@ -123,6 +125,12 @@ def _try_lock(file: BinaryIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+def _mark_used(path: Path) -> None:
+    """Set the modification time by the fine clock: the kernel's own has a grain of milliseconds."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
 
 
 def _abandoned(part: Path) -> bool:

@@ -1,13 +1,18 @@
 """Documents in Megatron's `.bin`/`.idx` pairs."""
 
 import hashlib
+import struct
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
 from megamem.data.readers import Int64
 from megamem.errors import DataError
+
+HEADER = struct.Struct("<9sQBQQ")
+"""Of an index: magic, version, code of the token type, number of sequences, number of document borders."""
+MAGIC = b"MMIDIDX\x00\x00"
 
 
 class MegatronStore:
@@ -22,22 +27,19 @@ class MegatronStore:
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 raise DataError(f"{prefix}{suffix}: missing")
-        try:
-            self.dataset = IndexedDataset(prefix, mmap=True)
-        except Exception as error:  # asserts, numpy and struct errors on damaged files
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{prefix}.idx: truncated or foreign index ({reason})") from None
+        _check_index(Path(f"{prefix}.idx"))
+        found = Path(f"{prefix}.bin").stat().st_size
+        if found == 0:
+            raise DataError(f"{prefix}.bin: empty corpus")
+        self.dataset = IndexedDataset(prefix, mmap=True)
         sizes = self.dataset.sequence_lengths.astype(np.int64)
         expected = int(sizes.sum()) * np.dtype(self.dataset.index.dtype).itemsize
-        found = Path(f"{prefix}.bin").stat().st_size
         if found != expected:
             raise DataError(f"{prefix}.bin: truncated or foreign: {found:,} bytes, its index says {expected:,}")
         self.borders = self.dataset.document_indices.astype(np.int64)
         """[documents + 1] first sequence of each document."""
         self.ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         self.lengths = np.diff(self.ends[self.borders])
-        if not len(self.lengths):
-            raise DataError(f"{prefix}: empty corpus, it holds no document")
         self.shard_ids = np.zeros(len(self.lengths), np.int64)
         digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
         self.fingerprint = hashlib.sha256(digest.digest() + str(expected).encode()).hexdigest()
@@ -63,3 +65,17 @@ class MegatronStore:
     def name(self, document: int) -> str:
         """Path and number of the document."""
         return f"{self.path}:{document}"
+
+
+def _check_index(path: Path) -> None:
+    """Raise DataError unless an index is whole: the library maps it without a check."""
+    with path.open("rb") as file:
+        data = file.read(HEADER.size)
+    if len(data) < HEADER.size or data[:9] != MAGIC:
+        raise DataError(f"{path}: foreign: not the index of a Megatron dataset")
+    _, version, code, sequences, borders = HEADER.unpack(data)
+    if version != 1 or code not in {dtype.value for dtype in DType}:
+        raise DataError(f"{path}: foreign: version {version} with token type {code} is not known")
+    size, expected = path.stat().st_size, HEADER.size + 12 * sequences + 8 * borders
+    if size != expected:
+        raise DataError(f"{path}: truncated or foreign: {size:,} bytes, its header says {expected:,}")

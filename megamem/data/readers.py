@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from tarfile import ReadError, TarInfo
+from tarfile import TarError, TarInfo
 from typing import Protocol
 
 import numpy as np
@@ -149,7 +149,7 @@ class ShardStore:
         try:
             member = TarInfo.frombuf(file.read(BLOCK), "utf-8", "strict")
             found = (member.name, member.size)
-        except (ReadError, ValueError, EOFError, OSError):
+        except TarError:
             found = ("", 0)
         size = int(record["tokens"]) * np.dtype(self.index.header.dtype).itemsize
         if found != (f"{key_of(document)}.tokens", size):

@@ -1,0 +1,273 @@
+"""Writing token shards: format, restart after a kill, errors."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import webdataset
+from data_helpers import make_shards, make_tokenizer, write_corpus
+
+from megamem.data.readers import ShardStore
+from megamem.data.shard_index import ShardIndex
+from megamem.errors import DataError
+from tokenization import shards
+from tokenization.shards import verify_shards, write_shards
+from tokenization.tokenizer import Tokenizer
+
+SIZES = (40, 700, 5, 300, 1200, 90)
+
+
+def contents(folder):
+    """Bytes of every file."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_document_is_stored_whole_and_ends_with_eos(tmp_path):
+    folder = make_shards(tmp_path)
+    tokenizer, store = Tokenizer.load(tmp_path / "tokenizer"), ShardStore(str(folder))
+    assert len(store) == len(SIZES)
+    for number, path in enumerate(sorted((tmp_path / "shards-text").iterdir())):
+        text = path.read_text()
+        tokens = store.tokens(number, 0, int(store.lengths[number]))
+        np.testing.assert_array_equal(tokens, [*tokenizer.encode(text), tokenizer.eos_id])
+        assert store.name(number) == f"shards-text/{path.name}"
+        assert store.text_bytes[number] == len(text.encode())
+
+
+def test_index_describes_the_files(tmp_path):
+    folder = make_shards(tmp_path)
+    index = ShardIndex.parse((folder / "index.json").read_bytes(), "index.json")
+    table = np.load(folder / "index.npy", allow_pickle=False)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.json",
+        "index.npy",
+        "shard-000000.tar",
+        "shard-000001.tar",
+        "shard-000002.tar",
+    ]
+    assert index.documents == len(table) == len(SIZES)
+    assert table["shard"].tolist() == [0, 0, 1, 1, 1, 2]
+    assert index.header.dtype == "uint16"
+    assert index.header.vocab_size == 300
+    assert index.tokens == table["tokens"].sum()
+    assert index.text_bytes == sum(path.stat().st_size for path in (tmp_path / "shards-text").iterdir())
+    for record in (*index.shards, index.documents_file):
+        data = (folder / record.file).read_bytes()
+        assert record.size == len(data)
+        assert record.sha256 == hashlib.sha256(data).hexdigest()
+    assert ShardIndex.parse(json.dumps(index.to_dict()).encode(), "copy") == index
+
+
+def test_the_webdataset_library_reads_the_tars(tmp_path):
+    folder = make_shards(tmp_path)
+    urls = sorted(str(path) for path in folder.glob("*.tar"))
+    store = ShardStore(str(folder))
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False))
+    assert [sample["__key__"] for sample in samples] == [f"{number:09d}" for number in range(len(SIZES))]
+    for number, sample in enumerate(samples):
+        tokens = np.frombuffer(sample["tokens"], dtype="<u2")
+        np.testing.assert_array_equal(tokens, store.tokens(number, 0, int(store.lengths[number])))
+        meta = json.loads(sample["json"])
+        text = (tmp_path / meta["name"]).read_bytes()
+        assert meta["tokens"] == len(tokens)
+        assert meta["text_bytes"] == len(text)
+        assert meta["text_sha256"] == hashlib.sha256(text).hexdigest()
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "token_dtype", lambda vocab_size: "uint32")
+    folder = make_shards(tmp_path)
+    store = ShardStore(str(folder))
+    assert store.index.header.dtype == "uint32"
+    expected = Tokenizer.load(tmp_path / "tokenizer").encode((tmp_path / store.name(4)).read_text())
+    np.testing.assert_array_equal(store.tokens(4, 3, 50), expected[3:50])
+
+
+def test_number_of_processes_changes_nothing(tmp_path):
+    alone = make_shards(tmp_path)
+    folder = tmp_path / "two"
+    done = []
+    write_shards(
+        [tmp_path / "shards-text"],
+        tmp_path / "tokenizer",
+        folder,
+        workers=2,
+        shard_text_bytes=4000,
+        on_progress=done.append,
+    )
+    assert contents(folder) == contents(alone)
+    assert sum(done) == sum(path.stat().st_size for path in (tmp_path / "shards-text").iterdir())
+
+
+def test_a_finished_folder_is_left_as_it_is(tmp_path):
+    folder = make_shards(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    make_shards(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+
+
+def writer(corpus, tokenizer, folder, workers):
+    """The writer in a process group of its own."""
+    code = (
+        "import sys; from pathlib import Path; from tokenization.shards import write_shards\n"
+        "if __name__ == '__main__':\n"
+        "    corpus, tokenizer, folder = map(Path, sys.argv[1:4])\n"
+        "    write_shards([corpus], tokenizer, folder, workers=int(sys.argv[4]), shard_text_bytes=20_000)\n"
+    )
+    script = folder.with_suffix(".py")
+    script.write_text(code)
+    arguments = [sys.executable, str(script), str(corpus), str(tokenizer), str(folder), str(workers)]
+    return subprocess.Popen(arguments, start_new_session=True, stderr=subprocess.DEVNULL)
+
+
+def group_ends(group, seconds):
+    for _ in range(int(seconds * 50)):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers):
+    corpus = write_corpus(tmp_path / "text", [3000] * 60)
+    make_tokenizer(tmp_path / "tokenizer")
+    folder = tmp_path / "shards"
+    process = writer(corpus, tmp_path / "tokenizer", folder, workers)
+    while len(list(folder.glob("records/*.json"))) < 3:
+        assert process.poll() is None, "the writer ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert group_ends(process.pid, 10)  # the workers end with their parent
+    assert not (folder / "index.json").exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in sorted(folder.glob("shard-*.tar"))[:3]}
+    with pytest.raises(DataError, match=r"index\.json: missing"):
+        ShardStore(str(folder))
+    (folder / ".shard-000099.tar.1").write_bytes(b"left behind")
+    options = {"shard_text_bytes": 20_000}
+    write_shards([corpus], tmp_path / "tokenizer", folder, **options)
+    write_shards([corpus], tmp_path / "tokenizer", tmp_path / "whole", **options)
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert {name: (folder / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def interrupted(tmp_path, monkeypatch, after=2):
+    """A folder whose writing failed after some shards."""
+    original = shards._shard
+
+    def failing(task, folder):
+        if task.number == after:
+            raise KeyboardInterrupt
+        return original(task, folder)
+
+    monkeypatch.setattr(shards, "_shard", failing)
+    with pytest.raises(KeyboardInterrupt):
+        make_shards(tmp_path)
+    monkeypatch.setattr(shards, "_shard", original)
+    return tmp_path / "shards"
+
+
+def test_damaged_and_outdated_shards_are_written_again(tmp_path, monkeypatch):
+    folder = interrupted(tmp_path, monkeypatch)
+    first, second = sorted(folder.glob("*.tar"))
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    changed = tmp_path / "shards-text" / "document003.txt"  # in the second shard; its size stays the same
+    changed.write_text("y" * changed.stat().st_size)
+    options = {"shard_text_bytes": 4000}
+    before = second.read_bytes()
+    write_shards([tmp_path / "shards-text"], tmp_path / "tokenizer", folder, **options)
+    write_shards([tmp_path / "shards-text"], tmp_path / "tokenizer", tmp_path / "whole", **options)
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert second.read_bytes() != before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_shards_of_another_run_are_refused(tmp_path, monkeypatch, finished):
+    folder = make_shards(tmp_path) if finished else interrupted(tmp_path, monkeypatch)
+    make_tokenizer(tmp_path / "other", seed=5)
+    corpus = tmp_path / "shards-text"
+    with pytest.raises(DataError, match=r"shards: holds shards written with another tokenizer_sha256"):
+        write_shards([corpus], tmp_path / "other", folder, shard_text_bytes=4000)
+    with pytest.raises(DataError, match=r"another shard_text_bytes \(4000, now 9\)"):
+        write_shards([corpus], tmp_path / "tokenizer", folder, shard_text_bytes=9)
+    (corpus / "more.txt").write_text("more text")
+    with pytest.raises(DataError, match=r"another inputs_sha256"):
+        write_shards([corpus], tmp_path / "tokenizer", folder, shard_text_bytes=4000)
+
+
+def test_folder_of_other_files_is_refused(tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="not empty and not a folder of token shards"):
+        make_shards(tmp_path)
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == ["notes.txt"]
+
+
+def test_empty_corpus(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"a\.txt: empty corpus, no text found"):
+        write_shards([tmp_path / "a.txt"], tmp_path / "tokenizer", tmp_path / "shards")
+
+
+def test_no_disk_space_is_refused_before_writing(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 93, 7))
+    with pytest.raises(DataError, match=r"shards: not enough disk space: [\d,]+ bytes needed, 7 bytes free"):
+        make_shards(tmp_path)
+    assert not (tmp_path / "shards").exists()
+
+
+def test_a_full_disk_while_writing_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "_write_tar", full)
+    with pytest.raises(DataError, match=r"shards: cannot be written \(No space left on device\)"):
+        make_shards(tmp_path)
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, monkeypatch):
+    make_tokenizer(tmp_path / "tokenizer")
+    corpus = write_corpus(tmp_path / "text", [5])
+    monkeypatch.setattr(shards, "_start_worker", os._exit)
+    with pytest.raises(DataError, match=r"a worker process died.*run the same command again to continue"):
+        write_shards([corpus], tmp_path / "tokenizer", tmp_path / "shards", workers=2)
+
+
+def test_default_shard_size_is_bounded(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    corpus = write_corpus(tmp_path / "text", [5, 5])
+    index = write_shards([corpus], tmp_path / "tokenizer", tmp_path / "shards")
+    assert index.header.shard_text_bytes == 1 << 20
+    assert len(index.shards) == 1
+
+
+def test_verify_finds_a_flipped_bit_and_foreign_tokens(tmp_path):
+    folder = make_shards(tmp_path)
+    done = []
+    assert verify_shards(folder, done.append).documents == len(SIZES)
+    assert sum(done) == sum(path.stat().st_size for path in folder.glob("*.[tn][ap][ry]"))
+    victim = folder / "shard-000001.tar"
+    data = bytearray(victim.read_bytes())
+    data[600] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(DataError, match=r"shard-000001\.tar: damaged: its SHA-256"):
+        verify_shards(folder)
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][1]["sha256"] = hashlib.sha256(data).hexdigest()
+    index["header"]["vocab_size"] = 10
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"shard-000000\.tar: foreign: document 0 is not of this tokenizer"):
+        verify_shards(folder)
