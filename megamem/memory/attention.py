@@ -77,10 +77,13 @@ class FullAttention(AttentionProjections):
         query, key, value = self.project(hidden)
         outputs, done = [], 0
         while done < query.shape[0]:
+            here = chunk.after(done)
             # never beyond the end of the open chunk, so that entries have one length
             tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            if self.max_chunks is not None:  # nor beyond a chunk border of any row, where its window moves
+                tokens = min(tokens, *(self.chunk - start % self.chunk for start in here.starts))
             part = slice(done, done + tokens)
-            output, state = self._attend(query[part], key[part], value[part], state, chunk.after(done))
+            output, state = self._attend(query[part], key[part], value[part], state, here)
             outputs.append(output)
             done += tokens
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -104,18 +107,25 @@ class FullAttention(AttentionProjections):
             past.append({"keys": key, "values": value})
             key, value = last_columns(key, 0), last_columns(value, 0)
         return output, {
-            "past": self._bounded(past, chunk.after(tokens)),
+            "past": self._bounded(past, key.shape[0], chunk.after(tokens)),
             "open_keys": key,
             "open_values": value,
         }
 
+    def _reach(self, starts: tuple[int, ...]) -> list[int]:
+        """Per row: how many tokens before its position it may see."""
+        if self.max_chunks is None:
+            return [max(start, 0) for start in starts]
+        window = self.max_chunks * self.chunk
+        return [min(start, start % self.chunk + window) if start > 0 else 0 for start in starts]
+
     def _visible(self, entries: list[tuple[Tensor, Tensor]], chunk: Chunk) -> list[Past]:
-        """The entries with, per row, only the columns of its own document: the last `start` ones."""
+        """The entries with, per row, only the columns within its reach: its own document's newest ones."""
         parts: list[Past] = []
         distance = 0
         for keys, values in reversed(entries):
             size = keys.shape[0]
-            reach = [min(max(start - distance, 0), size) for start in chunk.starts]
+            reach = [min(max(tokens - distance, 0), size) for tokens in self._reach(chunk.starts)]
             distance += size
             if not any(reach):
                 continue
@@ -129,9 +139,7 @@ class FullAttention(AttentionProjections):
             parts.append(Past(keys, values, visible))
         return parts[::-1]
 
-    def _bounded(self, past: list[dict[str, Tensor]], chunk: Chunk) -> list[dict[str, Tensor]]:
-        """Entries some row can still see, at most `max_chunks`."""
-        keep = -(-max(0, *chunk.starts) // self.chunk)
-        if self.max_chunks is not None:
-            keep = min(keep, self.max_chunks)
-        return past[len(past) - min(keep, len(past)) :]
+    def _bounded(self, past: list[dict[str, Tensor]], waiting: int, chunk: Chunk) -> list[dict[str, Tensor]]:
+        """The entries within some row's reach; `waiting` tokens of it lie in the open chunk."""
+        needed = -(-max(0, max(self._reach(chunk.starts)) - waiting) // self.chunk)
+        return past[max(len(past) - needed, 0) :]

@@ -54,7 +54,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Growing:
-    """Declares a list of entries that grows by one per chunk; `limit` bounds it, None means the context length."""
+    """Declares a list of entries that grows by one per chunk.
+
+    limit: entries kept at most; None means as many as the context has chunks. Rows that do not share one grid of
+        chunks (left padding) may need one entry more.
+    """
 
     entry: Mapping[str, TensorSpec]
     limit: int | None = None

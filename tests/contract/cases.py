@@ -1,0 +1,61 @@
+"""Small configurations of every registered mixer: the only place of the laws that knows mechanisms by name.
+
+Add at least one entry per mixer, and one for every option that changes what passes from call to call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megamem.config.model import ModelConfig
+
+CHUNK = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mixer's options; `queries_per_key` > 1 makes it grouped-query attention."""
+
+    kind: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    queries_per_key: int = 1
+
+    @property
+    def id(self) -> str:
+        """How test reports call it."""
+        return f"{self.kind}-{self.name}"
+
+    def model(self, layers: int = 1, heads: int = 4, head_dim: int = 4, at: int = 0) -> ModelConfig:
+        """A model with this mixer at layer `at` and plain attention elsewhere.
+
+        Weights are large (0.3), so that attention is far from uniform and every path has a visible effect.
+        """
+        return ModelConfig.model_validate(
+            {
+                "layers": layers,
+                "hidden_size": heads * head_dim,
+                "heads": heads,
+                "kv_heads": heads // self.queries_per_key,
+                "ffn_size": 2 * heads * head_dim,
+                "vocab_size": 32,
+                "chunk_size": CHUNK,
+                "init_std": 0.3,
+                "mixer": "attention",
+                "memory": [{"layers": [at], "mixer": {"kind": self.kind, **self.options}}],
+            }
+        )
+
+
+CASES = [
+    Case("attention", "chunk"),
+    Case("attention", "short_block", {"block": 4}),
+    Case("attention", "grouped", {"block": 4}, queries_per_key=2),
+    Case("full_attention", "unbounded"),
+    Case("full_attention", "bounded", {"max_chunks": 2}),
+    Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2),
+    Case("elastic_memory", "exponential", {"order": 6, "samples": 5}),
+    Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
+    Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
+]

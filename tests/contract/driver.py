@@ -1,0 +1,203 @@
+"""How the laws run a mixer: alone or inside a small model, over rows that hold several documents, in any calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec
+from megamem.model.stage import Stage, add_losses
+from megamem.parallel.linears import Linears, PlainLinears, initialize_parameters
+from tests.contract.cases import CHUNK, Case
+
+CPU = torch.device("cpu")
+SUBJECTS = ["mixer", "stage"]
+
+
+class Alone(nn.Module):
+    """A bare mixer behind the interface of a `Stage` of one layer: pieces and resets as the stage does them."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The one mixer."""
+        return [self.mixer]
+
+    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[State]:
+        """See `Stage.initial_states`."""
+        return [self.mixer.initial_state(rows, device, dtype)]
+
+    def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
+        """See `Stage.forward`; x is hidden."""
+        (state,) = states
+        linears = self.mixer.linears
+        tokens = x.shape[0] * (linears.tp_size if linears.sequence_parallel else 1)
+        outputs, losses = [], {}
+        for piece in chunk.pieces(tokens):
+            here = chunk.after(piece.start)
+            state = self.mixer.reset(state, here, x.device, x.dtype)
+            part = x if piece == slice(0, tokens) else x[piece]
+            output, state, extra = self.mixer(part, state, here)
+            outputs.append(output)
+            losses = add_losses(losses, extra)
+        return torch.cat(outputs), [state], losses
+
+
+class Whole(Stage):
+    """A `Stage` that also lists its mixers."""
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixers in layer order."""
+        return [block.mixer for block in self.blocks]
+
+
+Subject = Alone | Whole
+
+
+def make(
+    case: Case, subject: str, dtype: torch.dtype = torch.float64, linears: Linears | None = None, **sizes: int
+) -> Subject:
+    """The case's mixer alone, or in a model of three layers between two plain ones; weights fixed by a seed."""
+    linears = linears or PlainLinears()
+    made: Subject
+    if subject == "mixer":
+        model = case.model(**sizes)
+        made = Alone(model.mixer_at(0).build(model, linears, 0))
+    else:
+        made = Whole(case.model(layers=3, at=1, **sizes), linears)
+    initialize_parameters(made, 1, linears.tp_size, linears.tp_rank)
+    return made.to(dtype)
+
+
+def inputs(subject: Subject, tokens: int, rows: int, seed: int = 0) -> Tensor:
+    """Random input: ids [tokens, rows] for a whole model, float64 hidden [tokens, rows, width] for a mixer."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(subject, Whole):
+        return torch.randint(subject.config.vocab_size, (tokens, rows), generator=generator)
+    width = subject.mixer.sizes["hidden"]
+    return torch.randn(tokens, rows, width, dtype=torch.float64, generator=generator)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where documents begin in each row; tokens before a row's first document are left padding."""
+
+    begins: tuple[tuple[int, ...], ...]
+
+    def chunk(self, at: int) -> Chunk:
+        """Place of a call that starts at token `at`."""
+        return Chunk(tuple(at - max((b for b in row if b <= at), default=row[0]) for row in self.begins))
+
+    def calls(self, tokens: int, cuts: Iterable[int]) -> list[slice]:
+        """Calls that end at `cuts`, and where a row's next document begins: no call may run across that."""
+        later = {begin for row in self.begins for begin in row[1:] if begin < tokens}
+        edges = sorted({0, tokens, *later, *(cut for cut in cuts if 0 < cut < tokens)})
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    def documents(self, tokens: int) -> Iterator[tuple[int, slice, bool]]:
+        """Every (row, tokens, whether it is the row's last)."""
+        for row, begins in enumerate(self.begins):
+            for begin, end in pairwise((*begins, tokens)):
+                yield row, slice(begin, end), end == tokens
+
+    def real(self, tokens: int) -> Tensor:
+        """Which tokens belong to a document: [tokens, rows] bool."""
+        return torch.tensor([[at >= row[0] for row in self.begins] for at in range(tokens)])
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows share one grid of chunks."""
+        return all(begin % CHUNK == 0 for row in self.begins for begin in row)
+
+
+def one_grid(rows: int) -> Lanes:
+    """Every row one document from the first token on."""
+    return Lanes(((0,),) * rows)
+
+
+BORDERS = Lanes(((0,), (0, 2 * CHUNK), (0, CHUNK, 3 * CHUNK)))
+"""Documents that start at chunk borders, at other places in each row: what the feeder makes."""
+PADDED = Lanes(((0,), (3,), (CHUNK + 5,), (2, CHUNK + 4)))
+"""Left-padded rows, each on its own grid; the last one also starts a second document amid the others' chunks."""
+LAYOUTS = {"one_grid": one_grid(2), "borders": BORDERS, "padded": PADDED}
+
+
+def every(step: int, tokens: int) -> range:
+    """Cuts for calls of `step` tokens."""
+    return range(step, tokens, step)
+
+
+def run(
+    subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: list[State] | None = None
+) -> tuple[Tensor, list[State], Losses]:
+    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses."""
+    if states is None:
+        dtype = next(subject.parameters()).dtype
+        states = subject.initial_states(x.shape[1], CPU, dtype)
+    outputs, losses = [], {}
+    for call in lanes.calls(x.shape[0], cuts):
+        output, states, extra = subject(x[call], states, lanes.chunk(call.start))
+        outputs.append(output)
+        losses = add_losses(losses, extra)
+    return torch.cat(outputs), states, losses
+
+
+def has_memory(mixer: Mixer) -> bool:
+    """Whether the mixer declares anything that passes from chunk to chunk."""
+    return any(isinstance(spec, Growing) or spec.kind == "memory" for spec in mixer.specs.values())
+
+
+def row_of(specs: StateSpec, state: State, row: int) -> State:
+    """The state of one batch row, its batch axis kept with size 1."""
+
+    def pick(spec: Any, value: Any) -> Any:
+        if isinstance(spec, Growing):
+            return [{name: pick(spec.entry[name], entry[name]) for name in spec.entry} for entry in value]
+        axis = spec.axis("batch")
+        return value if axis is None else value.narrow(axis, row, 1)
+
+    return {name: pick(spec, state[name]) for name, spec in specs.items()}
+
+
+def state_error(specs: StateSpec, batched: State, alone: State, same_grid: bool = True) -> float:
+    """Largest difference between one row of a batch's state and the state of a run on that row alone.
+
+    The batch may keep more columns of `open` tensors and more list entries, for its other rows: the newest ones are
+    compared. `same_grid`: whether the batch's chunks begin where those of the run alone do; if not, growing lists are
+    cut elsewhere, and they and the `open` tensors beside them are not compared (later outputs show their content).
+    """
+    skip_lists = not same_grid and any(isinstance(spec, Growing) for spec in specs.values())
+    worst = 0.0
+    for name, spec in specs.items():
+        if isinstance(spec, Growing):
+            if not skip_lists:
+                ours, theirs = batched[name], alone[name]
+                assert len(ours) >= len(theirs), f"{name}: {len(ours)} entries, a run alone keeps {len(theirs)}"
+                for a, b in zip(ours[len(ours) - len(theirs) :], theirs, strict=True):
+                    worst = max(worst, state_error(spec.entry, a, b))
+        elif not (skip_lists and spec.kind == "open"):
+            worst = max(worst, _tensor_error(name, spec, batched[name], alone[name]))
+    return worst
+
+
+def _tensor_error(name: str, spec: TensorSpec, batched: Tensor, alone: Tensor) -> float:
+    if (axis := spec.axis("open")) is not None:
+        extra = batched.shape[axis] - alone.shape[axis]
+        assert extra >= 0, f"{name}: {tuple(batched.shape)} lacks columns of {tuple(alone.shape)}"
+        batched = batched.narrow(axis, extra, alone.shape[axis])
+    assert batched.shape == alone.shape, f"{name}: {tuple(batched.shape)} != {tuple(alone.shape)}"
+    return largest(batched - alone)
+
+
+def largest(x: Tensor) -> float:
+    """Largest magnitude, 0 for an empty tensor."""
+    return x.abs().max().item() if x.numel() else 0.0

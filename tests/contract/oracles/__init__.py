@@ -1,0 +1,9 @@
+"""One slow, obvious implementation per mixer, from its equations, in float64.
+
+An oracle sees one document from its first token on and knows nothing of calls, rows, ranks or fused kernels:
+
+    run(mixer, model, weights, hidden) -> Answer
+
+with the mixer's and the model's configuration, the mixer's parameters by name and hidden [tokens, hidden_size]. It
+shares no code with megamem.memory or megamem.ops.
+"""

@@ -1,0 +1,24 @@
+"""No registered mixer escapes the laws."""
+
+import importlib.util
+
+from megamem.config.registry import mixer_kinds
+from tests.contract.cases import CASES
+
+
+def test_every_registered_mixer_has_a_case():
+    missing = set(mixer_kinds()) - {case.kind for case in CASES}
+    assert not missing, f"add cases for {sorted(missing)} to tests/contract/cases.py"
+
+
+def test_every_registered_mixer_has_an_oracle():
+    missing = [k for k in mixer_kinds() if importlib.util.find_spec(f"tests.contract.oracles.{k}") is None]
+    assert not missing, f"write tests/contract/oracles/{missing[0]}.py"
+
+
+def test_case_names_are_unique():
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+def test_cases_build_the_mixer_they_name():
+    assert all(case.model().mixer_at(0).kind == case.kind for case in CASES)
