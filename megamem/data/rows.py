@@ -30,7 +30,7 @@ class SourceReport:
     documents: int
     tokens: int
     samples: int
-    """Windows, or steps of all of the source's lanes."""
+    """Rows of `sequence_length` per epoch."""
     short_documents: int
     """Documents shorter than a window (windows) or without a single label (streams)."""
     dropped_tokens: int

@@ -1,0 +1,97 @@
+"""The data commands, as typed."""
+
+import json
+
+import pytest
+import typer
+from data_helpers import make_tokenizer, text_of, write_corpus
+from typer.testing import CliRunner
+
+from megamem import cli_data
+from megamem.errors import MegamemError
+
+app = typer.Typer()
+app.add_typer(cli_data.corpus_app, name="corpus")
+app.add_typer(cli_data.tokenizer_app, name="tokenizer")
+app.add_typer(cli_data.shards_app, name="shards")
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, MegamemError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "text", [300, 50, 400])
+
+
+def test_from_text_to_shards(tmp_path, corpus):
+    tokenizer, shards = tmp_path / "tokenizer", tmp_path / "shards"
+    output = run("tokenizer", "train", corpus, "--output", tokenizer, "--vocab-size", 290)
+    assert "byte-level-bpe" in output
+    assert "290" in output
+    options = ("--workers", 1, "--shard-mib", 0.002)
+    output = run("shards", "write", corpus, "--tokenizer", tokenizer, "--output", shards, *options)
+    index = json.loads((shards / "index.json").read_text())
+    assert index["documents"] == 3
+    assert index["header"]["shard_text_bytes"] == 2097
+    assert f"{index['tokens']:,} (uint16)" in output
+    assert "2 shards are whole" in run("shards", "verify", shards)
+    assert f"{index['text_bytes']:,} bytes" in run("shards", "info", shards)
+
+
+def test_a_smaller_vocabulary_than_asked_for_is_said(tmp_path, corpus):
+    output = run("tokenizer", "train", corpus, "-o", tmp_path / "tokenizer", "--vocab-size", 5000)
+    assert "not for 5,000" in output
+
+
+def test_import(tmp_path):
+    make_tokenizer(tmp_path / "a")
+    output = run("tokenizer", "import", tmp_path / "a" / "tokenizer.json", "-o", tmp_path / "b")
+    assert "hugging-face" in output
+    with pytest.raises(MegamemError, match="eos token '<x>' is not in the vocabulary"):
+        run("tokenizer", "import", tmp_path / "a" / "tokenizer.json", "-o", tmp_path / "c", "--eos", "<x>")
+
+
+def test_fetch(tmp_path, monkeypatch):
+    def fetched(folder):
+        path = folder / "manifest.json"
+        path.write_text(json.dumps({"splits": {"train": {"documents": 3, "bytes": 12345}}}))
+        return path
+
+    monkeypatch.setattr(cli_data.corpus, "fetch", fetched)
+    assert "12,345" in run("corpus", "fetch", tmp_path)
+
+
+def test_errors_are_megamem_errors(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for arguments in (
+        ("shards", "info", tmp_path),
+        ("shards", "verify", tmp_path / "nowhere"),
+        ("shards", "write", tmp_path / "empty", "-t", tmp_path, "-o", tmp_path / "o"),
+        ("tokenizer", "train", tmp_path / "nowhere", "-o", tmp_path / "o"),
+        ("tokenizer", "import", tmp_path / "nowhere", "-o", tmp_path / "o"),
+    ):
+        with pytest.raises(MegamemError) as caught:
+            run(*arguments)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_option_has_help():
+    commands = typer.main.get_command(app).commands
+    for group in commands.values():
+        for command in group.commands.values():
+            assert command.help
+            for parameter in command.params:
+                assert getattr(parameter, "help", None), (command.name, parameter.name)
+
+
+def test_tokenizer_needs_disk_space(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(text_of(5, 0))
+    monkeypatch.setattr(cli_data, "TOKENIZER_BYTES", 1 << 60)
+    with pytest.raises(MegamemError, match="not enough disk space"):
+        run("tokenizer", "train", tmp_path / "a.txt", "-o", tmp_path / "o")

@@ -1,0 +1,49 @@
+"""The data section of a configuration."""
+
+import pytest
+from pydantic import ValidationError
+
+from megamem.config.data import DataConfig, SourceConfig
+
+
+def test_every_field_is_documented():
+    for model in (DataConfig, SourceConfig):
+        for name, field in model.model_fields.items():
+            assert field.description, name
+            assert "\n" not in field.description, name
+
+
+def test_paths_may_stand_for_sources():
+    assert DataConfig(sources="a").sources == (SourceConfig(path="a", weight=1.0),)
+    mixed = DataConfig(sources=["a", {"path": "b", "weight": 2}], validation="c")
+    assert [(source.path, source.weight) for source in mixed.sources] == [("a", 1.0), ("b", 2.0)]
+    assert mixed.validation == ("c",)
+
+
+def test_dumped_and_read_back():
+    config = DataConfig(sources=["a", {"path": "b", "weight": 2}], validation=["c"], tokenizer="t")
+    assert DataConfig(**config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": []}, "at least 1 item"),
+        ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
+        ({"sources": [{"path": "a", "weight": float("inf")}]}, "finite"),
+        ({"sources": [""]}, "at least 1 character"),
+        ({"sources": [{"path": "a", "wieght": 1}]}, "Extra inputs are not permitted"),
+        ({"sources": ["a", "a"]}, "sources: a is listed twice; give it one entry and a larger weight"),
+        ({"validation": ["b", "a"]}, "validation: a is also a training source; hold out other documents"),
+        ({"feeding": "stream"}, "'windows' or 'streams'"),
+        ({"feeding": "streams", "short_documents": "pad"}, "short_documents: pad is for windows"),
+        ({"sequence_length": 1}, "greater than or equal to 2"),
+        ({"prefetch": 0}, "greater than or equal to 1"),
+        ({"cache_gib": 0}, "greater than 0"),
+        ({"seed": -1}, "greater than or equal to 0"),
+        ({"sources": 3}, "valid tuple"),
+    ],
+)
+def test_bad_values_are_named(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(**({"sources": ["a"]} | changes))

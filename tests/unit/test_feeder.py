@@ -1,0 +1,380 @@
+"""Batches: contents, order, independence of the data-parallel size, checks, prefetching, evaluation."""
+
+import threading
+import time
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from data_helpers import make_shards, make_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megamem.config.data import DataConfig
+from megamem.data.batch import IGNORED, Batch
+from megamem.data.feeder import Feeder, evaluation_documents
+from megamem.data.prefetch import Prefetcher
+from megamem.data.readers import ShardStore
+from megamem.errors import ConfigError, DataError
+from tokenization.tokenizer import Tokenizer
+
+SEQUENCE, CHUNK = 32, 8
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """`a` and `b`: training shards; `held`: held-out shards; `tokenizer`."""
+    root = tmp_path_factory.mktemp("data")
+    make_shards(root, (40, 700, 5, 300, 1200, 90), "a")
+    make_shards(root, (400, 30, 350), "b", seed=50)
+    make_shards(root, (60, 1, 33), "held", seed=90)
+    return root
+
+
+def config_of(root, **changes):
+    values = {"sources": (str(root / "a"),), "sequence_length": SEQUENCE, "cache_folder": root / "cache", "seed": 3}
+    return DataConfig(**(values | changes))
+
+
+def feeder_of(root, rows=8, micro=2, dp_rank=0, dp_size=1, chunk=CHUNK, **changes):
+    return Feeder(
+        config_of(root, **changes),
+        chunk_size=chunk,
+        global_rows=rows,
+        micro_batch_size=micro,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+
+
+MODES = [
+    {"feeding": "windows", "short_documents": "drop"},
+    {"feeding": "windows", "short_documents": "pad"},
+    {"feeding": "windows", "short_documents": "pack"},
+    {"feeding": "streams"},
+]
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
+
+
+def two_sources(root):
+    return {"sources": ({"path": str(root / "a"), "weight": 3}, {"path": str(root / "b"), "weight": 1})}
+
+
+def global_batch(feeders, step):
+    """Rows of a step by sample id, over all ranks and micro-batches."""
+    rows = {}
+    for feeder in feeders:
+        for accumulation in range(feeder.accumulation_steps):
+            batch = feeder.batch(step, accumulation)
+            for column, sample in enumerate(batch.sample_ids):
+                assert sample not in rows
+                rows[sample] = [x[:, column] for x in (batch.tokens, batch.labels, torch.from_numpy(batch.starts))]
+    return rows
+
+
+@modes
+def test_shapes_and_types(root, mode):
+    feeder = feeder_of(root, **mode)
+    assert feeder.accumulation_steps == 4
+    batch = feeder.batch(5, 3)
+    assert batch.tokens.shape == batch.labels.shape == (SEQUENCE, 2)
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert batch.tokens.is_contiguous()
+    assert batch.labels.is_contiguous()
+    assert batch.starts.shape == (SEQUENCE // CHUNK, 2)
+    assert batch.starts.dtype == np.int64
+    assert batch.sample_ids == (46, 47)
+
+
+@modes
+def test_labels_are_the_next_tokens_and_resets_are_document_starts(root, mode):
+    """Every chunk is found in a document: its labels follow its tokens, and a reset 0 begins a piece of text."""
+    feeder = feeder_of(root, **mode)
+    store = feeder.stores[0]
+    documents = [store.tokens(d, 0, int(store.lengths[d])).tolist() for d in range(len(store))]
+    for step in range(12):
+        for tokens, labels, starts in global_batch([feeder], step).values():
+            labelled = labels != IGNORED
+            assert not tokens[~labelled].any()
+            for chunk, start in enumerate(starts.tolist()):
+                here = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+                count = int(labelled[here].sum())
+                assert labelled[here].tolist() == [True] * count + [False] * (CHUNK - count)
+                stretch = [*tokens[here].tolist()[:count], *labels[here].tolist()[count - 1 : count]]
+                assert count == 0 or any(contains(document, stretch) for document in documents)
+                follows = chunk and labelled[chunk * CHUNK - 1] and start == starts[chunk - 1] + CHUNK
+                if follows and count:
+                    assert labels[chunk * CHUNK - 1] == tokens[chunk * CHUNK]
+            if mode["feeding"] == "windows":
+                assert starts[0] == 0
+
+
+def contains(document, stretch):
+    text, part = (" ".join(map(str, tokens)) for tokens in (document, stretch))
+    return f" {part} " in f" {text} "
+
+
+def test_streams_continue_from_step_to_step(root):
+    feeder = feeder_of(root, feeding="streams", rows=2, micro=2)
+    before = feeder.batch(0)
+    for step in range(1, 30):
+        batch = feeder.batch(step)
+        for lane in range(2):
+            if batch.starts[0, lane]:
+                assert batch.starts[0, lane] == before.starts[-1, lane] + CHUNK
+                assert batch.tokens[0, lane] == before.labels[-1, lane]
+        before = batch
+    assert 0 in before.starts or before.starts.max() > 0
+
+
+@modes
+@pytest.mark.parametrize(("dp_size", "micro"), [(1, 8), (2, 2), (2, 4), (4, 1), (8, 1)])
+def test_the_global_batch_does_not_depend_on_the_data_parallel_size(root, mode, dp_size, micro):
+    changes = mode | two_sources(root)
+    reference = global_batch([feeder_of(root, **changes)], 11)
+    ranks = [feeder_of(root, micro=micro, dp_rank=r, dp_size=dp_size, **changes) for r in range(dp_size)]
+    rows = global_batch(ranks, 11)
+    assert sorted(rows) == sorted(reference) == list(range(88, 96))
+    for sample, parts in rows.items():
+        assert all(torch.equal(x, y) for x, y in zip(parts, reference[sample], strict=True))
+
+
+@modes
+def test_a_batch_is_a_pure_function_of_seed_and_step(root, mode):
+    feeder, other = feeder_of(root, **mode), feeder_of(root, **mode)
+    expected = [feeder.batch(step, 1) for step in range(30)]
+    for step in (29, 0, 14):
+        again = other.batch(step, 1)
+        assert torch.equal(again.tokens, expected[step].tokens)
+        assert torch.equal(again.labels, expected[step].labels)
+        assert (again.starts == expected[step].starts).all()
+    different = feeder_of(root, **mode | {"seed": 4})
+    assert any(not torch.equal(different.batch(step, 1).tokens, expected[step].tokens) for step in range(30))
+
+
+def test_windows_of_an_epoch_are_all_different(root):
+    feeder = feeder_of(root, rows=1, micro=1)
+    count = feeder.reports[0].samples
+    rows = [tuple(feeder.batch(step).tokens[:, 0].tolist()) for step in range(2 * count)]
+    assert len(set(rows[:count])) == len(set(rows[count:])) == count
+    assert set(rows[:count]) == set(rows[count:])
+    assert rows[:count] != rows[count:]
+
+
+def test_sources_are_mixed_by_weight(root):
+    feeder = feeder_of(root, rows=1024, micro=4, **two_sources(root))
+    assert [feeder._row(2, row)[0].path for row in range(1024)].count(str(root / "a")) == 768
+    lanes = feeder_of(root, feeding="streams", **two_sources(root))
+    assert [lanes._row(0, row)[0].path for row in range(8)] == [str(root / "a")] * 6 + [str(root / "b")] * 2
+
+
+def test_a_source_without_a_lane_is_refused(root):
+    with pytest.raises(ConfigError, match=r"with 1 lanes, .*b gets none"):
+        feeder_of(root, feeding="streams", rows=1, micro=1, **two_sources(root))
+
+
+def test_reports_count_short_documents(root):
+    store = ShardStore(str(root / "a"))
+    report = feeder_of(root).reports[0]
+    assert report.documents == 6
+    assert report.short_documents == int((store.lengths <= SEQUENCE).sum()) >= 1
+    assert report.dropped_tokens == int(((store.lengths - 1) % SEQUENCE).sum())
+    assert report.samples == int(((store.lengths - 1) // SEQUENCE).sum())
+
+
+# Checks
+
+
+def test_sizes_that_do_not_fit(root):
+    with pytest.raises(ConfigError, match=r"data\.sequence_length: 32 is not a multiple of the chunk of 5 tokens"):
+        feeder_of(root, chunk=5)
+    with pytest.raises(ConfigError, match="a global batch of 8 rows does not divide into micro-batches of 3 rows"):
+        feeder_of(root, micro=3)
+
+
+def test_tokenizer_of_other_shards_is_refused(root, tmp_path):
+    make_tokenizer(tmp_path / "tokenizer", seed=8)
+    with pytest.raises(DataError, match=r"a: written with tokenizer [0-9a-f]{12}, but .*tokenizer has [0-9a-f]{12}"):
+        feeder_of(root, tokenizer=tmp_path / "tokenizer")
+    assert feeder_of(root, tokenizer=root / "tokenizer").reports
+    foreign = str(make_shards(tmp_path, (300,), "c"))
+    with pytest.raises(DataError, match=r"c: written with tokenizer"):
+        feeder_of(root, sources=(str(root / "a"), foreign))
+    with pytest.raises(DataError, match=r"c: written with tokenizer"):
+        feeder_of(root, validation=foreign)
+    with pytest.raises(DataError, match=r"meta\.json: missing"):
+        feeder_of(root, tokenizer=tmp_path / "nowhere")
+
+
+def test_missing_sources_are_found_before_training(root):
+    for changes in ({"sources": "nowhere"}, {"validation": "nowhere"}):
+        with pytest.raises(DataError, match="nowhere: no such shard folder"):
+            feeder_of(root, **changes)
+
+
+def test_no_document_long_enough(root):
+    with pytest.raises(DataError, match="no document is long enough: all 6 are shorter than a window of 80000"):
+        feeder_of(root, sequence_length=80000)
+
+
+def test_vocabulary_larger_than_the_model(root):
+    feeder = feeder_of(root)
+    feeder.check_vocab(300)
+    with pytest.raises(DataError, match=r"a: its tokens come from a vocabulary of 300, larger than the model's 299"):
+        feeder.check_vocab(299)
+
+
+@pytest.mark.parametrize("wrong", [500, -1])
+def test_megatron_ids_are_checked_as_they_are_read(tmp_path, wrong):
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
+    builder.add_item(torch.tensor([*range(40), wrong]))
+    builder.end_document()
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    feeder = feeder_of(tmp_path, sources=str(tmp_path / "corpus"), rows=1, micro=1, short_documents="pad")
+    feeder.check_vocab(500)
+    message = rf"corpus: token id {wrong} does not fit the model's vocabulary of 500"
+    with pytest.raises(DataError, match=message):
+        [feeder.batch(step) for step in range(2)]
+    feeder.check_vocab(501)
+    if wrong == 500:
+        assert feeder.batch(0).tokens.shape == (SEQUENCE, 1)
+
+
+def test_fingerprint_changes_with_all_that_decides_the_order(root):
+    fingerprints = [
+        feeder_of(root, **changes).fingerprint()
+        for changes in (
+            {},
+            {"seed": 4},
+            {"sequence_length": 64},
+            {"short_documents": "pad"},
+            {"feeding": "streams"},
+            {"feeding": "streams", "rows": 4},
+            {"shuffle_shards": 1},
+            {"sources": str(root / "b")},
+            two_sources(root),
+        )
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    same = feeder_of(root, micro=1, dp_rank=1, dp_size=2, prefetch=1, rows=16)
+    assert same.fingerprint() == fingerprints[0]
+
+
+def test_remote_shards_must_fit_the_cache_or_be_shuffled_in_groups(root):
+    files = fsspec.filesystem("memory")
+    files.put(str(root / "a"), "/bucket", recursive=True)
+    largest = max(path.stat().st_size for path in (root / "a").glob("*.tar"))
+    remote = {"sources": "memory://bucket", "cache_gib": 2 * largest / 2**30}
+    with pytest.raises(ConfigError, match=r"data\.cache_gib: .* do not hold .* shuffle_shards \(now 0\)"):
+        feeder_of(root, **remote)
+    feeder = feeder_of(root, **remote, shuffle_shards=1)
+    local = feeder_of(root, shuffle_shards=1)
+    for step in range(40):
+        assert torch.equal(feeder.batch(step).tokens, local.batch(step).tokens)
+    with pytest.raises(ConfigError, match=r"data\.cache_gib"):
+        feeder_of(root, **remote, shuffle_shards=1, feeding="streams")
+    files.rm("/bucket", recursive=True)
+
+
+# Prefetching
+
+
+@modes
+def test_prefetched_batches_are_the_batches(root, mode):
+    feeder = feeder_of(root, **mode)
+    with feeder.prefetch(3) as batches:
+        for step in (3, 4):
+            for accumulation in range(4):
+                batch, expected = next(batches), feeder.batch(step, accumulation)
+                assert batch.sample_ids == expected.sample_ids
+                assert torch.equal(batch.tokens, expected.tokens)
+    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def endless(read):
+    while True:
+        read.append(len(read))
+        yield Batch(torch.zeros(1), torch.zeros(1), np.zeros(1), (len(read),))
+
+
+def test_the_queue_is_bounded():
+    read = []
+    with Prefetcher(endless(read), depth=3) as batches:
+        assert next(batches).sample_ids == (1,)
+        time.sleep(0.2)
+        assert len(read) <= 1 + 3 + 1  # taken, waiting, in hand
+
+
+def test_errors_of_the_thread_reach_the_consumer():
+    def failing():
+        yield Batch(torch.zeros(1), torch.zeros(1), np.zeros(1), (7,))
+        raise DataError("shard 3 is gone")
+
+    batches = Prefetcher(failing(), depth=2)
+    assert next(batches).sample_ids == (7,)
+    for _ in range(2):
+        with pytest.raises(DataError, match="shard 3 is gone"):
+            next(batches)
+    batches.close()
+
+
+def test_prefetching_ends_with_the_batches():
+    batches = Prefetcher((batch for batch, _ in zip(endless([]), range(3), strict=False)), depth=1)
+    assert [batch.sample_ids[0] for batch in batches] == [1, 2, 3]
+    batches.close()
+
+
+def test_closing_does_not_wait_for_a_full_queue():
+    batches = Prefetcher(endless([]), depth=1)
+    start = time.monotonic()
+    batches.close()
+    batches.close()
+    assert time.monotonic() - start < 1
+
+
+# Evaluation
+
+
+def held_out(root, **options):
+    config = config_of(root, validation=str(root / "held"), tokenizer=root / "tokenizer")
+    return list(evaluation_documents(config, chunk_size=CHUNK, **options))
+
+
+def test_held_out_documents_are_read_whole_and_in_order(root):
+    store, tokenizer = ShardStore(str(root / "held")), Tokenizer.load(root / "tokenizer")
+    documents = held_out(root)
+    assert [document.name for document in documents] == [store.name(d) for d in range(3)]
+    for number, document in enumerate(documents):
+        whole = store.tokens(number, 0, int(store.lengths[number]))
+        count = document.predicted_tokens
+        assert count == len(whole) - 1
+        assert len(document.tokens) == len(document.labels) == -(-count // CHUNK) * CHUNK
+        np.testing.assert_array_equal(document.tokens[:count], whole[:-1])
+        np.testing.assert_array_equal(document.labels[:count], whole[1:])
+        assert (document.labels[count:] == IGNORED).all()
+        first = len(tokenizer.decode(whole[:1]).encode())  # read, never predicted
+        assert document.text_bytes == store.text_bytes[number] - first
+
+
+def test_held_out_documents_are_cut_and_shared_out(root):
+    tokenizer = Tokenizer.load(root / "tokenizer")
+    documents = held_out(root, max_tokens=20)
+    assert documents[0].predicted_tokens == 20
+    assert len(documents[0].tokens) == 24
+    assert documents[0].text_bytes == len(tokenizer.decode(documents[0].labels[:20].numpy()).encode())
+    shares = [held_out(root, rank=rank, ranks=2) for rank in range(2)]
+    assert [[document.name[-5] for document in share] for share in shares] == [["0", "2"], ["1"]]
+
+
+def test_held_out_text_bytes_need_a_tokenizer(root):
+    config = config_of(root, validation=str(root / "held"))
+    assert {document.text_bytes for document in evaluation_documents(config, chunk_size=CHUNK)} == {None}
+
+
+def test_held_out_errors_come_at_once(root):
+    with pytest.raises(DataError, match=r"data\.validation: no held-out source is named"):
+        evaluation_documents(config_of(root), chunk_size=CHUNK)
+    with pytest.raises(DataError, match="nowhere: no such shard folder"):
+        evaluation_documents(config_of(root, validation="nowhere"), chunk_size=CHUNK)

@@ -1,0 +1,65 @@
+"""Mixtures of sources and shuffles."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megamem.data.order import BLOCK, Mixture, epoch_order, quotas
+from megamem.errors import ConfigError
+
+WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(weights=WEIGHTS, total=st.integers(1, 5000))
+def test_quotas_are_proportional(weights, total):
+    counts = quotas(weights, total)
+    shares = np.array(weights) / sum(weights) * total
+    assert counts.sum() == total
+    assert (np.abs(counts - shares) < 1 + 1e-9).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=WEIGHTS, seed=st.integers(0, 5), block=st.integers(0, 10**9))
+def test_every_block_holds_each_share_and_every_sample_comes_once(weights, seed, block):
+    mixture = Mixture(weights, seed)
+    located = [mixture.locate(sample) for sample in range(block * BLOCK, (block + 1) * BLOCK)]
+    for source, quota in enumerate(mixture.quotas):
+        indices = [index for s, index in located if s == source]
+        assert indices == list(range(block * quota, (block + 1) * quota))  # in order, without gaps over blocks
+
+
+def test_two_to_one():
+    mixture = Mixture([2, 1], 0)
+    sources = [mixture.locate(sample)[0] for sample in range(3 * BLOCK)]
+    assert sources.count(0) == 3 * 683
+    assert sources.count(1) == 3 * 341
+    assert sources[:BLOCK] != sources[BLOCK : 2 * BLOCK]
+    assert [Mixture([4, 2], 0).locate(i)[0] for i in range(3 * BLOCK)] == sources
+    assert [Mixture([2, 1], 1).locate(i)[0] for i in range(3 * BLOCK)] != sources
+
+
+def test_one_source_is_read_in_its_own_order():
+    assert [Mixture([0.3], 0).locate(i) for i in (0, 5, 10**12)] == [(0, 0), (0, 5), (0, 10**12)]
+
+
+def test_a_weight_too_small_for_a_block_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.weight: its share .* at least 1/1024 is needed"):
+        Mixture([1.0, 0.0001], 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shards=st.lists(st.integers(1, 9), min_size=1, max_size=12), group=st.integers(0, 14), seed=st.integers(0, 99))
+def test_epoch_order_is_a_permutation_in_groups(shards, group, seed):
+    shard_ids = np.repeat(np.arange(len(shards)), shards)
+    order = epoch_order((seed, 0, 0), shard_ids, group)
+    assert sorted(order.tolist()) == list(range(len(shard_ids)))
+    np.testing.assert_array_equal(order, epoch_order((seed, 0, 0), shard_ids, group))
+    if group:
+        files = list(dict.fromkeys(shard_ids[order].tolist()))  # by first appearance
+        sizes = [sum(shards[shard] for shard in files[i : i + group]) for i in range(0, len(files), group)]
+        borders = np.cumsum(sizes)
+        assert borders[-1] == len(order)
+        for start, end in zip([0, *borders], borders, strict=False):
+            assert len(set(shard_ids[order[start:end]].tolist())) <= group
