@@ -260,20 +260,23 @@ def test_fingerprint_changes_with_all_that_decides_the_order(root):
     assert same.fingerprint() == fingerprints[0]
 
 
-def test_remote_shards_must_fit_the_cache_or_be_shuffled_in_groups(root):
+def test_remote_shards_must_fit_the_cache_or_be_shuffled_in_groups(tmp_path):
+    folder = make_shards(tmp_path, [300] * 10, "even")
+    sizes = [path.stat().st_size for path in folder.glob("*.tar")]
+    assert len(sizes) >= 4
     files = fsspec.filesystem("memory")
-    files.put(str(root / "a"), "/bucket", recursive=True)
-    largest = max(path.stat().st_size for path in (root / "a").glob("*.tar"))
-    remote = {"sources": "memory://bucket", "cache_gib": 2 * largest / 2**30}
+    files.put(str(folder), "/even", recursive=True)
+    remote = {"sources": "memory://even", "cache_gib": 2 * max(sizes) / 2**30}
     with pytest.raises(ConfigError, match=r"data\.cache_gib: .* do not hold .* shuffle_shards \(now 0\)"):
-        feeder_of(root, **remote)
-    feeder = feeder_of(root, **remote, shuffle_shards=1)
-    local = feeder_of(root, shuffle_shards=1)
+        feeder_of(tmp_path, **remote)
+    feeder = feeder_of(tmp_path, **remote, shuffle_shards=1)
+    local = feeder_of(tmp_path, sources=str(folder), shuffle_shards=1)
     for step in range(40):
         assert torch.equal(feeder.batch(step).tokens, local.batch(step).tokens)
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 2 * max(sizes)
     with pytest.raises(ConfigError, match=r"data\.cache_gib"):
-        feeder_of(root, **remote, shuffle_shards=1, feeding="streams")
-    files.rm("/bucket", recursive=True)
+        feeder_of(tmp_path, **remote, shuffle_shards=1, feeding="streams")
+    files.rm("/even", recursive=True)
 
 
 # Prefetching
