@@ -19,7 +19,7 @@ class Case:
 
     kind: str
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     queries_per_key: int = 1
 
     @property

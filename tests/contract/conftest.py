@@ -1,8 +1,16 @@
-"""Every law runs on every case."""
+"""Every law runs on every case; the worst error of each law is printed at the end."""
 
 from tests.contract.cases import CASES
+from tests.contract.driver import WORST
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if WORST:
+        terminalreporter.section("worst error per law")
+        for law, (error, tolerance) in sorted(WORST.items()):
+            terminalreporter.line(f"{law:45} {error:8.1e}   allowed {tolerance:.0e}")

@@ -201,3 +201,14 @@ def _tensor_error(name: str, spec: TensorSpec, batched: Tensor, alone: Tensor) -
 def largest(x: Tensor) -> float:
     """Largest magnitude, 0 for an empty tensor."""
     return x.abs().max().item() if x.numel() else 0.0
+
+
+WORST: dict[str, tuple[float, float]] = {}
+"""Per law, the largest error measured in this session and its tolerance; printed after the tests."""
+
+
+def within(law: str, error: float, tolerance: float) -> None:
+    """Assert error <= tolerance (false for NaN) and keep the worst error for the report."""
+    worst, allowed = WORST.get(law, (0.0, tolerance))
+    WORST[law] = (max(worst, error), max(allowed, tolerance))
+    assert error <= tolerance, f"{law}: error {error:.3g} > {tolerance:.3g}"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.contract.cases import CHUNK
-from tests.contract.driver import SUBJECTS, every, has_memory, inputs, largest, make, one_grid, run
+from tests.contract.driver import SUBJECTS, every, has_memory, inputs, largest, make, one_grid, run, within
 
 TOKENS = 3 * CHUNK
 # at a chunk's first, inner and last token, and around a block border inside a chunk
@@ -30,8 +30,8 @@ def test_outputs_before_a_changed_token_stay(case, subject, step):
         after = run(subject, changed(subject, x, at, at), one_grid(2), every(step, TOKENS))[0]
         difference = (after - before).abs().amax(-1)
         # float64; a kernel may sum the terms it masks with weight 0 in other blocks, so not quite bit for bit
-        assert largest(difference[:at, 0]) <= 1e-12
-        assert largest(difference[:, 1]) <= 1e-12, "another row changed"
+        within("1 causality", largest(difference[:at, 0]), 1e-12)
+        within("1 causality: other rows", largest(difference[:, 1]), 1e-12)
         # the token itself sees its own change: the test would notice an output that depends on nothing
         assert difference[at, 0] > 1e-6
 
