@@ -1,0 +1,243 @@
+"""Loss of a model on held-out documents: overall, per document, by chunk, and by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megamem.data.batch import EvaluationDocument
+from megamem.errors import DataError
+from megamem.evaluation.reading import Float64, Int64, Progress, Reader, Reading, Sums
+from megamem.model.stage import Stage
+from megamem.parallel.topology import Topology
+
+LEAST_CHUNKS = 8
+"""A bound on tokens never cuts a document below this depth while it can leave out documents instead."""
+WITHIN_BUCKETS = 32
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Mean loss of a range of chunks or positions."""
+
+    first: int
+    last: int
+    """Inclusive."""
+    tokens: int
+    """Scored tokens."""
+    loss: float | None
+    """Nats per token; None without tokens."""
+
+
+@dataclass(frozen=True)
+class DocumentLoss:
+    """One document's figures."""
+
+    name: str
+    tokens: int
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """Figures of held-out documents, the same on all ranks."""
+
+    tokens: int
+    """Predicted tokens."""
+    nats: float
+    """Summed cross-entropy."""
+    text_bytes: int | None
+    """UTF-8 bytes of the predicted tokens' text."""
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float | None
+    """nats / ln 2 / text_bytes; None where bytes are not known."""
+    by_chunk: tuple[Bucket, ...]
+    """By index of the chunk in its document, from 0 (`first` == `last`)."""
+    by_position: tuple[Bucket, ...]
+    """By position in the document. Position n: the prediction made after reading n tokens of it."""
+    within_chunk: tuple[Bucket, ...]
+    """By position inside the chunk, from 1, over all chunks."""
+    first_chunk_loss: float
+    """Nats per token in the documents' first chunks, before any memory exists."""
+    beyond_first_chunk_loss: float | None
+    """Nats per token everywhere else; None if no document is longer than a chunk."""
+    documents: tuple[DocumentLoss, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers, for JSON."""
+        return asdict(self)
+
+
+def evaluate_losses(
+    stage: Stage,
+    documents: Iterable[EvaluationDocument],
+    *,
+    topology: Topology | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    max_tokens: int | None = None,
+    token_bytes: Int64 | None = None,
+    progress: Progress | None = None,
+) -> LossReport:
+    """Read documents from their start, memory carried from chunk to chunk, and report their loss.
+
+    A collective call: every rank makes it with the same documents; the work is divided over data-parallel ranks.
+
+    Args:
+        stage: a whole model on `device`.
+        topology: None in a single process.
+        dtype: of the activations (that of the parameters).
+        rows: documents read side by side on each data-parallel rank.
+        max_tokens: bound of the predicted tokens, see `cut_documents`.
+        token_bytes: [vocabulary] UTF-8 bytes of each token (`Tokenizer.byte_lengths()`), for documents that are cut.
+        progress: called with (calls made, calls of all).
+    Raises: DataError without a document to predict; ValueError for documents not in whole chunks.
+    """
+    size = stage.config.chunk_size
+    chosen = cut_documents(documents, size, max_tokens, token_bytes)
+    reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
+    return loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
+
+
+def whole_readings(documents: Sequence[EvaluationDocument], size: int) -> list[Reading]:
+    """Each document from start to end; slots number the chunks of all documents in order."""
+    slots = first_slots(documents, size)
+    return [
+        Reading(document, 0, len(document.tokens) // size, slot)
+        for document, slot in zip(documents, slots, strict=True)
+    ]
+
+
+def first_slots(documents: Sequence[EvaluationDocument], size: int) -> list[int]:
+    """Number of chunks before each document."""
+    chunks = [len(document.tokens) // size for document in documents]
+    return [sum(chunks[:i]) for i in range(len(chunks))]
+
+
+def cut_documents(
+    documents: Iterable[EvaluationDocument], size: int, max_tokens: int | None, token_bytes: Int64 | None = None
+) -> list[EvaluationDocument]:
+    """The documents, cut so that at most `max_tokens` tokens are predicted (but at least one chunk).
+
+    All documents are cut to the same depth in whole chunks, the deepest that fits. Where that is less than
+    `LEAST_CHUNKS`, documents are cut to `LEAST_CHUNKS` chunks and taken in order while they fit. A cut document's
+    bytes are summed from `token_bytes` over its remaining labels, and are not known without.
+    """
+    readable = [document for document in documents if document.predicted_tokens > 0]
+    if not readable:
+        raise DataError("evaluation: no held-out document has a token to predict")
+    for document in readable:
+        if len(document.tokens) % size or len(document.labels) != len(document.tokens):
+            raise ValueError(f"{document.name}: {len(document.tokens)} tokens are not whole chunks of {size}")
+    lengths = np.array([document.predicted_tokens for document in readable], dtype=np.int64)
+    if max_tokens is None or lengths.sum() <= max_tokens:
+        return readable
+    depth = _common_depth(lengths, size, max_tokens)
+    if depth < LEAST_CHUNKS:
+        depth = min(LEAST_CHUNKS, max(max_tokens // size, 1))
+        taken = int(np.searchsorted(np.minimum(lengths, depth * size).cumsum(), max_tokens, side="right"))
+        readable = readable[: max(taken, 1)]
+    return [_cut(document, depth * size, token_bytes) for document in readable]
+
+
+def _common_depth(lengths: Int64, size: int, max_tokens: int) -> int:
+    """Most chunks to which all documents can be cut within the bound."""
+    low, high = 0, -(-int(lengths.max()) // size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if np.minimum(lengths, middle * size).sum() <= max_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -> EvaluationDocument:
+    if document.predicted_tokens <= tokens:
+        return document
+    labels = document.labels[:tokens]
+    return replace(
+        document,
+        tokens=document.tokens[:tokens],
+        labels=labels,
+        predicted_tokens=tokens,
+        text_bytes=None if token_bytes is None else int(token_bytes[labels.numpy()].sum()),
+    )
+
+
+def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) -> LossReport:
+    """The report from the sums over `whole_readings(documents, size)` (or of the same chunks read otherwise)."""
+    slots = [*first_slots(documents, size), sums.slots.shape[1]]
+    tables = [sums.slots[:, first:last] for first, last in zip(slots[:-1], slots[1:], strict=True)]
+    by_chunk = np.zeros((2, max(table.shape[1] for table in tables)))
+    for table in tables:
+        by_chunk[:, : table.shape[1]] += table
+    total = by_chunk.sum(1)
+    text_bytes = _total_bytes(documents)
+    first = np.concatenate(([0], sums.edges[:-1])) + 1
+    groups = np.unique(np.linspace(0, size, min(size, WITHIN_BUCKETS) + 1).round().astype(np.int64))
+    return LossReport(
+        tokens=int(total[1]),
+        nats=float(total[0]),
+        text_bytes=text_bytes,
+        loss=float(total[0] / total[1]),
+        perplexity=perplexity(float(total[0] / total[1])),
+        bits_per_byte=bits_per_byte(float(total[0]), text_bytes),
+        by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
+        by_position=tuple(
+            _bucket(int(a), int(b), column) for a, b, column in zip(first, sums.edges, sums.positions.T, strict=True)
+        ),
+        within_chunk=tuple(
+            _bucket(int(a) + 1, int(b), sums.within[:, a:b].sum(1))
+            for a, b in zip(groups[:-1], groups[1:], strict=True)
+        ),
+        first_chunk_loss=float(by_chunk[0, 0] / by_chunk[1, 0]),
+        beyond_first_chunk_loss=mean(by_chunk[:, 1:].sum(1)),
+        documents=tuple(
+            _document_loss(document, table.sum(1)) for document, table in zip(documents, tables, strict=True)
+        ),
+    )
+
+
+def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss:
+    return DocumentLoss(
+        name=document.name,
+        tokens=int(total[1]),
+        loss=float(total[0] / total[1]),
+        bits_per_byte=bits_per_byte(float(total[0]), document.text_bytes),
+    )
+
+
+def _total_bytes(documents: Sequence[EvaluationDocument]) -> int | None:
+    known = [document.text_bytes for document in documents if document.text_bytes is not None]
+    return sum(known) if len(known) == len(documents) else None
+
+
+def _bucket(first: int, last: int, total: Float64) -> Bucket:
+    return Bucket(first, last, int(total[1]), mean(total))
+
+
+def mean(total: Float64) -> float | None:
+    """Nats per token of (nats, tokens); None without tokens."""
+    return float(total[0] / total[1]) if total[1] else None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
+
+
+def bits_per_byte(nats: float, text_bytes: int | None) -> float | None:
+    """Nats in bits over bytes; None if the bytes are not known."""
+    return nats / math.log(2) / text_bytes if text_bytes else None
