@@ -38,6 +38,14 @@ class SourceReport:
     padded_positions: int
     """Positions without a label."""
 
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.path}: {self.documents:,} documents, {self.tokens:,} tokens, {self.samples:,} rows an epoch; "
+            f"{self.short_documents:,} short documents, {self.dropped_tokens:,} tokens left out, "
+            f"{self.padded_positions:,} positions of padding"
+        )
+
 
 def chunks_of(tokens: Int64, chunk: int) -> Int64:
     """Whole chunks that hold `tokens`."""

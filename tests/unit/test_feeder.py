@@ -180,6 +180,8 @@ def test_reports_count_short_documents(root):
     assert report.short_documents == int((store.lengths <= SEQUENCE).sum()) >= 1
     assert report.dropped_tokens == int(((store.lengths - 1) % SEQUENCE).sum())
     assert report.samples == int(((store.lengths - 1) // SEQUENCE).sum())
+    assert "6 documents" in report.summary()
+    assert f"{report.dropped_tokens:,} tokens left out" in report.summary()
 
 
 # Checks
@@ -267,7 +269,7 @@ def test_remote_shards_must_fit_the_cache_or_be_shuffled_in_groups(tmp_path):
     files = fsspec.filesystem("memory")
     files.put(str(folder), "/even", recursive=True)
     remote = {"sources": "memory://even", "cache_gib": 2 * max(sizes) / 2**30}
-    with pytest.raises(ConfigError, match=r"data\.cache_gib: .* do not hold .* shuffle_shards \(now 0\)"):
+    with pytest.raises(ConfigError, match=r"data\.cache_gib: .* do not hold .*data\.shuffle_shards \(now 0\)"):
         feeder_of(tmp_path, **remote)
     feeder = feeder_of(tmp_path, **remote, shuffle_shards=1)
     local = feeder_of(tmp_path, sources=str(folder), shuffle_shards=1)
