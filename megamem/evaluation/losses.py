@@ -184,7 +184,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
     for table in tables:
         by_chunk[:, : table.shape[1]] += table
     total = by_chunk.sum(1)
-    text_bytes = _total_bytes(documents)
+    text_bytes = total_bytes(documents)
     first = np.concatenate(([0], sums.edges[:-1])) + 1
     groups = np.unique(np.linspace(0, size, min(size, WITHIN_BUCKETS) + 1).round().astype(np.int64))
     return LossReport(
@@ -219,7 +219,8 @@ def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss
     )
 
 
-def _total_bytes(documents: Sequence[EvaluationDocument]) -> int | None:
+def total_bytes(documents: Sequence[EvaluationDocument]) -> int | None:
+    """Text bytes of all documents; None if those of one are not known."""
     known = [document.text_bytes for document in documents if document.text_bytes is not None]
     return sum(known) if len(known) == len(documents) else None
 

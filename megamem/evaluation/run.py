@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
+from megamem.evaluation.baselines import LzmaReport, lzma_baseline
+from megamem.evaluation.losses import LossReport, cut_documents, evaluate_losses
+from megamem.evaluation.probe import MemoryReport, memory_use
+from megamem.evaluation.reading import Progress
+from megamem.evaluation.report import PICTURE, write_report
+from megamem.evaluation.sliding import SlidingReport, check_stride, default_stride, sliding_losses
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from tokenization.tokenizer import Tokenizer
@@ -31,19 +43,126 @@ def final_evaluation(
     console: Console | None = None,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """All figures of `docs/evaluation.md`; the same dict on every rank, which all must call it.
+    """All figures of docs/evaluation.md. A collective call: every rank makes it.
 
     Args:
         stage: the whole model on `topology.device`.
         documents: gives the held-out documents, the same on each rank.
-        tokenizer: for bits per byte and the LZMA baseline; without it they are None.
+        tokenizer: for the bytes of documents that are cut and for the LZMA baseline; without it both are None.
         dtype: of the activations (that of the parameters).
         folder: where rank 0 writes evaluation.json and the picture; nothing is written if not given. The training
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
-        watch: called before each call of the model with what is being done.
-    Returns: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `lzma_bits_per_byte`, `beyond_first_chunk_loss`,
-        `memory_off_beyond_first_chunk_loss`, `sliding_perplexity`, `evaluation_tokens_per_second`, `picture` and the
-        full reports under `losses`, `memory`, `sliding`, `lzma`.
+        watch: called before and after each call of the model with what is being done.
+    Returns: plain data: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `val_tokens`, `lzma_bits_per_byte`,
+        `first_chunk_loss`, `beyond_first_chunk_loss`, `memory_off_beyond_first_chunk_loss`, `memory_gain`,
+        `sliding_perplexity`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the full reports under
+        `losses`, `memory`, `sliding` and `lzma`. The same on all ranks but for LZMA's figures and the picture, which
+        only rank 0 has; the others have None.
+    Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
-    raise NotImplementedError
+    check_stride(config.evaluation.sliding_stride or default_stride(stage.config.chunk_size), stage.config.chunk_size)
+    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
+    chosen = cut_documents(documents(), stage.config.chunk_size, config.evaluation.final_max_tokens, token_bytes)
+    main = topology.rank == 0
+    with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
+        lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
+        with _Passes(console if main else None, watch) as passes:
+            figures = _figures(stage, chosen, config, topology, dtype, token_bytes, passes)
+        if watch is not None:
+            watch("LZMA baseline")
+        result = _result(figures, lzma.result() if lzma else None, stage.config.chunk_size)
+    if main and folder is not None:
+        result["picture"] = str(folder / PICTURE)
+        write_report(folder, result, config.name)
+    return result
+
+
+@dataclass(frozen=True)
+class _Figures:
+    losses: LossReport
+    memory: MemoryReport
+    sliding: SlidingReport
+    seconds: float
+    """Of the plain pass."""
+
+
+def _figures(
+    stage: Stage,
+    documents: Sequence[EvaluationDocument],
+    config: RunConfig,
+    topology: Topology,
+    dtype: torch.dtype,
+    token_bytes: Any,
+    passes: _Passes,
+) -> _Figures:
+    shared: dict[str, Any] = {
+        "topology": topology, "device": topology.device, "dtype": dtype, "rows": config.evaluation.rows,
+    }  # fmt: skip
+    begin = time.perf_counter()
+    losses = evaluate_losses(stage, documents, **shared, progress=passes.named("held-out loss"))
+    seconds = time.perf_counter() - begin
+    memory = memory_use(stage, documents, **shared, trained=losses, progress=passes.named("memory off"))
+    sliding = sliding_losses(
+        stage,
+        documents,
+        **shared,
+        stride=config.evaluation.sliding_stride,
+        max_tokens=config.evaluation.sliding_max_tokens,
+        token_bytes=token_bytes,
+        progress=passes.named("sliding window"),
+    )
+    return _Figures(losses, memory, sliding, seconds)
+
+
+def _result(figures: _Figures, lzma: LzmaReport | None, chunk_size: int) -> dict[str, Any]:
+    losses, memory, sliding = figures.losses, figures.memory, figures.sliding
+    return {
+        "val_loss": losses.loss,
+        "val_perplexity": losses.perplexity,
+        "val_bits_per_byte": losses.bits_per_byte,
+        "val_tokens": losses.tokens,
+        "lzma_bits_per_byte": lzma.bits_per_byte if lzma else None,
+        "first_chunk_loss": losses.first_chunk_loss,
+        "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,
+        "memory_off_beyond_first_chunk_loss": memory.memory_off_beyond_first_chunk_loss,
+        "memory_gain": memory.gain,
+        "sliding_perplexity": sliding.perplexity,
+        "evaluation_tokens_per_second": losses.tokens / figures.seconds,
+        "chunk_size": chunk_size,
+        "picture": None,
+        "losses": losses.as_dict(),
+        "memory": memory.as_dict(),
+        "sliding": sliding.as_dict(),
+        "lzma": lzma.as_dict() if lzma else None,
+    }
+
+
+class _Passes:
+    """Progress of the passes: a bar on the console, words for the watchdog."""
+
+    def __init__(self, console: Console | None, watch: Watch | None) -> None:
+        columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Bar(*columns, console=console) if console else None
+        self.watch = watch
+
+    def __enter__(self) -> _Passes:
+        (self.bar or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        (self.bar or nullcontext()).__exit__(*error)
+
+    def named(self, name: str) -> Progress:
+        """The `progress` of a pass."""
+        task = self.bar.add_task(name, total=None, start=False) if self.bar else None
+
+        def progress(done: int, total: int) -> None:
+            if self.watch is not None:
+                self.watch(f"evaluation, {name}: call {done} of {total}")
+            if self.bar is not None and task is not None:
+                if done == 1:
+                    self.bar.reset(task, total=total)
+                self.bar.update(task, completed=done, total=total)
+
+        return progress

@@ -1,0 +1,46 @@
+"""The training curve, read from a run's metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Points (tokens trained on, nats per token)."""
+
+    training: tuple[tuple[float, float], ...]
+    validation: tuple[tuple[float, float], ...]
+
+
+def read_curves(path: Path) -> Curves:
+    """The curves in metrics.jsonl; empty without the file.
+
+    Lines with `loss` are training, with `val_loss` validation. A resumed run writes the steps since its last
+    checkpoint again: of each step the last line counts. A line cut short by a crash is left out.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    records = [record for line in lines if (record := _parse(line)) is not None]
+    return Curves(_points(records, "loss"), _points(records, "val_loss"))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _points(records: Iterable[dict[str, Any]], key: str) -> tuple[tuple[float, float], ...]:
+    by_step: dict[int, tuple[float, float]] = {}
+    for record in records:
+        step, tokens, value = (record.get(name) for name in ("step", "tokens", key))
+        if isinstance(step, int) and isinstance(tokens, int | float) and isinstance(value, int | float):
+            by_step[step] = (float(tokens), float(value))
+    return tuple(point for _, point in sorted(by_step.items()) if math.isfinite(point[1]))

@@ -1,0 +1,64 @@
+"""What an evaluation leaves for people: evaluation.json, the picture, and a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megamem.evaluation.metrics import read_curves
+from megamem.evaluation.picture import draw
+from tokenization.files import write_bytes, write_json
+
+REPORT, PICTURE, METRICS = "evaluation.json", "evaluation.png", "metrics.jsonl"
+
+_ROWS: tuple[tuple[str, str, str], ...] = (
+    ("val_loss", "held-out loss", "{:.4f} nats per token"),
+    ("val_perplexity", "perplexity", "{:,.2f} per token"),
+    ("sliding_perplexity", "perplexity, sliding window", "{:,.2f} per token"),
+    ("val_bits_per_byte", "bits per byte, model", "{:.4f}"),
+    ("lzma_bits_per_byte", "bits per byte, LZMA on the same text", "{:.4f}"),
+    ("first_chunk_loss", "loss in first chunks", "{:.4f} nats per token"),
+    ("beyond_first_chunk_loss", "loss beyond them", "{:.4f} nats per token"),
+    ("memory_off_beyond_first_chunk_loss", "loss beyond them, memory off", "{:.4f} nats per token"),
+    ("memory_gain", "gain of the memory", "{:+.4f} nats per token"),
+    ("val_tokens", "held-out tokens predicted", "{:,}"),
+    ("steps", "optimizer steps", "{:,}"),
+    ("tokens", "tokens trained on", "{:,}"),
+    ("tokens_per_second", "training speed", "{:,.0f} tokens/s"),
+    ("evaluation_tokens_per_second", "evaluation speed", "{:,.0f} tokens/s"),
+)
+
+
+def result_table(result: Mapping[str, Any], title: str | None = None) -> Table:
+    """The figures of `final_evaluation`, and `steps`, `tokens`, `tokens_per_second` of the training if merged in."""
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for key, label, form in _ROWS:
+        if (value := result.get(key)) is not None:
+            table.add_row(label, form.format(value))
+    return table
+
+
+def write_report(folder: Path, result: Mapping[str, Any], title: str) -> None:
+    """Write evaluation.json and the picture into `folder`, each whole or not at all.
+
+    Figures that are not finite are written as null.
+    """
+    write_json(folder / REPORT, finite(result))
+    write_bytes(folder / PICTURE, draw(result, read_curves(folder / METRICS), title))
+
+
+def finite(value: Any) -> Any:
+    """A copy of plain data with None in the place of numbers that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return value
