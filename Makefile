@@ -1,0 +1,67 @@
+# Two commands matter: `make demo` and `make test`. Both install what they need on first use, into the active
+# virtual environment or, if there is none, into .venv.
+
+SHELL := /bin/bash
+VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.megamem-installed
+# the first interpreter that is new enough; override with `make PYTHON=/path/to/python`
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Linux without an NVIDIA driver gets the CPU build of torch by its local version label, so that pip can never choose
+# the CUDA build and its gigabytes; elsewhere the package index's own build is right
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,+cpu))
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# bytecode is made on first import instead of for every file of every package
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --quiet
+
+.PHONY: install demo test test-full test-gpu lint format docs bench bench-gpu clean
+
+install: $(STAMP)  ## Install megamem and its development tools
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first: DeepSpeed is a source package whose set-up imports it (hence no build isolation). DS_BUILD_OPS=0
+# keeps DeepSpeed from compiling kernels; nothing here needs a compiler.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -c constraints.txt "$(TORCH)" 2>/dev/null \
+		|| $(PIP_INSTALL) -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: install  ## Fetch the corpus, train tokenizer and model on two processes, print the result
+	$(BIN)/megamem demo
+
+test: install  ## All tests but the slow ones and those for a CUDA device
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-full: install  ## All tests; those for a CUDA device skip without one
+	$(BIN)/python -m pytest
+
+test-gpu: install  ## The tests for a CUDA device
+	$(BIN)/python -m pytest tests/gpu -m gpu
+
+lint: install  ## Formatting, lint rules and strict types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: install  ## Format the code and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install  ## Write docs/configuration.md again from the configuration models
+	$(BIN)/python -m megamem.config.document docs/configuration.md
+
+bench: install  ## Throughput of memory models over plain attention on the CPU
+	$(BIN)/python -m benchmarks.cpu
+
+bench-gpu: install  ## Throughput and MFU on one CUDA device; says so and ends without one
+	$(BIN)/python -m benchmarks.gpu
+
+clean:  ## Remove the local environment and caches; runs/ stays
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
