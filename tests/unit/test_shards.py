@@ -117,10 +117,11 @@ def test_a_finished_folder_is_left_as_it_is(tmp_path):
 def writer(corpus, tokenizer, folder, workers):
     """The writer in a process group of its own."""
     code = (
-        "import sys; from pathlib import Path; from tokenization.shards import write_shards\n"
+        "import sys, time; from pathlib import Path; from tokenization.shards import write_shards\n"
         "if __name__ == '__main__':\n"
         "    corpus, tokenizer, folder = map(Path, sys.argv[1:4])\n"
-        "    write_shards([corpus], tokenizer, folder, workers=int(sys.argv[4]), shard_text_bytes=20_000)\n"
+        "    write_shards([corpus], tokenizer, folder, workers=int(sys.argv[4]), shard_text_bytes=13_000,\n"
+        "                 on_progress=lambda done: time.sleep(0.05))\n"  # time enough to be killed
     )
     script = folder.with_suffix(".py")
     script.write_text(code)
@@ -140,7 +141,7 @@ def group_ends(group, seconds):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers):
-    corpus = write_corpus(tmp_path / "text", [3000] * 60)
+    corpus = write_corpus(tmp_path / "text", [2000] * 30)
     make_tokenizer(tmp_path / "tokenizer")
     folder = tmp_path / "shards"
     process = writer(corpus, tmp_path / "tokenizer", folder, workers)
@@ -157,7 +158,7 @@ def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers):
     with pytest.raises(DataError, match=r"index\.json: missing"):
         ShardStore(str(folder))
     (folder / ".shard-000099.tar.1").write_bytes(b"left behind")
-    options = {"shard_text_bytes": 20_000}
+    options = {"shard_text_bytes": 13_000}
     write_shards([corpus], tmp_path / "tokenizer", folder, **options)
     write_shards([corpus], tmp_path / "tokenizer", tmp_path / "whole", **options)
     assert contents(folder) == contents(tmp_path / "whole")
