@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from megamem.model.stage import add_losses
 from megamem.parallel.linears import Linears, PlainLinears, info
 from megamem.parallel.sequence import split_tokens
 from tests.contract.cases import CASES, CHUNK, Case
-from tests.contract.driver import CPU, Lanes, Whole, every, inputs, make
+from tests.contract.driver import CPU, SUBJECTS, Lanes, Whole, every, inputs, make
 
 TOKENS = 3 * CHUNK
 HEADS = 8
@@ -82,19 +83,27 @@ def plain(case: Case, subject: str) -> dict[str, Any]:
     return observe(case, subject, PlainLinears())
 
 
-def world(payload: dict[str, Any]) -> dict[str, Any]:
-    """Body of one rank: every case and subject, tokens whole and split. Keys are `case id/subject/whole|split`."""
+TP_SIZES = [1, 2, 4]
+
+
+def world(payload: None) -> dict[str, Any]:
+    """Body of one rank of a world of 4, which is laid out as TP 1 x DP 4, TP 2 x DP 2 and TP 4 in turn.
+
+    Data-parallel replicas share the work: each takes some of the observations. The keys of the result are
+    `tp/case id/subject/mode`, mode being `whole` or, with sequence parallelism, `split`.
+    """
     from megamem.parallel.megatron import MegatronLinears
     from megamem.parallel.topology import Topology
 
-    topology = Topology.start(tp=payload["tp"], device="cpu")
-    modes = {"whole": False, "split": True} if payload["tp"] > 1 else {"whole": False}
-    return {
-        f"{case.id}/{subject}/{mode}": observe(case, subject, MegatronLinears(topology.tp_group, split))
-        for case in CASES
-        for subject in ("mixer", "stage")
-        for mode, split in modes.items()
-    }
+    results = {}
+    for tp in TP_SIZES:
+        topology = Topology.start(tp=tp, device="cpu")
+        modes = {"whole": False, "split": True} if tp > 1 else {"whole": False}
+        todo = list(itertools.product(CASES, SUBJECTS, modes))
+        for case, subject, mode in todo[topology.dp_rank :: topology.dp_size]:
+            linears = MegatronLinears(topology.tp_group, modes[mode])
+            results[f"{tp}/{case.id}/{subject}/{mode}"] = observe(case, subject, linears)
+    return results
 
 
 def joined(parts: list[Tensor], axis: int | None) -> Tensor:

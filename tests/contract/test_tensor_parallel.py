@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megamem.memory.base import Growing
-from tests.contract.cases import CASES
 from tests.contract.driver import SUBJECTS, largest, within
-from tests.contract.observe import HEADS, joined, plain
-from tests.distributed.harness import WorldError, run_distributed
+from tests.contract.observe import HEADS, TP_SIZES, joined, plain
+from tests.distributed.harness import PARALLEL, WorldError, run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -22,24 +21,29 @@ LAYOUTS = [(1, "whole"), (2, "whole"), (2, "split"), (4, "whole"), (4, "split")]
 reference = cache(plain)
 
 
+@cache
+def run_world():
+    """Every observation on every rank, or the error: a world that fails is not started again by each test."""
+    try:
+        return run_distributed(max(TP_SIZES), "tests.contract.observe:world", preload=PARALLEL)
+    except WorldError as error:
+        return error
+
+
 @pytest.fixture(scope="session")
-def worlds():
-    """Results of a world by TP size, started when first asked for: {case/subject/mode: observation per rank}."""
+def observations():
+    """The parts of an observation, in the order of tensor-parallel ranks: observations(tp, case, subject, mode)."""
+    ranks = run_world()
+    if isinstance(ranks, WorldError):
+        raise ranks
 
-    @cache
-    def start(tp):
-        try:
-            return run_distributed(tp, "tests.contract.observe:world", {"tp": tp})
-        except WorldError as error:  # remembered too: a world that fails is not started again by every test
-            return error
+    def parts(tp, case, subject, mode):
+        key = f"{tp}/{case.id}/{subject}/{mode}"
+        found = [rank[key] for rank in ranks if key in rank]
+        assert len(found) == tp
+        return found
 
-    def results(tp):
-        ranks = start(tp)
-        if isinstance(ranks, WorldError):
-            raise ranks
-        return {key: [rank[key] for rank in ranks] for key in ranks[0]}
-
-    return results
+    return parts
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}-{layout[1]}")
@@ -48,10 +52,10 @@ def layout(request):
 
 
 @pytest.fixture(params=SUBJECTS)
-def ranks(worlds, layout, case, request):
+def ranks(observations, layout, case, request):
     """The observations of all ranks, and the reference."""
     tp, mode = layout
-    return worlds(tp)[f"{case.id}/{request.param}/{mode}"], reference(case, request.param)
+    return observations(tp, case, request.param, mode), reference(case, request.param)
 
 
 def relative(ours, theirs):
@@ -117,9 +121,9 @@ def tensors(specs, state):
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_gathered_states_agree(worlds, layout, case, subject):
+def test_gathered_states_agree(observations, layout, case, subject):
     tp, mode = layout
-    ours, expected = worlds(tp)[f"{case.id}/{subject}/{mode}"], reference(case, subject)
+    ours, expected = observations(tp, case, subject, mode), reference(case, subject)
     for layer, theirs in enumerate(expected["states"]):
         model = case.model(heads=HEADS) if subject == "mixer" else case.model(layers=3, at=1, heads=HEADS)
         specs = model.mixer_at(layer).state_specs(model)
@@ -128,14 +132,14 @@ def test_gathered_states_agree(worlds, layout, case, subject):
             within("3 TP: states", relative(a, b), TOLERANCE)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_local_states_have_the_declared_shapes(worlds, tp):
-    for case in CASES:
-        model = case.model(heads=HEADS)
-        specs = model.mixer_at(0).state_specs(model)
-        names = {"batch": 2, "heads": model.heads, "kv_heads": model.kv, "hidden": model.hidden_size}
-        names |= {"chunk": model.chunk_size, "open": 0}
-        for rank in worlds(tp)[f"{case.id}/mixer/whole"]:
-            for spec, tensor in tensors(specs, rank["states"][0]):
-                assert tuple(tensor.shape) == spec.sizes(names, tp), case.id
-                assert tensor.dtype == spec.torch_dtype(torch.float64), case.id
+@pytest.mark.parametrize("tp", TP_SIZES)
+def test_local_states_have_the_declared_shapes(observations, tp, case):
+    """Law 8 under tensor parallelism."""
+    model = case.model(heads=HEADS)
+    specs = model.mixer_at(0).state_specs(model)
+    names = {"batch": 2, "heads": model.heads, "kv_heads": model.kv, "hidden": model.hidden_size}
+    names |= {"chunk": model.chunk_size, "open": 0}
+    for rank in observations(tp, case, "mixer", "whole"):
+        for spec, tensor in tensors(specs, rank["states"][0]):
+            assert tuple(tensor.shape) == spec.sizes(names, tp)
+            assert tensor.dtype == spec.torch_dtype(torch.float64)

@@ -2,11 +2,17 @@
 
     results = run_distributed(2, "tests.distributed.test_harness:sum_over_ranks", {"value": 3})
 
-Each rank is a fresh Python process with the environment torchrun would give it (RANK, LOCAL_RANK, WORLD_SIZE,
+Each rank is a process of its own with the environment torchrun would give it (RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT), so `Topology.start`, `torch.distributed.init_process_group` and
-`deepspeed.init_distributed` work as in a real run. The rendezvous store lives in the calling process, on a port the
-system chose, so worlds may run side by side. Importing torch, Megatron and DeepSpeed takes seconds per world: start
-few worlds, do many checks in each, return plain data and assert in the parent.
+`deepspeed.init_distributed` work as in a real run on CPU. The rendezvous store lives in the calling process, on a
+port the system chose, so worlds may run side by side.
+
+    caller ── supervisor (one Python process: imports the heavy libraries, then forks, waits and reports)
+                 ├── rank 0
+                 └── rank 1 ...
+
+Importing torch, Megatron and DeepSpeed costs many seconds of processor time: the supervisor does it once for all its
+ranks. It still pays to start few worlds, to do many checks in each, to return plain data and to assert in the caller.
 """
 
 from __future__ import annotations
@@ -20,15 +26,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
+PARALLEL = ("megamem.parallel.megatron", "megamem.parallel.topology", "deepspeed")
+"""Modules worth preloading for worlds that start a `Topology`."""
 _SHOWN = 6000
+_GRACE_S = 60
+"""What the supervisor may take beyond the ranks' own time: interpreter start and imports."""
 
 
 class WorldError(AssertionError):
@@ -42,14 +52,16 @@ def run_distributed(
     *,
     timeout_s: float = 240,
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Call `function(payload)` on `world_size` processes.
 
     Args:
         function: `package.module:name`, importable from the repository's root.
         payload: nested dicts, lists, tuples of tensors, numbers, strings, booleans and None.
-        timeout_s: after so many seconds the processes are killed; the error shows where each one stood.
+        timeout_s: after so many seconds the ranks are killed; the error shows where each one stood.
         env: further environment variables.
+        preload: modules to import once, before the ranks are forked; `PARALLEL` where Megatron or DeepSpeed is used.
     Returns: what the function returned, per rank; the same kinds of data as `payload`.
     Raises: WorldError with the traceback of the rank that failed first.
     """
@@ -57,90 +69,117 @@ def run_distributed(
         folder = Path(name)
         torch.save(payload, folder / "payload")
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        processes = [_spawn(rank, world_size, function, folder, store.port, env) for rank in range(world_size)]
+        variables = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            # the store at that port belongs to the caller: ranks join it, none of them opens the port
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            **(env or {}),
+        }
+        command = [sys.executable, "-m", __name__, function, name, str(world_size), str(timeout_s), *preload]
+        with (folder / "output").open("wb") as output:
+            supervisor = subprocess.Popen(
+                command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
-            _wait(processes, folder, time.monotonic() + timeout_s)
+            code = supervisor.wait(timeout_s + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            if supervisor.poll() is None:
+                os.killpg(supervisor.pid, signal.SIGKILL)
+                supervisor.wait()
+        if code != 0:
+            failure = folder / "failure"
+            raise WorldError(failure.read_text() if failure.exists() else _tail(folder / "output"))
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(world_size)]
 
 
-def _spawn(
-    rank: int, world_size: int, function: str, folder: Path, port: int, env: Mapping[str, str] | None
-) -> subprocess.Popen[bytes]:
-    variables = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # the store at that port belongs to the parent: ranks join it, none of them opens the port
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **(env or {}),
-    }
-    command = [sys.executable, "-m", "tests.distributed.harness", function, str(folder), str(rank)]
-    with (folder / f"output-{rank}").open("wb") as output:
-        return subprocess.Popen(command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-_SHOWN:]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    """Until all ranks ended well; raises WorldError soon after one ends badly or at the deadline."""
-    while True:
-        codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return
-        if any(code not in (None, 0) for code in codes):
-            time.sleep(0.5)  # let ranks that fail as a consequence write their tracebacks, which sort after the cause
-            raise WorldError(_failure(processes, folder))
-        if time.monotonic() > deadline:
-            stuck = [rank for rank, code in enumerate(codes) if code is None]
-            for rank in stuck:
-                processes[rank].send_signal(signal.SIGUSR1)  # has it print where it stands, see `_worker`
-            time.sleep(0.5)
-            raise WorldError(f"ranks {stuck} did not finish in time\n" + "\n".join(_output(folder, r) for r in stuck))
-        time.sleep(0.02)
+def _supervise(function: str, folder: Path, world_size: int, timeout_s: float, preload: Sequence[str]) -> int:
+    """Fork the ranks and wait for them; writes `failure` and returns 1 if one ends badly or none ends in time."""
+    for module in (*preload, function.split(":")[0]):
+        importlib.import_module(module)
+    running = {_fork(rank, function, folder): rank for rank in range(world_size)}
+    deadline = time.monotonic() + timeout_s
+    failure = None
+    while running and failure is None:
+        for pid in list(running):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                rank = running.pop(pid)
+                if status:
+                    time.sleep(0.5)  # ranks that fail as a consequence write their tracebacks later than the cause
+                    failure = _failure(rank, os.waitstatus_to_exitcode(status), world_size, folder)
+        if failure is None and running and time.monotonic() > deadline:
+            failure = _stuck(running, folder)
+        time.sleep(0.01)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if failure is not None:
+        (folder / "failure").write_text(failure)
+    return int(failure is not None)
 
 
-def _failure(processes: list[subprocess.Popen[bytes]], folder: Path) -> str:
-    written = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if written:
-        first = written[0]
-        return f"rank {first.name.split('-')[1]} of {len(processes)} failed:\n{first.read_text()[-_SHOWN:]}"
-    rank, code = next((r, p.returncode) for r, p in enumerate(processes) if p.returncode not in (None, 0))
-    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    return f"rank {rank} of {len(processes)} {how}\n{_output(folder, rank)}"
+def _fork(rank: int, function: str, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    _worker(rank, function, folder)
 
 
-def _output(folder: Path, rank: int) -> str:
-    text = (folder / f"output-{rank}").read_text(errors="replace")
-    return f"--- output of rank {rank}:\n{text[-_SHOWN:]}"
-
-
-def _worker(function: str, folder: Path, rank: int) -> None:
-    """Body of one process."""
-    faulthandler.register(signal.SIGUSR1)
+def _worker(rank: int, function: str, folder: Path) -> NoReturn:
+    """Body of one rank's process."""
+    faulthandler.register(signal.SIGUSR1)  # `_stuck` asks so where it stands
     torch.set_num_threads(1)
+    code = 1
     try:
         module, name = function.split(":")
         payload = torch.load(folder / "payload", weights_only=True)
-        result = getattr(importlib.import_module(module), name)(payload)
+        result = getattr(sys.modules[module], name)(payload)
         torch.save(result, folder / f"result-{rank}")
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early would break the connections of slower ones
+            dist.destroy_process_group()
+        code = 0
     except BaseException:
-        path = folder / f"error-{rank}"
-        path.write_text(traceback.format_exc())
-        raise
-    if dist.is_initialized():
-        # a rank that leaves early would break the connections of slower ones
-        dist.barrier()
-        dist.destroy_process_group()
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _failure(rank: int, code: int, world_size: int, folder: Path) -> str:
+    written = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if written:
+        return f"rank {written[0].name.split('-')[1]} of {world_size} failed:\n{_tail(written[0])}"
+    how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    return f"rank {rank} of {world_size} {how}; its output:\n{_tail(folder / f'output-{rank}')}"
+
+
+def _stuck(running: Mapping[int, int], folder: Path) -> str:
+    for pid in running:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    ranks = sorted(running.values())
+    outputs = [f"--- output of rank {rank}:\n{_tail(folder / f'output-{rank}')}" for rank in ranks]
+    return f"ranks {ranks} did not finish in time\n" + "\n".join(outputs)
 
 
 if __name__ == "__main__":
-    _worker(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(_supervise(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:]))

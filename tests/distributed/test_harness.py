@@ -58,5 +58,10 @@ def test_a_rank_that_is_killed_is_named():
 def test_a_stuck_rank_is_named_and_shows_where_it_stands():
     begin = time.monotonic()
     with pytest.raises(WorldError, match=r"(?s)ranks \[1\] did not finish.*hang_on_one_rank"):
-        run_distributed(2, "tests.distributed.test_harness:hang_on_one_rank", timeout_s=8)
+        run_distributed(2, "tests.distributed.test_harness:hang_on_one_rank", timeout_s=3)
     assert time.monotonic() - begin < 30
+
+
+def test_a_function_that_does_not_exist_is_an_error_with_its_cause():
+    with pytest.raises(WorldError, match=r"No module named 'tests\.no_such_module'"):
+        run_distributed(2, "tests.no_such_module:function")
