@@ -14,7 +14,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,+cpu))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # bytecode is made on first import instead of for every file of every package
-PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off --quiet
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
 .PHONY: install demo test test-full test-gpu lint format docs bench bench-gpu clean
 
@@ -23,10 +23,12 @@ install: $(STAMP)  ## Install megamem and its development tools
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -c constraints.txt --upgrade pip  # older ones take twice as long to resolve
 
 # torch comes first: DeepSpeed is a source package whose set-up imports it (hence no build isolation). DS_BUILD_OPS=0
 # keeps DeepSpeed from compiling kernels; nothing here needs a compiler.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV): one to two minutes, without a compiler"
 	$(PIP_INSTALL) -c constraints.txt "$(TORCH)" 2>/dev/null \
 		|| $(PIP_INSTALL) -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
