@@ -1,0 +1,79 @@
+"""Bytes of memory states, from their declarations alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from megamem.config.model import ModelConfig
+from megamem.errors import LayoutError
+from megamem.memory.base import StateSpec, TensorSpec
+
+
+def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str, int]:
+    """The named sizes in which states of `model` are declared, for `rows` batch rows; before any split over ranks."""
+    return {
+        "batch": rows,
+        "heads": model.heads,
+        "kv_heads": model.kv,
+        "hidden": model.hidden_size,
+        "chunk": model.chunk_size,
+        "open": open_tokens,
+    }
+
+
+def state_bytes(
+    specs: StateSpec, sizes: Mapping[str, int], compute: torch.dtype, tp_size: int = 1, chunks_seen: int = 0
+) -> dict[str, int]:
+    """Bytes that one layer's state takes on one tensor-parallel rank.
+
+    Args:
+        specs: the declarations (`MixerConfig.state_specs`).
+        sizes: the named sizes (`state_sizes`).
+        compute: dtype of the activations.
+        chunks_seen: finished chunks; growing lists hold one entry for each, up to their limit. Rows share one grid of
+            chunks, as in training; left-padded rows may need one entry more.
+    Returns: bytes by kind of tensor, `memory` and `open`.
+    Raises: LayoutError if an axis that is split over ranks does not divide evenly.
+    """
+    total = {"memory": 0, "open": 0}
+    for spec in specs.values():
+        if isinstance(spec, TensorSpec):
+            total[spec.kind] += _tensor_bytes(spec, sizes, compute, tp_size)
+            continue
+        entries = chunks_seen if spec.limit is None else min(chunks_seen, spec.limit)
+        for part in spec.entry.values():
+            total[part.kind] += entries * _tensor_bytes(part, sizes, compute, tp_size)
+    return total
+
+
+def model_state_bytes(
+    model: ModelConfig, rows: int, compute: torch.dtype, tp_size: int = 1, context_tokens: int = 0
+) -> dict[str, int]:
+    """Bytes that the states of all layers take on one tensor-parallel rank once `context_tokens` are seen.
+
+    Exact at chunk borders. Inside a chunk `open` counts all of its tokens so far: exact for mixers that work on whole
+    chunks, an upper bound for those whose blocks are shorter.
+    Returns: bytes by kind of tensor, `memory` and `open`.
+    Raises: LayoutError as `state_bytes`; ValueError for negative tokens.
+    """
+    if context_tokens < 0:
+        raise ValueError(f"context_tokens must not be negative, got {context_tokens}")
+    chunks, open_tokens = divmod(context_tokens, model.chunk_size)
+    sizes = state_sizes(model, rows, open_tokens)
+    total = {"memory": 0, "open": 0}
+    for layer in range(model.layers):
+        specs = model.mixer_at(layer).state_specs(model)
+        for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():
+            total[kind] += count
+    return total
+
+
+def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int], compute: torch.dtype, tp_size: int) -> int:
+    if spec.shard is not None and sizes[spec.shard] % tp_size:
+        raise LayoutError(
+            f"parallel.tp: {tp_size} ranks cannot share {sizes[spec.shard]} {spec.shard} of a state evenly"
+        )
+    return prod(spec.sizes(sizes, tp_size)) * spec.torch_dtype(compute).itemsize

@@ -1,0 +1,102 @@
+"""Law 6: gradients of one call against finite differences, and gradients through a chain of calls."""
+
+import pytest
+import torch
+
+from megamem.memory.base import Chunk, Growing, detach, map_state, state_tensors
+from tests.contract.cases import CHUNK
+from tests.contract.driver import SUBJECTS, every, has_memory, inputs, largest, make, one_grid, run, within
+
+TINY = {"heads": 2, "head_dim": 2}
+
+
+def with_tensors(state, tensors):
+    """The state with its tensors replaced, in order."""
+    left = iter(tensors)
+    return map_state(lambda _: next(left), state)
+
+
+@pytest.mark.parametrize("seen", [CHUNK, CHUNK + 3], ids=["at_a_border", "inside_a_chunk"])
+def test_gradients_match_finite_differences(case, seen):
+    """With respect to the input, the incoming state and every parameter; the call runs across a chunk border."""
+    mixer = make(case, "mixer", **TINY).mixer
+    x = torch.randn(seen + CHUNK, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    state = mixer.initial_state(2, x.device, x.dtype)
+    for begin, end in ((0, CHUNK), (CHUNK, seen)):
+        if begin < end:
+            state = detach(mixer(x[begin:end], state, Chunk((begin,) * 2))[1])
+    names = [name for name, _ in mixer.named_parameters()]
+    arguments = [x[seen:], *state_tensors(state), *mixer.parameters()]
+    arguments = [argument.detach().clone() for argument in arguments]
+    states = range(1, len(arguments) - len(names))
+    for i, argument in enumerate(arguments):
+        argument.requires_grad_(i not in states or mixer.differentiable_state)
+
+    def call(*arguments):
+        before = with_tensors(state, [arguments[i] for i in states])
+        weights = dict(zip(names, arguments[states.stop :], strict=True))
+        hidden, after, losses = torch.func.functional_call(mixer, weights, (arguments[0], before, Chunk((seen,) * 2)))
+        new = [t for t in state_tensors(after) if t.requires_grad and t.numel()]
+        return (hidden, *new, *(losses[name] for name in sorted(losses)))
+
+    # central differences of step 1e-6 in float64 are good to about 1e-9 here; a missing term shows as 1e-2 and more
+    assert torch.autograd.gradcheck(call, arguments, eps=1e-6, atol=1e-7, rtol=1e-6)
+
+
+def test_gradients_reach_across_a_chunk_border_as_declared(case):
+    """Through the state if the mixer says that it is differentiable and has one, else not at all."""
+    subject = make(case, "mixer")
+    x = inputs(subject, 2 * CHUNK, 1).requires_grad_()
+    output = run(subject, x, one_grid(1), [CHUNK])[0]
+    (grad,) = torch.autograd.grad(output[CHUNK:].square().sum(), x)
+    reach = largest(grad[:CHUNK])
+    mixer = subject.mixer
+    if has_memory(mixer) and mixer.differentiable_state:
+        assert reach > 1e-6
+    else:
+        assert reach == 0.0
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_gradients_do_not_depend_on_the_calls(case, subject):
+    """Chunk calls and odd calls, backward through all of them: the same gradient of every parameter."""
+    if not all(mixer.differentiable_state for mixer in make(case, subject).mixers):
+        return  # where gradients stop at the incoming state, calls decide what they see
+    found = []
+    for cuts in (every(CHUNK, 3 * CHUNK), [1, 5, 12, 19], every(1, 3 * CHUNK)):
+        made = make(case, subject)
+        output = run(made, inputs(made, 3 * CHUNK, 2), one_grid(2), cuts)[0]
+        probe = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        (output * probe).sum().backward()
+        found.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, grad in found[0].items():
+            # float64 sums over 48 tokens in another order
+            within("6 gradients over calls", largest(other[name] - grad) / largest(grad), 1e-12)
+
+
+def test_recomputing_blocks_in_the_backward_changes_nothing(case):
+    """Activation checkpointing: outputs, states and gradients bit for bit."""
+    found = []
+    for recompute in (False, True):
+        stage = make(case, "stage")
+        stage.recompute = recompute
+        x = inputs(stage, 3 * CHUNK, 2)
+        output, states, _ = run(stage, x, one_grid(2), every(CHUNK, 3 * CHUNK))
+        stage.token_losses(output, x).sum().backward()
+        found.append((output, list(state_tensors(states)), [p.grad for p in stage.parameters()]))
+    (a, states_a, grads_a), (b, states_b, grads_b) = found
+    assert torch.equal(a, b)
+    assert all(torch.equal(s, t) for s, t in zip(states_a, states_b, strict=True))
+    assert all(torch.equal(s, t) for s, t in zip(grads_a, grads_b, strict=True))
+
+
+def test_growing_lists_hold_their_gradient_only_while_they_are_kept(case):
+    """Cutting the graph at a window's border cuts every tensor of the state."""
+    subject = make(case, "mixer")
+    _, (state,), _ = run(subject, inputs(subject, 2 * CHUNK, 1), one_grid(1), [CHUNK])
+    cut = detach(state)
+    assert not any(tensor.requires_grad for tensor in state_tensors(cut))
+    for name, spec in subject.mixer.specs.items():
+        assert isinstance(cut[name], list) == isinstance(spec, Growing)

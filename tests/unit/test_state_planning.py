@@ -1,0 +1,61 @@
+"""Bytes of states against sums done by hand."""
+
+import pytest
+import torch
+
+from megamem.config.model import ModelConfig
+from megamem.errors import LayoutError
+from megamem.memory.base import Growing, TensorSpec
+from megamem.planning.state import model_state_bytes, state_bytes
+
+SIZES = {"batch": 3, "heads": 8, "kv_heads": 4, "hidden": 64, "chunk": 16, "open": 5}
+
+
+def test_kinds_dtypes_and_shards_are_counted():
+    specs = {
+        "memory": TensorSpec(("batch", 10, "kv_heads"), "float32", shard="kv_heads"),
+        "replicated": TensorSpec(("batch", "hidden"), "compute"),
+        "counter": TensorSpec(("batch",), "int64"),
+        "open": TensorSpec(("open", "batch", "kv_heads"), shard="kv_heads", kind="open"),
+    }
+    found = state_bytes(specs, SIZES, torch.bfloat16, tp_size=2)
+    assert found == {"memory": 3 * 10 * 2 * 4 + 3 * 64 * 2 + 3 * 8, "open": 5 * 3 * 2 * 2}
+    # float32 states are float64 where everything is
+    assert state_bytes({"memory": specs["memory"]}, SIZES, torch.float64)["memory"] == 3 * 10 * 4 * 8
+
+
+@pytest.mark.parametrize(("limit", "entries"), [(None, 7), (3, 3), (9, 7)])
+def test_growing_lists_count_their_entries_up_to_the_limit(limit, entries):
+    specs = {"past": Growing({"keys": TensorSpec(("chunk", "batch", "kv_heads"), shard="kv_heads")}, limit)}
+    found = state_bytes(specs, SIZES, torch.bfloat16, tp_size=4, chunks_seen=7)
+    assert found == {"memory": entries * 16 * 3 * 1 * 2, "open": 0}
+
+
+MODEL = {
+    "layers": 12,
+    "hidden_size": 720,
+    "heads": 8,
+    "chunk_size": 2048,
+    "memory": [{"layers": [8], "mixer": "elastic_memory"}],
+}
+
+
+def test_the_paper_s_elastic_memory_holds_0_78m_numbers_per_sequence():
+    found = model_state_bytes(ModelConfig.model_validate(MODEL), 1, torch.bfloat16, context_tokens=32_768)
+    # the paper's 777,600 numbers: order 540, keys and values, 720 channels; in FP32
+    assert found == {"memory": 540 * 2 * 720 * 4, "open": 0}
+
+
+def test_an_unfinished_chunk_is_open_in_every_layer():
+    found = model_state_bytes(ModelConfig.model_validate(MODEL), 2, torch.bfloat16, 2, 2048 + 100)
+    assert found["open"] == 12 * 2 * 100 * 2 * 360 * 2
+
+
+def test_heads_that_ranks_cannot_share_are_refused():
+    with pytest.raises(LayoutError, match="3 ranks cannot share 8 kv_heads"):
+        model_state_bytes(ModelConfig.model_validate(MODEL), 1, torch.float32, tp_size=3)
+
+
+def test_negative_contexts_are_refused():
+    with pytest.raises(ValueError, match="-1"):
+        model_state_bytes(ModelConfig.model_validate(MODEL), 1, torch.float32, context_tokens=-1)
