@@ -53,13 +53,9 @@ def _training(axes: Axes, result: Mapping[str, Any], curves: Curves) -> None:
         )
     if not (curves.training or curves.validation):
         axes.text(0.5, 0.6, "no metrics.jsonl", transform=axes.transAxes, ha="center", color=GREY)
-    axes.axhline(
-        result["val_loss"],
-        color=ORANGE,
-        linewidth=1.1,
-        linestyle=":",
-        label=f"held-out, final: {result['val_loss']:.3f}",
-    )
+    final = result["val_loss"]
+    if _finite(final):
+        axes.axhline(final, color=ORANGE, linewidth=1.1, linestyle=":", label=f"held-out, final: {final:.3f}")
     lzma_loss = _lzma_loss(result)
     if lzma_loss is not None:
         axes.axhline(lzma_loss, color=GREEN, linewidth=1.1, linestyle="--", label=f"LZMA, same text: {lzma_loss:.3f}")
@@ -76,7 +72,7 @@ def _positions(axes: Axes, result: Mapping[str, Any]) -> None:
     points = [
         (math.sqrt(bucket["first"] * bucket["last"]), bucket["loss"])
         for bucket in losses["by_position"]
-        if bucket["loss"] is not None
+        if _finite(bucket["loss"])
     ]
     axes.plot(*_columns(points), color=BLUE, linewidth=1.6, label="by position")
     blocks = _blocks(losses["by_chunk"], chunk)
@@ -102,7 +98,7 @@ def _blocks(buckets: Sequence[Mapping[str, Any]], chunk: int) -> list[tuple[floa
     start = 0
     while start < len(buckets):
         stop = min(start + max(1, start // (_SHOWN_BLOCKS // 6)), len(buckets))
-        group = [bucket for bucket in buckets[start:stop] if bucket["tokens"]]
+        group = [bucket for bucket in buckets[start:stop] if _finite(bucket["loss"])]
         tokens = sum(bucket["tokens"] for bucket in group)
         if tokens:
             loss = sum(bucket["loss"] * bucket["tokens"] for bucket in group) / tokens
@@ -113,6 +109,8 @@ def _blocks(buckets: Sequence[Mapping[str, Any]], chunk: int) -> list[tuple[floa
 
 def _focus(axes: Axes, all_losses: Sequence[float], block_losses: Sequence[float]) -> None:
     """Limit the y axis to about the spread of the chunks: the first few tokens of a document lie far above."""
+    if not block_losses:
+        return
     low, high = min(all_losses), max(block_losses)
     span = max(high - low, 0.1)
     top = min(max(all_losses), high + 1.5 * span)
@@ -131,6 +129,10 @@ def _bits(result: Mapping[str, Any]) -> str:
     names = {"val_bits_per_byte": "model", "lzma_bits_per_byte": "LZMA"}
     parts = [f"{label} {result[name]:.3f}" for name, label in names.items() if result[name] is not None]
     return f"bits per byte of held-out text: {', '.join(parts)}" if parts else ""
+
+
+def _finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

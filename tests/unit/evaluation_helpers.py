@@ -1,0 +1,71 @@
+"""Synthetic held-out documents, tiny models, and the slow way to their losses."""
+
+import numpy as np
+import torch
+
+from megamem.config.model import ModelConfig
+from megamem.data.batch import IGNORED, EvaluationDocument
+from megamem.memory.base import Chunk
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+
+CHUNK = 8
+VOCABULARY = 32
+CPU = torch.device("cpu")
+MIXERS = {
+    "attention": {"kind": "attention"},
+    "full_attention": {"kind": "full_attention"},
+    "elastic_memory": {"kind": "elastic_memory", "order": 6, "samples": 5, "block": 4},
+}
+HOW = {"topology": None, "device": CPU, "dtype": torch.float64, "rows": 3}
+TOLERANCE = 1e-10
+"""float64 throughout: what is left is the order of sums, some 1e-13 here."""
+
+
+def model_config(kind: str) -> ModelConfig:
+    """Two layers, the second with the mixer. Large weights, so that the memory has a visible effect."""
+    return ModelConfig.model_validate(
+        {
+            "layers": 2,
+            "hidden_size": 16,
+            "heads": 4,
+            "ffn_size": 32,
+            "vocab_size": VOCABULARY,
+            "chunk_size": CHUNK,
+            "init_std": 0.3,
+            "memory": [{"layers": [1], "mixer": MIXERS[kind]}],
+        }
+    )
+
+
+def make_stage(kind: str, dtype: torch.dtype = torch.float64) -> Stage:
+    stage = Stage(model_config(kind), PlainLinears())
+    initialize_parameters(stage, 1)
+    return stage.to(dtype)
+
+
+def document(predicted: int, seed: int, text_bytes: int | None = None) -> EvaluationDocument:
+    """`predicted` random tokens and their labels, padded to whole chunks; three bytes per token unless given."""
+    text = torch.randint(VOCABULARY, (predicted + 1,), generator=torch.Generator().manual_seed(seed))
+    length = -(-predicted // CHUNK) * CHUNK
+    tokens, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORED)
+    tokens[:predicted], labels[:predicted] = text[:-1], text[1:]
+    return EvaluationDocument(
+        f"document {seed}", tokens, labels, predicted, 3 * predicted if text_bytes is None else text_bytes
+    )
+
+
+def documents(*lengths: int) -> list[EvaluationDocument]:
+    return [document(length, seed) for seed, length in enumerate(lengths)]
+
+
+def slow_losses(stage: Stage, text: EvaluationDocument, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Loss of each predicted token begin..end-1, read one by one from a fresh memory at `begin`."""
+    states = stage.initial_states(1, CPU, torch.float64)
+    losses = []
+    with torch.no_grad():
+        for at in range(begin, text.predicted_tokens if end is None else min(end, text.predicted_tokens)):
+            hidden, states, _ = stage(text.tokens[at].view(1, 1), states, Chunk((at - begin,)))
+            logits = stage.logits(hidden)[0, 0]
+            losses.append(float(torch.logsumexp(logits, 0) - logits[text.labels[at]]))
+    return np.array(losses)

@@ -1,0 +1,207 @@
+"""Losses of held-out documents against a loop that reads token by token."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megamem.errors import DataError
+from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, evaluate_losses, perplexity
+from megamem.evaluation.reading import bucket_edges, share_out
+from tests.unit.evaluation_helpers import (
+    CHUNK,
+    HOW,
+    MIXERS,
+    TOLERANCE,
+    VOCABULARY,
+    document,
+    documents,
+    make_stage,
+    slow_losses,
+)
+
+LENGTHS = (5, 50, 19, 32, 8, 1, 27)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("kind", MIXERS)
+def test_totals_and_documents_equal_the_slow_loop(kind, rows):
+    stage, texts = make_stage(kind), documents(*LENGTHS)
+    slow = [slow_losses(stage, text) for text in texts]
+    report = evaluate_losses(stage, texts, **HOW | {"rows": rows})
+    nats = sum(losses.sum() for losses in slow)
+    assert report.tokens == sum(LENGTHS)
+    assert report.nats == pytest.approx(nats, rel=TOLERANCE)
+    assert report.loss == pytest.approx(nats / sum(LENGTHS), rel=TOLERANCE)
+    assert report.perplexity == pytest.approx(math.exp(nats / sum(LENGTHS)), rel=TOLERANCE)
+    assert report.text_bytes == 3 * sum(LENGTHS)
+    assert report.bits_per_byte == pytest.approx(nats / math.log(2) / (3 * sum(LENGTHS)), rel=TOLERANCE)
+    assert [(d.name, d.tokens) for d in report.documents] == [(t.name, n) for t, n in zip(texts, LENGTHS, strict=True)]
+    assert [d.loss for d in report.documents] == pytest.approx([losses.mean() for losses in slow], rel=TOLERANCE)
+    assert [d.bits_per_byte for d in report.documents] == pytest.approx(
+        [losses.mean() / math.log(2) / 3 for losses in slow], rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_losses_by_chunk_and_position_equal_the_slow_loop(kind):
+    stage, texts = make_stage(kind), documents(*LENGTHS)
+    slow = [slow_losses(stage, text) for text in texts]
+    report = evaluate_losses(stage, texts, **HOW)
+
+    def expect(buckets, of):
+        """`of`: the bucket coordinate of a token read at position `at`."""
+        assert sum(bucket.tokens for bucket in buckets) == sum(LENGTHS)
+        for bucket in buckets:
+            inside = [x for losses in slow for at, x in enumerate(losses) if bucket.first <= of(at) <= bucket.last]
+            assert bucket.tokens == len(inside)
+            assert bucket.loss == (pytest.approx(np.mean(inside), rel=TOLERANCE) if inside else None)
+
+    expect(report.by_chunk, lambda at: at // CHUNK)
+    expect(report.by_position, lambda at: at + 1)
+    expect(report.within_chunk, lambda at: at % CHUNK + 1)
+    assert len(report.by_chunk) == -(-max(LENGTHS) // CHUNK)
+    assert report.first_chunk_loss == report.by_chunk[0].loss
+    beyond = np.concatenate([losses[CHUNK:] for losses in slow])
+    assert report.beyond_first_chunk_loss == pytest.approx(beyond.mean(), rel=TOLERANCE)
+
+
+def test_without_a_second_chunk_there_is_no_loss_beyond_the_first():
+    report = evaluate_losses(make_stage("elastic_memory"), documents(3, CHUNK), **HOW)
+    assert report.beyond_first_chunk_loss is None
+    assert len(report.by_chunk) == 1
+
+
+def test_a_document_does_not_feel_its_neighbours():
+    stage, texts = make_stage("elastic_memory"), documents(*LENGTHS)
+    alone = evaluate_losses(stage, texts[1:2], **HOW)
+    assert evaluate_losses(stage, texts, **HOW).documents[1].loss == pytest.approx(alone.loss, rel=TOLERANCE)
+
+
+def test_the_model_is_left_as_it_was():
+    stage = make_stage("elastic_memory").train()
+    evaluate_losses(stage, documents(20), **HOW)
+    assert stage.training
+    assert all(parameter.grad is None for parameter in stage.parameters())
+    evaluate_losses(stage.eval(), documents(20), **HOW)
+    assert not stage.training
+
+
+def test_the_mode_is_restored_after_a_failure():
+    stage = make_stage("attention").train()
+    bad = replace(document(8, 0), tokens=torch.full((8,), VOCABULARY))
+    with pytest.raises(IndexError):
+        evaluate_losses(stage, [bad], **HOW)
+    assert stage.training
+
+
+def test_progress_counts_calls():
+    seen = []
+    evaluate_losses(
+        make_stage("attention"), documents(40, 8), **HOW | {"rows": 1}, progress=lambda *call: seen.append(call)
+    )
+    assert seen == [(i, 6) for i in range(1, 7)]
+
+
+def test_the_report_is_plain_json():
+    report = evaluate_losses(make_stage("attention"), documents(20, 9), **HOW)
+    assert json.loads(json.dumps(report.as_dict())) == json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert report.as_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
+
+
+def test_bits_per_byte_needs_the_bytes_of_every_document():
+    texts = [document(9, 0), replace(document(9, 1), text_bytes=None)]
+    report = evaluate_losses(make_stage("attention"), texts, **HOW)
+    assert report.bits_per_byte is None
+    assert report.documents[0].bits_per_byte is not None
+    assert report.documents[1].bits_per_byte is None
+
+
+def test_a_diverged_model_gives_a_report():
+    stage = make_stage("attention")
+    torch.nn.init.constant_(stage.head.weight, math.nan)
+    assert math.isnan(evaluate_losses(stage, documents(9), **HOW).perplexity)
+    assert perplexity(1e4) == math.inf
+    assert bits_per_byte(1.0, 0) is None
+
+
+TOKEN_BYTES = np.arange(VOCABULARY)
+
+
+def check_cut(original, cut, tokens):
+    assert cut.predicted_tokens == tokens
+    assert len(cut.tokens) == len(cut.labels) == tokens
+    assert torch.equal(cut.tokens, original.tokens[:tokens])
+    assert torch.equal(cut.labels, original.labels[:tokens])
+    assert cut.text_bytes == original.labels[:tokens].sum()  # token i stands for i bytes
+
+
+def test_a_bound_cuts_all_documents_to_one_depth():
+    texts = documents(200, 20, 100)
+    cut = cut_documents(texts, CHUNK, 200, TOKEN_BYTES)
+    assert cut[1] is texts[1]
+    # 20 + 2 * 88 = 196; another chunk would be 212
+    check_cut(texts[0], cut[0], 88)
+    check_cut(texts[2], cut[2], 88)
+    report = evaluate_losses(make_stage("attention"), texts, **HOW, max_tokens=200, token_bytes=TOKEN_BYTES)
+    assert report.tokens == 196
+    assert report.text_bytes == sum(text.text_bytes for text in cut)
+
+
+def test_many_documents_are_left_out_rather_than_cut_short():
+    texts = documents(*[200] * 20)
+    cut = cut_documents(texts, CHUNK, 300, TOKEN_BYTES)
+    assert len(cut) == 300 // (LEAST_CHUNKS * CHUNK)
+    for original, shorter in zip(texts, cut, strict=False):
+        check_cut(original, shorter, LEAST_CHUNKS * CHUNK)
+
+
+def test_a_bound_below_the_least_depth():
+    texts = documents(200, 200)
+    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 3 * CHUNK + 1, TOKEN_BYTES)] == [3 * CHUNK]
+    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 1, TOKEN_BYTES)] == [CHUNK]
+
+
+@pytest.mark.parametrize("bound", [60, 90, 128, 200, 500, 5000])
+def test_the_bound_is_kept(bound):
+    texts = documents(7, 90, 200, 3, 64, 65)
+    taken = sum(d.predicted_tokens for d in cut_documents(texts, CHUNK, bound, TOKEN_BYTES))
+    assert 0 < taken <= bound
+    assert taken == sum((7, 90, 200, 3, 64, 65)) or bound < 429
+
+
+def test_without_token_bytes_those_of_a_cut_document_are_unknown():
+    (cut,) = cut_documents(documents(200), CHUNK, 80)
+    assert cut.text_bytes is None
+
+
+def test_bad_documents_are_refused():
+    with pytest.raises(DataError, match="no held-out document has a token to predict"):
+        cut_documents([], CHUNK, None)
+    odd = replace(document(16, 0), tokens=torch.zeros(12, dtype=torch.int64))
+    with pytest.raises(ValueError, match="not whole chunks of 8"):
+        cut_documents([odd], CHUNK, None)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 5, 30])
+def test_work_is_shared_out_evenly(lanes):
+    sizes = np.random.default_rng(0).integers(1, 50, 23).tolist()
+    queues = share_out(sizes, lanes)
+    assert sorted(index for queue in queues for index in queue) == list(range(23))
+    loads = [sum(sizes[index] for index in queue) for queue in queues]
+    # Graham's bound for longest-first: 4/3 of the best possible, which is at least the mean and the longest
+    assert max(loads) <= 4 / 3 * max(sum(sizes) / lanes, max(sizes)) + 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8, 48, 100, 256])
+@pytest.mark.parametrize("longest", [1, 7, 256, 10_000])
+def test_position_buckets(chunk, longest):
+    edges = bucket_edges(chunk, longest)
+    assert edges[0] == 1
+    assert (np.diff(edges) > 0).all()
+    assert edges[-1] >= longest
+    assert len(edges) == 1 or edges[-2] < longest
+    assert chunk in edges or longest < chunk

@@ -1,0 +1,63 @@
+"""Memory on against memory off."""
+
+import numpy as np
+import pytest
+
+from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.probe import has_memory, memory_use
+from tests.unit.evaluation_helpers import CHUNK, HOW, MIXERS, TOLERANCE, documents, make_stage, slow_losses
+
+LENGTHS = (5, 30, 17, 8)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_memory_off_is_every_chunk_read_from_a_fresh_memory(kind):
+    stage, texts = make_stage(kind), documents(*LENGTHS)
+    report = memory_use(stage, texts, **HOW)
+    off = [
+        slow_losses(stage, text, begin, begin + CHUNK)
+        for text in texts
+        for begin in range(CHUNK, text.predicted_tokens, CHUNK)
+    ]
+    on = np.concatenate([slow_losses(stage, text)[CHUNK:] for text in texts])
+    assert report.memory_off_beyond_first_chunk_loss == pytest.approx(np.concatenate(off).mean(), rel=TOLERANCE)
+    assert report.beyond_first_chunk_loss == pytest.approx(on.mean(), rel=TOLERANCE)
+    assert report.gain == pytest.approx(np.concatenate(off).mean() - on.mean(), abs=TOLERANCE)
+    assert (abs(report.gain) > 1e-4) == (kind != "attention"), "chunk-local attention has no memory to lose"
+    assert [bucket.tokens for bucket in report.memory_off_by_chunk] == [29, 16, 9, 6]
+    assert report.memory_off_by_chunk[0].loss == pytest.approx(
+        evaluate_losses(stage, texts, **HOW).first_chunk_loss, rel=TOLERANCE
+    )
+
+
+def test_a_report_at_hand_saves_the_first_pass():
+    stage, texts = make_stage("elastic_memory"), documents(*LENGTHS)
+    trained = evaluate_losses(stage, texts, **HOW)
+    passes = []
+    report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda done, total: passes.append(done == total))
+    assert sum(passes) == 1
+    assert report == memory_use(stage, texts, **HOW)
+
+
+def test_a_model_without_memory_is_not_read_twice():
+    stage, texts = make_stage("attention"), documents(*LENGTHS)
+    assert not has_memory(stage)
+    assert has_memory(make_stage("elastic_memory"))
+    assert has_memory(make_stage("full_attention"))
+    trained = evaluate_losses(stage, texts, **HOW)
+    report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))
+    assert report.gain == 0
+    assert report.memory_off_by_chunk == trained.by_chunk
+
+
+def test_single_chunks_have_nothing_to_compare():
+    report = memory_use(make_stage("elastic_memory"), documents(3, CHUNK), **HOW)
+    assert report.gain is None
+    assert report.beyond_first_chunk_loss is None
+
+
+def test_a_report_of_other_documents_is_refused():
+    stage = make_stage("elastic_memory")
+    trained = evaluate_losses(stage, documents(9), **HOW)
+    with pytest.raises(ValueError, match="reports 9 tokens, but these documents have 20"):
+        memory_use(stage, documents(20), **HOW, trained=trained)
