@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
 
 from megamem.config.base import ConfigModel
+from megamem.config.cost import Flops
 from megamem.config.registry import mixer_config_type
 
 if TYPE_CHECKING:
@@ -28,6 +29,21 @@ class MixerConfig(ConfigModel):
     @abstractmethod
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """The state of one layer, declared: a dict of `TensorSpec` (or `Growing` lists of them)."""
+
+    @abstractmethod
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """FLOPs per token of one layer besides its projections, by name, averaged over a sequence read from its start.
+
+        causal: a query counts the keys it may see; False: whole rectangles of queries by keys.
+        """
+
+    def projection_parameters(self, model: ModelConfig) -> int:
+        """Parameters of one layer's query, key, value and output projections."""
+        return 2 * model.hidden_size * (model.heads + model.kv) * model.head
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Parameters of one layer besides those."""
+        return 0
 
     @abstractmethod
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Mixer:

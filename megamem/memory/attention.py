@@ -8,6 +8,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
+from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
 from megamem.memory.base import Chunk, Growing, Losses, State, StateSpec, TensorSpec, to_device
@@ -15,6 +16,7 @@ from megamem.memory.block_attention import (
     AttentionProjections,
     BlockAttention,
     last_columns,
+    local_attention_flops,
     open_specs,
     resolve_block,
 )
@@ -40,6 +42,10 @@ class AttentionConfig(MixerConfig):
         """Only the unfinished block of token-by-token decoding."""
         return open_specs(model)
 
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Attention within a block."""
+        return local_attention_flops(resolve_block(self.block, model), model, sequence_length, causal)
+
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> BlockAttention:
         """See `MixerConfig.build`."""
         return BlockAttention(model, linears, self.state_specs(model), resolve_block(self.block, model))
@@ -58,6 +64,14 @@ class FullAttentionConfig(MixerConfig):
         """One entry of rotated keys and values per finished chunk, and the open chunk."""
         entry = TensorSpec(("chunk", "batch", "kv_heads", model.head), shard="kv_heads")
         return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Attention to the past chunks in reach and within the own one."""
+        chunks = -(-sequence_length // model.chunk_size)
+        reach = chunks if self.max_chunks is None else self.max_chunks
+        past = model.chunk_size * sum(min(chunk, reach) for chunk in range(chunks)) / chunks
+        own = local_attention_flops(model.chunk_size, model, sequence_length, causal)["attention"]
+        return {"attention": own + attention_flops(model.heads, model.head, past)}
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> FullAttention:
         """See `MixerConfig.build`."""

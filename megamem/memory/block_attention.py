@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
 from megamem.memory.blocks import Span, phase_positions, spans, waiting_visible
@@ -29,6 +30,12 @@ def resolve_block(block: int | None, model: ModelConfig) -> int:
     if model.chunk_size % size:
         raise ValueError(f"block {size} does not divide model.chunk_size {model.chunk_size}")
     return size
+
+
+def local_attention_flops(block: int, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+    """FLOPs per token of attention within blocks: on average (block + 1) / 2 keys, or all of the block's."""
+    block = min(block, sequence_length)
+    return {"attention": attention_flops(model.heads, model.head, (block + 1) / 2 if causal else block)}
 
 
 def last_columns(x: Tensor, count: int) -> Tensor:

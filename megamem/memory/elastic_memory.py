@@ -11,10 +11,11 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
+from megamem.config.cost import Flops, attention_flops, fixed_product
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
 from megamem.memory.base import State, StateSpec, TensorSpec, state_dtype, to_device
-from megamem.memory.block_attention import BlockAttention, open_specs, resolve_block
+from megamem.memory.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.blocks import Span
 from megamem.memory.hippo import HippoBank, shared_bank
 from megamem.ops.attention import Past
@@ -59,6 +60,27 @@ class ElasticMemoryConfig(MixerConfig):
         """Coefficients of keys (0) and values (1), and the open block."""
         shape = ("batch", self.order, 2, "kv_heads", model.head)
         return {"coefficients": TensorSpec(shape, "float32", shard="kv_heads"), **open_specs(model)}
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """P C and K F of each block, R C and attention to the samples of each block but the first.
+
+        P, K and R are constant. The last block's state is read by nobody, the first block's P C starts from zeros:
+        neither has a gradient (for a window that spans the sequence).
+        """
+        block = resolve_block(self.block, model)
+        channels = 2 * model.kv * model.head
+        blocks = -(-sequence_length // block)
+        recalling = (blocks - 1) / blocks
+        carried = max(blocks - 2, 0) / blocks
+        per_coefficient = 2 * channels * self.order / block
+        return {
+            **local_attention_flops(block, model, sequence_length, causal),
+            "memory_attention": attention_flops(model.heads, model.head, self.sample_count * recalling),
+            "memory_update": Flops(
+                per_coefficient * (self.order + block), per_coefficient * (self.order * carried + block * recalling)
+            ),
+            "memory_retrieval": fixed_product(per_coefficient * self.sample_count * recalling),
+        }
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> ElasticMemory:
         """See `MixerConfig.build`."""

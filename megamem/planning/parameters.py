@@ -1,0 +1,26 @@
+"""How many parameters a model has, by formula."""
+
+from __future__ import annotations
+
+from megamem.config.model import ModelConfig
+
+
+def parameter_counts(model: ModelConfig) -> dict[str, int]:
+    """Parameters of the whole model by part.
+
+    Keys: `embedding`, `head` (0 if tied), `attention` (query, key, value and output projections), `mlp`, `norms`,
+    `memory` (what mixers have besides their projections), their sum `total`, and `non_embedding` (`total` without
+    `embedding` and `head`).
+    """
+    hidden = model.hidden_size
+    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
+    embedding = model.vocab_size * hidden
+    inner = {
+        "attention": sum(mixer.projection_parameters(model) for mixer in mixers),
+        "mlp": model.layers * 3 * hidden * model.ffn,
+        "norms": (2 * model.layers + 1) * hidden,
+        "memory": sum(mixer.extra_parameters(model) for mixer in mixers),
+    }
+    outer = {"embedding": embedding, "head": 0 if model.tie_embeddings else embedding}
+    non_embedding = sum(inner.values())
+    return {**outer, **inner, "total": sum(outer.values()) + non_embedding, "non_embedding": non_embedding}

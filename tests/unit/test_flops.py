@@ -1,0 +1,102 @@
+"""FLOPs by formula against torch's counter on the model as it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.planning.flops import flops_by_part, flops_per_token
+
+CHUNK, CHUNKS, ROWS = 64, 8, 2
+MIXERS = {
+    "attention": {"kind": "attention"},
+    "attention in blocks": {"kind": "attention", "block": 16},
+    "full attention": {"kind": "full_attention"},
+    "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
+    "elastic memory": {"kind": "elastic_memory", "order": 48, "samples": 24},
+    "elastic memory in blocks": {"kind": "elastic_memory", "order": 48, "block": 32},
+}
+
+
+def small_model(mixer: dict[str, object], kv_heads: int = 4) -> ModelConfig:
+    tree = {
+        "layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": kv_heads, "vocab_size": 96, "chunk_size": CHUNK,
+        "mixer": mixer, "attention": "eager",
+    }  # fmt: skip
+    return parse_config(ModelConfig, tree, "test")
+
+
+def counted(model: ModelConfig) -> tuple[float, float]:
+    """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window."""
+    stage = Stage(model, PlainLinears())
+    initialize_parameters(stage, seed=0)
+    tokens = torch.randint(model.vocab_size, (CHUNKS * CHUNK, ROWS))
+    states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
+    losses = []
+    with FlopCounterMode(display=False) as forward:
+        for c in range(CHUNKS):
+            part = tokens[c * CHUNK : (c + 1) * CHUNK]
+            hidden, states, _ = stage(part, states, Chunk((c * CHUNK,) * ROWS))
+            losses.append(stage.token_losses(hidden, part).sum())
+    with FlopCounterMode(display=False) as backward:
+        torch.stack(losses).sum().backward()
+    return forward.get_total_flops() / tokens.numel(), backward.get_total_flops() / tokens.numel()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
+    model = small_model(MIXERS[name], kv_heads)
+    # eager attention computes whole rectangles; all else is equal
+    parts = flops_by_part(model, CHUNKS * CHUNK, causal=False)
+    forward, backward = counted(model)
+    assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
+    assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
+
+
+def test_every_registered_mixer_is_compared() -> None:
+    from megamem.config.registry import mixer_kinds
+
+    ours = {kind for kind, config in mixer_kinds().items() if config.__module__.startswith("megamem.")}
+    assert ours == {mixer["kind"] for mixer in MIXERS.values()}
+
+
+def test_causal_attention_counts_the_triangle() -> None:
+    model = small_model({"kind": "attention"})
+    triangle = flops_by_part(model, CHUNK, causal=True)["attention"].forward
+    rectangle = flops_by_part(model, CHUNK, causal=False)["attention"].forward
+    # query i of 64 sees i + 1 keys: 32.5 of 64 on average
+    assert triangle / rectangle == pytest.approx(65 / 128)
+
+
+def test_full_attention_over_a_sequence_is_one_triangle() -> None:
+    model = small_model({"kind": "full_attention"})
+    length = CHUNKS * CHUNK
+    expected = model.layers * 4 * model.heads * model.head * (length + 1) / 2
+    assert flops_per_token(model, length)["attention"] == pytest.approx(expected)
+
+
+def test_totals() -> None:
+    flops = flops_per_token(small_model({"kind": "elastic_memory", "order": 48}), CHUNKS * CHUNK)
+    parts = {k: v for k, v in flops.items() if k not in ("total", "backward", "training")}
+    assert set(parts) == {
+        "projections", "mlp", "head", "attention", "memory_attention", "memory_update", "memory_retrieval",
+    }  # fmt: skip
+    assert flops["total"] == pytest.approx(sum(parts.values()))
+    learned = sum(parts[name] for name in ("projections", "mlp", "head", "attention", "memory_attention"))
+    constant = parts["memory_update"] + parts["memory_retrieval"]
+    # products with a constant matrix hand on one gradient, and not even that at both ends of the sequence
+    assert 2 * learned < flops["backward"] < 2 * learned + constant
+    assert flops["training"] == pytest.approx(flops["total"] + flops["backward"])
+
+
+def test_memory_off_costs_nothing_in_one_block() -> None:
+    """A sequence of a single block has nothing to recall; only the update of the state remains."""
+    flops = flops_per_token(small_model({"kind": "elastic_memory", "order": 48}), CHUNK)
+    assert flops["memory_attention"] == flops["memory_retrieval"] == 0
