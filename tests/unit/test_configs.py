@@ -1,0 +1,154 @@
+"""Every shipped configuration loads, builds without memory and has the size it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamem.config.load import load_config, parse_config, read_yaml
+from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
+from megamem.memory.base import TensorSpec
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears
+from megamem.planning.parameters import parameter_counts
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+# embedding and head are 45 % of the 100M model; papers' labels count one, both or neither
+TOLERANCE = 0.22
+
+
+def load_model(path: Path) -> ModelConfig:
+    tree = read_yaml(path)
+    assert set(tree) == {"model"}, "a model file holds nothing but the model"
+    return parse_config(ModelConfig, tree["model"], str(path))
+
+
+def meta_counts(model: ModelConfig) -> dict[str, int]:
+    """Parameters by part of the model as built, without memory for its weights."""
+    with torch.device("meta"):
+        stage = Stage(model, PlainLinears())
+    counts = dict.fromkeys(("embedding", "head", "attention", "mlp", "norms", "memory"), 0)
+    for name, parameter in stage.named_parameters():
+        assert parameter.is_meta
+        assert parameter.dtype == torch.float32
+        part = next(
+            part
+            for part, pattern in {
+                "embedding": r"embedding\.",
+                "head": r"head\.",
+                "norms": r"(layers\.\d+\.\w+_)?norm\.",
+                "mlp": r"layers\.\d+\.mlp\.",
+                "attention": r"layers\.\d+\.mixer\.(query|key|value|output)\.",
+                "memory": r"layers\.\d+\.mixer\.",
+            }.items()
+            if re.match(pattern, name)
+        )
+        counts[part] += parameter.numel()
+    return counts
+
+
+def assert_counts(model: ModelConfig) -> int:
+    formula, built = parameter_counts(model), meta_counts(model)
+    total = sum(built.values())
+    assert {part: formula[part] for part in built} == built
+    assert formula["total"] == total
+    assert formula["non_embedding"] == total - built["embedding"] - built["head"]
+    return total
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_model_has_the_size_of_its_label(path: Path) -> None:
+    model = load_model(path)
+    total = assert_counts(model)
+    print(f"{path.stem}: {total:,} parameters")
+    number, unit = re.fullmatch(r".*-([\d.]+)([mb])", path.stem).groups()
+    label = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    assert abs(total / label - 1) < TOLERANCE
+    stated = re.search(r"([\d,.]+)M parameters", path.read_text())
+    assert stated is not None
+    assert float(stated.group(1).replace(",", "")) == pytest.approx(total / 1e6, abs=0.051)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "elastic_memory"])
+def test_760m(mixer: str) -> None:
+    """24 layers of 1,536 with 16 heads and 32K vocabulary: within 3 % of 760M, memory adding nothing."""
+    tree = {"layers": 24, "hidden_size": 1536, "heads": 16, "vocab_size": 32_000, "chunk_size": 2048, "mixer": mixer}
+    model = parse_config(ModelConfig, tree, "test")
+    total = assert_counts(model)
+    print(f"760M with {mixer}: {total:,} parameters")
+    assert total == 777_856_512
+    assert abs(total / 760e6 - 1) < 0.03
+    for name in ("elastic-760m", "transformer-760m"):
+        assert parameter_counts(load_model(CONFIGS / "models" / f"{name}.yaml"))["total"] == total
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_formula_with_odd_shapes(tied: bool) -> None:
+    tree = {
+        "layers": 3, "hidden_size": 96, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn_size": 130, "vocab_size": 77,
+        "chunk_size": 8, "tie_embeddings": tied,
+    }  # fmt: skip
+    model = parse_config(ModelConfig, tree, "test")
+    assert_counts(model)
+    assert (parameter_counts(model)["head"] == 0) is tied
+
+
+@pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])
+def test_memory_of_the_paper(size: str, memory: int) -> None:
+    """Table 4 of the Elastic Memory paper: 0.8M, 1.2M and 1.6M numbers of memory a row."""
+    model = load_model(CONFIGS / "models" / f"elastic-{size}.yaml")
+    found = 0
+    sizes = {"batch": 1, "kv_heads": model.kv}
+    for layer in range(model.layers):
+        for spec in model.mixer_at(layer).state_specs(model).values():
+            if isinstance(spec, TensorSpec) and spec.kind == "memory":
+                found += torch.Size(spec.sizes(sizes)).numel()
+    assert found == memory
+    assert found == model.head**2 * model.heads * model.layers, "the size of the paper's Infini-Transformer"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads(path: Path) -> None:
+    config = load_config(RunConfig, path)
+    assert_counts(config.model)
+    assert config.name == path.stem
+    # the batch can be split over one machine's devices; the demo runs on two processes with TP 2
+    for dp_size in (1,) if path.stem == "demo" else (1, 2, 4, 8):
+        config.accumulation_steps(dp_size)
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem != "demo"], ids=lambda path: path.stem)
+def test_recipe_is_its_model(path: Path) -> None:
+    assert load_config(RunConfig, path).model == load_model(CONFIGS / "models" / path.name)
+
+
+@pytest.mark.parametrize("size", ["100m", "200m", "400m", "760m", "1.3b"])
+def test_baseline_differs_in_the_model_alone(size: str) -> None:
+    elastic, plain = (
+        load_config(RunConfig, CONFIGS / "recipes" / f"{kind}-{size}.yaml").model_dump(exclude={"model", "name"})
+        for kind in ("elastic", "transformer")
+    )
+    elastic["data"].pop("short_documents")
+    plain["data"].pop("short_documents")
+    assert elastic == plain
+
+
+@pytest.mark.parametrize(
+    "path",
+    MODELS + [path for path in RECIPES if path.stem != "demo"],
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_every_value_is_commented(path: Path) -> None:
+    """A value without a comment on its line is one nobody explained; section headers explain themselves."""
+    bare = [
+        line
+        for line in path.read_text().splitlines()
+        if re.search(r":\s+\S", line.split("#")[0]) and "#" not in line and not line.startswith("base:")
+    ]
+    assert not bare
