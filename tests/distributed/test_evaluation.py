@@ -1,0 +1,158 @@
+"""Evaluation on two processes: data parallel, tensor parallel and ZeRO-3 give the figures of one process."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megamem.config.run import RunConfig
+from megamem.data.batch import Batch
+from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.probe import memory_use
+from megamem.evaluation.run import final_evaluation
+from megamem.evaluation.sliding import sliding_losses
+from megamem.parallel.linears import initialize_parameters
+from megamem.parallel.megatron import MegatronLinears
+from megamem.parallel.topology import Topology
+from tests.distributed.harness import PARALLEL, run_distributed
+from tests.unit.evaluation_helpers import CHUNK, CPU, documents, make_stage, model_config
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = (5, 50, 19, 32, 8, 1, 27)
+BOUND = 96
+"""Cuts the long documents."""
+TOLERANCE = 1e-5
+"""float32 losses around 4 whose sums differ in order: some 1e-7 each."""
+
+
+def figures(stage, topology, dtype=torch.float32):
+    """All reports as nested plain data."""
+    texts = documents(*LENGTHS)
+    how = {"topology": topology, "device": CPU, "dtype": dtype, "rows": 2}
+    return {
+        "losses": evaluate_losses(stage, texts, **how).as_dict(),
+        "bounded": evaluate_losses(stage, texts, **how, max_tokens=BOUND).as_dict(),
+        "sliding": sliding_losses(stage, texts, **how, stride=4).as_dict(),
+        "memory": memory_use(stage, texts, **how).as_dict(),
+    }
+
+
+def run_config(dp) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "evaluation",
+            "model": model_config("elastic_memory").model_dump(),
+            "data": {"sources": ["none"], "sequence_length": 4 * CHUNK},
+            "training": {"steps": 2, "batch_tokens": 4 * CHUNK * dp, "precision": "fp32", "seed": 1},
+            "parallel": {"zero_stage": 3, "device": "cpu"},
+            "evaluation": {"rows": 2},
+        }
+    )
+
+
+def built(topology):
+    from megamem.model.stage import Stage
+
+    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group))
+    initialize_parameters(stage, 1, topology.tp_size, topology.tp_rank)
+    return stage
+
+
+def training_batch(rank):
+    text = torch.randint(32, (4 * CHUNK + 1, 1), generator=torch.Generator().manual_seed(100 + rank))
+    starts = np.arange(4)[:, None] * CHUNK
+    return Batch(text[:-1].contiguous(), text[1:].contiguous(), starts, (rank,))
+
+
+def under_zero_3(topology):
+    """Figures before training, calls of the model, and the loss of two training steps with an evaluation between."""
+    from megamem.training.engine import TrainingEngine
+
+    config = run_config(topology.dp_size)
+    engine = TrainingEngine(config, topology)
+    calls = []
+    engine.stage.register_forward_pre_hook(lambda *_: calls.append(engine.stage.training))
+    before = figures(engine.stage, topology)
+    made = len(calls)
+    uneven = evaluate_losses(
+        engine.stage, documents(50), topology=topology, device=CPU, dtype=torch.float32, rows=2
+    ).loss
+    losses = []
+    for _ in range(2):
+        losses.append(float(engine.step([training_batch(topology.dp_rank)], 1e-2).loss_sum))
+        final = final_evaluation(
+            engine.stage, lambda: iter(documents(*LENGTHS)), None, config, topology, dtype=torch.float32
+        )
+        losses.append(final["val_loss"])
+    return {"figures": json.dumps(before), "calls": made, "uneven": uneven, "losses": losses, "modes": calls[:made]}
+
+
+def both_layouts(payload):
+    results = {}
+    for name, tp in (("dp", 1), ("tp", 2)):
+        topology = Topology.start(tp=tp, device="cpu")
+        results[name] = json.dumps(figures(built(topology), topology))
+        if name == "dp":
+            results["zero3"] = under_zero_3(topology)
+    return results
+
+
+def flat(value, path=""):
+    if isinstance(value, dict):
+        return {k: v for key, entry in value.items() for k, v in flat(entry, f"{path}.{key}").items()}
+    if isinstance(value, list | tuple):
+        return {k: v for i, entry in enumerate(value) for k, v in flat(entry, f"{path}.{i}").items()}
+    return {path: value}
+
+
+def assert_same(found, expected):
+    found, expected = flat(json.loads(found)), flat(expected)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        if isinstance(value, float):
+            # gains are differences of losses, so the bound is that of the losses
+            assert found[path] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), path
+        else:
+            assert found[path] == value, path
+
+
+@pytest.fixture(scope="module")
+def world():
+    return run_distributed(2, "tests.distributed.test_evaluation:both_layouts", preload=PARALLEL)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return figures(make_stage("elastic_memory", torch.float32), None)
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp"])
+def test_two_processes_give_the_figures_of_one(world, alone, layout):
+    assert world[0][layout] == world[1][layout], "the report is the same on both ranks, to the last bit"
+    assert_same(world[0][layout], alone)
+
+
+def test_the_bound_does_not_depend_on_the_layout(world, alone):
+    assert 0 < alone["bounded"]["tokens"] <= BOUND
+    assert json.loads(world[0]["dp"])["bounded"]["tokens"] == alone["bounded"]["tokens"]
+
+
+def test_zero_3_ranks_make_the_same_calls(world, alone):
+    first, second = (rank["zero3"] for rank in world)
+    assert first["calls"] == second["calls"] > 0
+    assert not any(first["modes"])
+    assert_same(first["figures"], alone)
+    assert first["figures"] == second["figures"]
+    (slow,) = evaluate_losses(
+        make_stage("elastic_memory"), documents(50), topology=None, device=CPU, dtype=torch.float64, rows=1
+    ).documents
+    assert first["uneven"] == second["uneven"] == pytest.approx(slow.loss, rel=TOLERANCE), "one rank had only padding"
+
+
+def test_training_goes_on_after_an_evaluation_under_zero_3(world):
+    first, second = (rank["zero3"]["losses"] for rank in world)
+    assert first[1] == second[1]
+    assert first[3] == second[3]
+    assert first[2] + second[2] < first[0] + second[0], "the second step on the same batch starts lower"
