@@ -29,6 +29,9 @@ class Stage(nn.Module):
     """Layers `layers` of the model; the first stage embeds tokens, the last one has the output head.
 
     Parameters carry global names (`layers.7.mixer.query.weight`) whatever the stage.
+
+    What passes states (block, mixer) is called by `.forward`, past module hooks: ZeRO-3 counts the gradients of every
+    hooked output, and where documents begin, those of states come and go, differently on each rank.
     """
 
     def __init__(self, model: ModelConfig, linears: Linears, layers: range | None = None) -> None:
@@ -63,11 +66,18 @@ class Stage(nn.Module):
             states: one per layer of this stage.
             chunk: where the tokens lie in their documents; rows at position 0 start afresh.
         Returns: hidden (on the last stage after the final norm), new states, auxiliary losses summed over layers.
+        Raises: ValueError if left padding ends inside the call while tokens are split over ranks.
         """
         hidden = self.embedding(x) if self.first else x
-        pieces = chunk.pieces(x.shape[0])
+        split = self.linears.sequence_parallel
+        pieces = chunk.pieces(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
         if len(pieces) == 1:
             return self._run(hidden, states, chunk)
+        if split:
+            raise ValueError(
+                f"left padding that ends inside a call (starts {chunk.starts}) does not go with sequence parallelism; "
+                "end the call there or switch parallel.sequence_parallel off"
+            )
         outputs: list[Tensor] = []
         losses: Losses = {}
         new = list(states)
@@ -83,9 +93,9 @@ class Stage(nn.Module):
         for block, state in zip(self.blocks, states, strict=True):
             state = block.mixer.reset(state, chunk, hidden.device, hidden.dtype)
             if self.recompute and torch.is_grad_enabled():
-                hidden, state, extra = checkpoint(block, hidden, state, chunk, use_reentrant=False)
+                hidden, state, extra = checkpoint(block.forward, hidden, state, chunk, use_reentrant=False)
             else:
-                hidden, state, extra = block(hidden, state, chunk)
+                hidden, state, extra = block.forward(hidden, state, chunk)
             new_states.append(state)
             losses = add_losses(losses, extra)
         if self.last:

@@ -20,7 +20,13 @@ def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def _check_divisible(x: Tensor, group: ProcessGroup) -> None:
+    if x.shape[0] % group.size():
+        raise ValueError(f"sequence parallelism: {x.shape[0]} tokens cannot be split over {group.size()} ranks")
+
+
 def _reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    _check_divisible(x, group)
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out
@@ -52,6 +58,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
+        _check_divisible(x, group)
         return x.chunk(group.size())[group.rank()].contiguous()
 
     @staticmethod
@@ -66,12 +73,18 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum partial [tokens, ...] over ranks, each keeping [tokens / ranks, ...]; the backward gathers."""
+    """Sum partial [tokens, ...] over ranks, each keeping [tokens / ranks, ...]; the backward gathers.
+
+    Raises: ValueError if the ranks do not divide the tokens.
+    """
     out: Tensor = _ReduceScatter.apply(x, group)
     return out
 
 
 def split_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's [tokens / ranks, ...] of a replicated [tokens, ...]; the backward gathers."""
+    """This rank's [tokens / ranks, ...] of a replicated [tokens, ...]; the backward gathers.
+
+    Raises: ValueError if the ranks do not divide the tokens.
+    """
     out: Tensor = _Split.apply(x, group)
     return out

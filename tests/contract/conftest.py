@@ -13,4 +13,4 @@ def pytest_terminal_summary(terminalreporter):
     if WORST:
         terminalreporter.section("worst error per law")
         for law, (error, tolerance) in sorted(WORST.items()):
-            terminalreporter.line(f"{law:45} {error:8.1e}   allowed {tolerance:.0e}")
+            terminalreporter.line(f"{law:45} {error:8.1e}   allowed {tolerance:.3g}")

@@ -38,14 +38,11 @@ class Alone(nn.Module):
     def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
         """See `Stage.forward`; x is hidden."""
         (state,) = states
-        linears = self.mixer.linears
-        tokens = x.shape[0] * (linears.tp_size if linears.sequence_parallel else 1)
         outputs, losses = [], {}
-        for piece in chunk.pieces(tokens):
+        for piece in chunk.pieces(x.shape[0]):
             here = chunk.after(piece.start)
             state = self.mixer.reset(state, here, x.device, x.dtype)
-            part = x if piece == slice(0, tokens) else x[piece]
-            output, state, extra = self.mixer(part, state, here)
+            output, state, extra = self.mixer(x[piece], state, here)
             outputs.append(output)
             losses = add_losses(losses, extra)
         return torch.cat(outputs), [state], losses

@@ -1,0 +1,119 @@
+"""How calls fall into blocks: against a token-by-token simulation of every row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megamem.memory.base import Chunk
+from megamem.memory.blocks import Span, phase_positions, spans, waiting_visible
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    starts=st.lists(st.integers(-20, 40), min_size=1, max_size=4),
+    tokens=st.integers(1, 40),
+    block=st.integers(1, 9),
+)
+def test_spans_tile_the_call_and_no_row_crosses_a_border(starts, tokens, block):
+    found = spans(tuple(starts), tokens, block)
+    assert [span.begin for span in found] == [0, *(span.end for span in found[:-1])]
+    assert found[-1].end == tokens
+    cuts = {0, tokens}
+    for span in found:
+        assert span.begin < span.end
+        for row, start in enumerate(starts):
+            positions = range(start + span.begin, start + span.end)
+            assert span.starts[row] == positions[0]
+            assert span.ends[row] == positions[-1] + 1
+            assert len({p // block for p in positions}) == 1
+    for start in starts:
+        cuts |= {at for at in range(1, tokens) if (start + at) % block == 0}
+    # and it is cut nowhere else
+    assert {span.begin for span in found} == cuts - {tokens}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    first=st.lists(st.integers(-12, 0), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=10),
+    block=st.integers(1, 6),
+)
+def test_the_open_buffer_holds_each_row_s_unfinished_block(first, sizes, block):
+    """Runs the bookkeeping over several calls, with a list of (row, position) in place of tensors."""
+    starts, buffer = tuple(first), []
+    for tokens in sizes:
+        for span in spans(starts, tokens, block):
+            waiting = len(buffer)
+            positions = phase_positions(span, waiting, CPU).expand(-1, len(starts))
+            visible = waiting_visible(span, waiting, CPU)
+            seen = torch.ones(waiting, len(starts), dtype=torch.bool) if visible is None else visible
+            columns = buffer + [[start + i for start in span.starts] for i in range(span.end - span.begin)]
+            for row, start in enumerate(span.starts):
+                # what a row may see of the buffer is exactly its document's unfinished block
+                own = [column[row] for column, ok in zip(buffer, seen[:, row].tolist(), strict=True) if ok]
+                expected = list(range(start - start % block, start)) if start > 0 else []
+                assert own == expected
+                assert span.phases[row] == len(expected)
+                # and positions count from the block's first token
+                for column, position in zip(columns, positions[:, row].tolist(), strict=True):
+                    if column[row] >= 0 and column[row] // block == max(start, 0) // block:
+                        assert position == column[row] % block
+                end = span.ends[row]
+                assert span.closing[row] == (end > 0 and end % block == 0)
+                if span.closing[row]:
+                    assert [column[row] for column in columns[-block:]] == list(range(end - block, end))
+            buffer = columns[len(columns) - span.remaining :]
+        starts = tuple(start + tokens for start in starts)
+
+
+@pytest.mark.parametrize(
+    ("starts", "end", "phases", "closing", "remaining"),
+    [
+        ((0, 0), 4, (0, 0), (True, True), 0),
+        ((2, 2), 1, (2, 2), (False, False), 3),
+        ((4, 6), 2, (0, 2), (False, True), 2),
+        # padding has no phase and closes nothing, even where its negative position is a multiple of the block
+        ((-8, 0), 4, (0, 0), (False, True), 0),
+        ((-3, 5), 3, (0, 1), (False, True), 0),
+    ],
+)
+def test_spans_by_hand(starts, end, phases, closing, remaining):
+    span = Span(0, end, starts, 4)
+    assert span.phases == phases
+    assert span.closing == closing
+    assert span.remaining == remaining
+
+
+def test_rows_in_step_need_no_mask_and_share_their_positions():
+    span = Span(0, 2, (9, 5), 4)
+    assert waiting_visible(span, 1, CPU) is None
+    assert phase_positions(span, 1, CPU).tolist() == [[0], [1], [2]]
+
+
+def test_a_row_that_starts_afresh_sees_nothing_of_the_buffer():
+    span = Span(0, 2, (10, 0), 4)
+    assert waiting_visible(span, 2, CPU).tolist() == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize(
+    ("starts", "tokens", "pieces"),
+    [
+        ((0, 5), 4, [(0, 4)]),
+        ((-2, 0), 4, [(0, 2), (2, 4)]),
+        ((-4, -6), 4, [(0, 4)]),
+        ((-1, -3, -3, 7), 4, [(0, 1), (1, 3), (3, 4)]),
+    ],
+)
+def test_calls_are_cut_where_left_padding_ends(starts, tokens, pieces):
+    assert [(piece.start, piece.stop) for piece in Chunk(starts).pieces(tokens)] == pieces
+
+
+def test_chunk_counts_positions_and_fresh_rows():
+    chunk = Chunk((-3, 0, 8))
+    assert chunk.rows == 3
+    assert chunk.fresh() == (True, True, False)
+    assert chunk.after(3).starts == (0, 3, 11)
+    assert chunk.after(4).fresh() == (False, False, False)
