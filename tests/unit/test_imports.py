@@ -1,0 +1,147 @@
+"""The architecture as rules over the source: who may import whom, and how long files and functions may be.
+
+docs/architecture.md explains the rules; the table here is what holds.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megamem", "tokenization", "checkpoints", "launchers")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+EVERYTHING = SOURCES + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+# part: the other parts it may import
+ALLOWED = {
+    "megamem.errors": set(),
+    "megamem.hardware": set(),
+    "megamem.config": {"megamem.errors"},
+    "megamem.ops": {"megamem.errors"},
+    "megamem.parallel": {"megamem.errors"},
+    "megamem.memory": {"megamem.config", "megamem.errors", "megamem.ops", "megamem.parallel"},
+    "megamem.model": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.ops", "megamem.parallel"},
+    "megamem.pipeline": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel"},
+    "megamem.planning": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.pipeline"},
+    # shards are written by one and read by the other
+    "megamem.data": {"megamem.config", "megamem.errors", "tokenization"},
+    "tokenization": {"megamem.data", "megamem.errors"},
+    "megamem.evaluation": {
+        "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
+        "tokenization",
+    },
+    "checkpoints": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel"},
+    "launchers": {"megamem.errors"},
+    "megamem.training": {
+        "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
+        "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
+    },
+    "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
+}  # fmt: skip
+# the command line may import everything
+COMMANDS = {"megamem.cli", "megamem.cli_data", "megamem.demo", "megamem.__main__", "megamem.__init__"}
+OPTIONAL = {"flash_attn", "apex", "transformer_engine", "fla", "triton", "mamba_ssm", "causal_conv1d"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def part_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "megamem" else parts[0]
+
+
+def imports(path: Path, module_level: bool = False) -> Iterator[str]:
+    """Names of imported modules; those for type checkers only are left out. module_level: skip function bodies."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if module_level and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                if child.module == "megamem":
+                    yield from (f"megamem.{alias.name}" for alias in child.names)
+                else:
+                    yield child.module or ""
+            yield from walk(child)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def ours(name: str) -> bool:
+    return name.split(".")[0] in PACKAGES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(module_name(path))
+    if part in COMMANDS:
+        return
+    assert part in ALLOWED, f"{part} is new: give it a row here and a line in docs/architecture.md"
+    forbidden = {name for name in imports(path) if ours(name) and part_of(name) not in ALLOWED[part] | {part}}
+    assert not forbidden
+
+
+def test_no_cycles_but_the_shards() -> None:
+    """The table itself is layered: parts can be put in an order in which each imports earlier ones only."""
+    remaining = {part: set(allowed) for part, allowed in ALLOWED.items()}
+    remaining["tokenization"].discard("megamem.data")  # both sides of the shard format
+    while remaining:
+        free = {part for part, allowed in remaining.items() if not allowed & remaining.keys()}
+        assert free, f"cycle among {sorted(remaining)}"
+        remaining = {part: allowed for part, allowed in remaining.items() if part not in free}
+
+
+@pytest.mark.parametrize("part", ["megamem.memory", "megamem.model"])
+def test_model_code_knows_layers_but_no_processes(part: str) -> None:
+    """Of megamem.parallel only the interface of linear layers; nothing of DeepSpeed, Megatron or process groups."""
+    for path in SOURCES:
+        if part_of(module_name(path)) == part:
+            found = set(imports(path))
+            assert not {n for n in found if n.startswith("megamem.parallel")} - {"megamem.parallel.linears"}, path
+            assert not {n for n in found if n.startswith(("deepspeed", "megatron", "torch.distributed"))}, path
+
+
+def test_configuration_and_schedule_import_no_torch() -> None:
+    quiet = [path for path in SOURCES if part_of(module_name(path)) == "megamem.config"]
+    for path in [*quiet, ROOT / "megamem/pipeline/schedule.py", ROOT / "megamem/errors.py", ROOT / "megamem/cli.py"]:
+        assert not [name for name in imports(path, module_level=True) if name.split(".")[0] == "torch"], path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_optional_packages_are_not_needed_to_import(path: Path) -> None:
+    assert not OPTIONAL & {name.split(".")[0] for name in imports(path, module_level=True)}
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+def test_rules_see_what_they_forbid(tmp_path: Path) -> None:
+    """The parser behind the rules finds imports in functions and conditions, and leaves those for types out."""
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import hidden\n"
+        "try:\n    import guarded.inner\nexcept ImportError:\n    pass\n"
+        "def f():\n    from megamem import doctor\n    import flash_attn\n"
+    )
+    assert set(imports(file)) == {"typing", "guarded.inner", "megamem.doctor", "flash_attn"}
+    assert set(imports(file, module_level=True)) == {"typing", "guarded.inner"}
