@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from megamem.parallel.topology import Topology
 from tokenization.tokenizer import Tokenizer
 
 Watch = Callable[[str], None]
-"""Told in a few words what comes next, often enough for a watchdog to see progress."""
+"""Told in a few words what is being done, often enough for a watchdog to see progress."""
 
 
 def final_evaluation(
@@ -53,10 +53,11 @@ def final_evaluation(
         folder: where rank 0 writes evaluation.json and the picture; nothing is written if not given. The training
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
-        watch: called before and after each call of the model with what is being done.
+        watch: called after each call of the model and while LZMA is waited for, with what is being done.
     Returns: plain data: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `val_tokens`, `lzma_bits_per_byte`,
         `first_chunk_loss`, `beyond_first_chunk_loss`, `memory_off_beyond_first_chunk_loss`, `memory_gain`,
-        `sliding_perplexity`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the full reports under
+        `sliding_perplexity`, `sliding_plain_perplexity` (the same tokens without the window), `sliding_tokens`,
+        `evaluation_tokens_per_second`, `chunk_size`, `picture` and the full reports under
         `losses`, `memory`, `sliding` and `lzma`. The same on all ranks but for LZMA's figures and the picture, which
         only rank 0 has; the others have None.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
@@ -69,8 +70,9 @@ def final_evaluation(
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
         with _Passes(console if main else None, watch) as passes:
             figures = _figures(stage, chosen, config, topology, dtype, token_bytes, passes)
-        if watch is not None:
-            watch("LZMA baseline")
+        while lzma and not wait([lzma], timeout=1).done:
+            if watch is not None:
+                watch("evaluation, LZMA baseline")
         result = _result(figures, lzma.result() if lzma else None, stage.config.chunk_size)
     if main and folder is not None:
         result["picture"] = str(folder / PICTURE)
@@ -128,6 +130,8 @@ def _result(figures: _Figures, lzma: LzmaReport | None, chunk_size: int) -> dict
         "memory_off_beyond_first_chunk_loss": memory.memory_off_beyond_first_chunk_loss,
         "memory_gain": memory.gain,
         "sliding_perplexity": sliding.perplexity,
+        "sliding_plain_perplexity": sliding.plain_perplexity,
+        "sliding_tokens": sliding.tokens,
         "evaluation_tokens_per_second": losses.tokens / figures.seconds,
         "chunk_size": chunk_size,
         "picture": None,

@@ -12,6 +12,7 @@ from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.probe import memory_use
 from megamem.evaluation.run import final_evaluation
 from megamem.evaluation.sliding import sliding_losses
+from megamem.model.stage import Stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
@@ -52,10 +53,8 @@ def run_config(dp) -> RunConfig:
     )
 
 
-def built(topology):
-    from megamem.model.stage import Stage
-
-    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group))
+def built(topology, split_tokens=False):
+    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens))
     initialize_parameters(stage, 1, topology.tp_size, topology.tp_rank)
     return stage
 
@@ -89,11 +88,11 @@ def under_zero_3(topology):
     return {"figures": json.dumps(before), "calls": made, "uneven": uneven, "losses": losses, "modes": calls[:made]}
 
 
-def both_layouts(payload):
+def all_layouts(payload):
     results = {}
-    for name, tp in (("dp", 1), ("tp", 2)):
+    for name, tp in (("dp", 1), ("tp", 2), ("tp, tokens split", 2)):
         topology = Topology.start(tp=tp, device="cpu")
-        results[name] = json.dumps(figures(built(topology), topology))
+        results[name] = json.dumps(figures(built(topology, "split" in name), topology))
         if name == "dp":
             results["zero3"] = under_zero_3(topology)
     return results
@@ -120,7 +119,7 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def world():
-    return run_distributed(2, "tests.distributed.test_evaluation:both_layouts", preload=PARALLEL)
+    return run_distributed(2, "tests.distributed.test_evaluation:all_layouts", preload=PARALLEL)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def alone():
     return figures(make_stage("elastic_memory", torch.float32), None)
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp"])
+@pytest.mark.parametrize("layout", ["dp", "tp", "tp, tokens split"])
 def test_two_processes_give_the_figures_of_one(world, alone, layout):
     assert world[0][layout] == world[1][layout], "the report is the same on both ranks, to the last bit"
     assert_same(world[0][layout], alone)

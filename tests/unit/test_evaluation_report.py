@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
+from megamem.evaluation import run
 from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.metrics import read_curves
@@ -132,7 +134,23 @@ def test_progress_is_shown_and_told_to_the_watchdog():
     for name in ("held-out loss", "memory off", "sliding window"):
         assert name in shown.getvalue()
         assert any(name in words for words in told)
-    assert told[-1] == "LZMA baseline"
+
+
+def test_the_watchdog_hears_of_a_slow_baseline(monkeypatch):
+    told, waits = [], threading.Event()
+
+    def slow(documents, tokenizer):
+        assert waits.wait(30)
+
+    monkeypatch.setattr(run, "lzma_baseline", slow)
+
+    def watch(words):
+        told.append(words)
+        if "LZMA" in words:
+            waits.set()
+
+    evaluate(watch=watch)
+    assert told[-1] == "evaluation, LZMA baseline"
 
 
 @pytest.mark.parametrize("curve", [True, False])
