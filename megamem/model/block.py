@@ -22,6 +22,6 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """The contract of a mixer (`megamem.memory.base.Mixer.forward`), residual included."""
-        mixed, state, losses = self.mixer(self.mixer_norm(hidden), state, chunk)
+        mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
         hidden = hidden + mixed
         return hidden + self.mlp(self.mlp_norm(hidden)), state, losses

@@ -23,7 +23,7 @@ def whole_parameter(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
     """FP32 master value of a parameter under any ZeRO stage, whole over `group`. A collective of all ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    local = safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") or _partitioned(parameter) else None
+    local = safe_get_full_fp32_param(parameter)
     local = parameter.detach().float() if local is None else local.view(_local_shape(parameter))
     return gather_shards(local, info(parameter).shard_axis, group)
 
@@ -41,9 +41,6 @@ def whole_gradient(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
     return gather_shards(local.float().view(_local_shape(parameter)), info(parameter).shard_axis, group)
 
 
-def _partitioned(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id")
-
-
 def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(parameter.ds_shape) if _partitioned(parameter) else tuple(parameter.shape)  # type: ignore[attr-defined]
+    """This rank's shape before ZeRO-3 partitions it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

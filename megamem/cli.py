@@ -1,0 +1,139 @@
+"""The `megamem` command. Verbs import what they need when they run, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from launchers.local import inside_job, run_local
+from megamem.cli_data import corpus_app, shards_app, tokenizer_app
+from megamem.errors import MegamemError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(corpus_app, name="corpus")
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(shards_app, name="shards")
+console = Console(soft_wrap=True)
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print everything, run one mock step, write nothing")
+    ] = False,
+    processes: Annotated[int | None, typer.Option(help="local processes; TP x DP if not given")] = None,
+) -> None:
+    """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+
+    settings = load_config(RunConfig, config, overrides or [])
+    if inside_job():
+        _rank(settings, dry_run)
+        return
+    count = processes or settings.parallel.tp * (settings.parallel.dp or 1)
+    from megamem.training.start import check_layout, check_run
+
+    if dry_run:
+        check_layout(settings, count)
+    else:
+        check_run(settings, count)
+    _prepare_processor(settings.training.precision)
+    if count == 1:
+        _rank(settings, dry_run)
+        return
+    flags = ["--dry-run"] if dry_run else []
+    raise typer.Exit(run_local(count, ["train", str(config), *(overrides or []), *flags]))
+
+
+def _prepare_processor(precision: str) -> None:
+    from megamem.hardware import avoid_broken_amx
+
+    if precision == "bf16" and (line := avoid_broken_amx()):
+        console.print(line, highlight=False)
+
+
+def _rank(settings: object, dry: bool) -> None:
+    from megamem.config.run import RunConfig
+    from megamem.training import start
+    from megamem.training.loop import STOPPED
+
+    assert isinstance(settings, RunConfig)
+    if dry:
+        start.dry_run(settings, console)
+        return
+    figures = start.train(settings, console)
+    if figures is None:
+        console.print("stopped by a signal at a step border")
+        raise typer.Exit(STOPPED)
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        console.file.write(json.dumps(figures) + "\n")
+        console.file.flush()
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="where corpus, tokenizer and shards go")] = Path("runs/demo-data"),
+    config: Annotated[Path, typer.Option(help="the run")] = Path("configs/recipes/demo.yaml"),
+    overrides: Overrides = None,
+) -> None:
+    """From nothing to a trained model on real books: fetch, tokenize, shard, train on two processes, evaluate."""
+    from megamem.demo import run_demo
+
+    raise typer.Exit(run_demo(folder, config, overrides or [], console))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False) -> None:
+    """Versions, devices, what is missing and what that costs, and a two-process self-test."""
+    from megamem.doctor import run_doctor
+
+    raise typer.Exit(0 if run_doctor(console, as_json) else 1)
+
+
+@app.command()
+def mechanisms() -> None:
+    """List every registered mixer with its fields."""
+    from megamem.config.registry import mixer_kinds
+
+    for kind, config in mixer_kinds().items():
+        console.print(f"[bold]{kind}[/bold]  {(config.__doc__ or '').splitlines()[0]}", highlight=False)
+        for name, field in config.__pydantic_fields__.items():
+            if name != "kind":
+                console.print(f"    {name} = {field.default}: {field.description}", highlight=False, markup=False)
+
+
+def main() -> None:
+    """Entry point: a MegamemError becomes one line on stderr and its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(standalone_mode=True)
+    except MegamemError as error:
+        sys.stderr.write(f"megamem: {error}\n")
+        sys.stderr.flush()
+        _leave(error.exit_code)
+
+
+def _leave(code: int) -> None:
+    """End this rank now: its peers may sit in a collective that will never complete."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    if inside_job():
+        import os
+
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,201 @@
+"""What happens around the training steps: a callback has a method for each moment; all ranks run all of them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.errors import NonFiniteError
+from megamem.training.engine import StepResult
+from megamem.training.sinks import Sink
+
+if TYPE_CHECKING:
+    from megamem.training.loop import Trainer
+
+
+class Callback:
+    """Override what you need. `trainer.step` counts finished optimizer steps."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """After each optimizer step. Must not read device values: that makes the host wait."""
+
+    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """At logging steps, once `record` is filled; may read device values."""
+
+    def finish(self, trainer: Trainer) -> None:
+        """After the last step, also when the run was stopped early."""
+
+
+class BadSteps(Callback):
+    """Counts steps skipped for non-finite values on the device, and gives up after too many in a row."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._streak: Tensor | None = None
+        self._worst: Tensor | None = None
+        self._total: Tensor | None = None
+        self._recent: deque[tuple[int, Tensor]] = deque(maxlen=10_000)
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """See `Callback.after_step`."""
+        bad = result.bad
+        if self._streak is None or self._worst is None or self._total is None:
+            self._streak, self._worst, self._total = (torch.zeros_like(bad) for _ in range(3))
+        self._streak = (self._streak + bad) * bad
+        self._worst = torch.maximum(self._worst, self._streak)
+        self._total = self._total + bad
+        self._recent.append((trainer.step, bad))
+
+    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Add `skipped`; raise NonFiniteError with the samples of the skipped steps if the limit is reached."""
+        if self._worst is None or self._total is None:
+            return
+        worst, total = torch.stack((self._worst, self._total)).tolist()
+        record["skipped"] = int(total)
+        if worst >= self.limit:
+            flags = torch.stack([bad for _, bad in self._recent]).tolist()
+            steps = [step for (step, _), flag in zip(self._recent, flags, strict=True) if flag]
+            rows = trainer.config.global_rows
+            samples = ", ".join(f"{(s - 1) * rows}-{s * rows - 1}" for s in steps[-self.limit :])
+            raise NonFiniteError(
+                f"loss or gradients were not finite for {int(worst)} steps in a row (training.max_bad_steps "
+                f"{self.limit}); nothing was updated in steps {steps[-self.limit :]}, samples {samples}"
+            )
+        self._recent.clear()
+
+
+class Metrics(Callback):
+    """Fills and writes a record every `every` steps: the only moments the host waits for the device."""
+
+    def __init__(self, every: int, sinks: Sequence[Sink], flops_per_token: float, peak: float | None) -> None:
+        self.every = every
+        self.sinks = sinks
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.tokens_per_second = 0.0
+
+    def start(self, trainer: Trainer) -> None:
+        """See `Callback.start`."""
+        self._begun = time.monotonic()
+        self._reset(trainer)
+
+    def _reset(self, trainer: Trainer) -> None:
+        self._since, self._from_step, self._waited = time.monotonic(), trainer.step, trainer.data_wait
+        self._paused = trainer.paused
+        self._nats: Tensor | None = None
+        self._predicted: Tensor | None = None
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """See `Callback.after_step`. A skipped step's loss would make the mean useless; it counts as nothing."""
+        keep = result.bad == 0
+        nats = torch.where(keep, result.loss_sum, 0.0)
+        predicted = torch.where(keep, result.predicted, 0.0)
+        self._nats = nats if self._nats is None or self._predicted is None else self._nats + nats
+        self._predicted = predicted if self._predicted is None else self._predicted + predicted
+        if trainer.step % self.every and trainer.step != trainer.config.steps and trainer.step != 1:
+            return
+        record = self._record(trainer, result)
+        for callback in trainer.callbacks:
+            callback.at_log(trainer, record)
+        for sink in self.sinks:
+            sink.write(record)
+        self._reset(trainer)
+
+    def _record(self, trainer: Trainer, result: StepResult) -> dict[str, Any]:
+        assert self._nats is not None
+        assert self._predicted is not None
+        dist.all_reduce(self._nats, group=trainer.topology.dp_group)
+        nats, predicted = torch.stack((self._nats, self._predicted)).tolist()
+        config, steps = trainer.config, trainer.step - self._from_step
+        now = time.monotonic()
+        seconds = max(now - self._since - (trainer.paused - self._paused), 1e-9)
+        rate = steps * config.training.batch_tokens / seconds
+        self.tokens_per_second = rate
+        per_device = rate / trainer.topology.world_size
+        norm = result.grad_norm
+        return {
+            "step": trainer.step,
+            "tokens": trainer.step * config.training.batch_tokens,
+            "loss": nats / predicted if predicted else float("nan"),
+            "grad_norm": None if norm is None else float(norm),
+            "lr": trainer.lr,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": per_device,
+            "mfu": per_device * self.flops_per_token / self.peak if self.peak else None,
+            "data_wait": (trainer.data_wait - self._waited) / seconds,
+            "memory_gib": peak_memory(trainer.topology.device) / 2**30,
+            "eta_s": (config.steps - trainer.step) * seconds / max(steps, 1),
+            "elapsed_s": now - self._begun,
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: of the device's allocator on CUDA, else this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Validation(Callback):
+    """Held-out losses every `every` steps, written as a record of their own."""
+
+    def __init__(self, every: int, evaluate: Callable[[], dict[str, Any]], sinks: Sequence[Sink]) -> None:
+        self.every = every
+        self.evaluate = evaluate
+        self.sinks = sinks
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """See `Callback.after_step`. A validation is a pause: its time is not the training's."""
+        if not self.every or trainer.step % self.every or trainer.step == trainer.config.steps:
+            return
+        with trainer.pause(f"validation after step {trainer.step}"):
+            losses = self.evaluate()
+        record = {"step": trainer.step, "tokens": trainer.step * trainer.config.training.batch_tokens, **losses}
+        for sink in self.sinks:
+            sink.write(record)
+
+
+class Profiler(Callback):
+    """A torch.profiler trace of some steps, one Chrome trace per rank."""
+
+    def __init__(self, first: int, last: int, folder: Path) -> None:
+        self.first, self.last, self.folder = first, last, folder
+        self._profile: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        """See `Callback.start`."""
+        if self.first == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._profile = torch.profiler.profile(record_shapes=True)
+        self._profile.__enter__()
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """See `Callback.after_step`."""
+        if trainer.step == self.first - 1:
+            self._begin()
+        elif trainer.step == self.last:
+            self._end(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """See `Callback.finish`."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        self._profile.export_chrome_trace(str(self.folder / f"trace-rank{trainer.topology.rank}.json"))
+        self._profile = None

@@ -1,0 +1,111 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamem.config.run import RunConfig
+from megamem.data.feeder import Feeder
+from megamem.parallel.topology import Topology
+from megamem.training.callbacks import Callback
+from megamem.training.engine import TrainingEngine
+from megamem.training.optimizer import learning_rate
+from megamem.training.watchdog import Watchdog
+
+STOPPED = 75
+"""Exit code of a run that SIGTERM or SIGINT ended at a step border (EX_TEMPFAIL: try again)."""
+
+
+class Trainer:
+    """Runs steps until the budget is spent or a signal asks to stop. Everything optional is a callback."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        topology: Topology,
+        engine: TrainingEngine,
+        feeder: Feeder,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.config, self.topology, self.engine, self.feeder = config, topology, engine, feeder
+        self.callbacks = list(callbacks)
+        self.step = 0
+        self.lr = 0.0
+        self.data_wait = 0.0
+        self.paused = 0.0
+        self.stopped = False
+        self._signal: int | None = None
+        self._watchdog = Watchdog(topology, config.parallel.stall_timeout_s)
+
+    def fit(self) -> None:
+        """Train. Raises NonFiniteError if the run had to be given up."""
+        with self._signals(), self._watchdog, self._batches() as batches:
+            for callback in self.callbacks:
+                callback.start(self)
+            while self.step < self.config.steps and not self.stopped:
+                self._one_step(batches)
+                self.stopped = self._someone_wants_to_stop()
+            for callback in self.callbacks:
+                callback.finish(self)
+
+    def _one_step(self, batches: Iterator[Any]) -> None:
+        step = self.step
+        self._watchdog.at(f"step {step + 1}: waiting for data")
+        begun = time.monotonic()
+        micro_batches = [b.to(self.topology.device) for b in itertools.islice(batches, self.engine.accumulation)]
+        self.data_wait += time.monotonic() - begun
+        self.lr = learning_rate(self.config.optimizer, step, self.config.steps)
+        result = self.engine.step(micro_batches, self.lr, lambda what: self._watchdog.at(f"step {step + 1}: {what}"))
+        self.step += 1
+        for callback in self.callbacks:
+            callback.after_step(self, result)
+
+    def watch(self, action: str) -> None:
+        """Tell the watchdog what this rank is at."""
+        self._watchdog.at(action)
+
+    @contextmanager
+    def pause(self, what: str) -> Iterator[None]:
+        """Time that does not count as training."""
+        self.watch(what)
+        begun = time.monotonic()
+        yield
+        self.paused += time.monotonic() - begun
+
+    def _batches(self) -> Any:
+        return self.feeder.prefetch(self.step, pin_memory=self.topology.device.type == "cuda")
+
+    def _someone_wants_to_stop(self) -> bool:
+        """Whether any rank got a signal; agreed between hosts, the devices are not asked."""
+        flag = torch.tensor(int(self._signal is not None))
+        if self.topology.world_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask for a stop at the next step border; a second one acts at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signal = number
+            signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+
+        for number in before:
+            signal.signal(number, note)
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

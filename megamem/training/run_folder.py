@@ -1,0 +1,70 @@
+"""The folder a run writes to: made once, never shared with another run, with what is needed to repeat the run."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megamem.config.load import config_hash, dump_yaml
+from megamem.config.run import RunConfig
+from megamem.errors import RunFolderError
+
+FREE_BYTES = 64 * 2**20
+"""Room asked for besides the weights: metrics, traces, pictures."""
+
+
+def check_run_folder(folder: Path, needed_bytes: int) -> None:
+    """Raise RunFolderError if the folder holds a run, cannot be written or its disk is too full."""
+    if (folder / "config.yaml").exists():
+        raise RunFolderError(f"{folder}: already holds a run; choose another `name` or remove the folder")
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder}: is a file, not a folder; choose another `name` or `runs_folder`")
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        probe = existing / f".write-probe-{folder.name}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RunFolderError(
+            f"{existing}: cannot be written ({error.strerror}); choose another `runs_folder`"
+        ) from None
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes + FREE_BYTES:
+        raise RunFolderError(
+            f"{existing}: {free / 2**20:.0f} MiB free, but the run needs about "
+            f"{(needed_bytes + FREE_BYTES) / 2**20:.0f} MiB; free some or choose another `runs_folder`"
+        )
+
+
+def create_run_folder(config: RunConfig) -> Path:
+    """Make the folder with `config.yaml` and `environment.json`. Raises RunFolderError if another run was faster."""
+    folder = config.run_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with (folder / "config.yaml").open("x", encoding="utf-8") as file:
+            file.write(f"# resolved configuration, hash {config_hash(config)}\n{dump_yaml(config)}")
+    except FileExistsError:
+        raise RunFolderError(f"{folder}: already holds a run; choose another `name` or remove the folder") from None
+    (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def environment() -> dict[str, Any]:
+    """Versions, command and code revision."""
+    packages = ["megamem", "torch", "deepspeed", "megatron-core", "numpy", "tokenizers"]
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in packages},
+        "revision": revision.stdout.strip() or None,
+    }

@@ -1,0 +1,145 @@
+"""Where metrics go: a JSON-lines file always, the console, W&B and TensorBoard by switch. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from megamem.config.load import config_hash
+from megamem.config.run import RunConfig
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes one record per log line."""
+
+    def write(self, record: Record) -> None:
+        """Record a mapping with `step` and `tokens`."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+class JsonLines:
+    """`metrics.jsonl`: one JSON object a line, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """See `Sink.write`. Non-finite numbers become null: JSON has none."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._file.close()
+
+
+class ConsoleLines:
+    """A readable line per record."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console = console
+        self.steps = steps
+
+    def write(self, record: Record) -> None:
+        """See `Sink.write`."""
+        parts = [f"step {record['step']:>{len(str(self.steps))}}/{self.steps}"]
+        parts += [text for name, value in record.items() if (text := _shown(name, value))]
+        self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    formats = {
+        "loss": "loss {:.4f}",
+        "val_loss": "validation loss {:.4f}",
+        "val_bits_per_byte": "{:.4f} bits/byte",
+        "val_beyond_first_chunk_loss": "beyond first chunk {:.4f}",
+        "grad_norm": "grad norm {:.3f}",
+        "lr": "lr {:.2e}",
+        "tokens_per_second_per_device": "{:,.0f} tokens/s/device",
+        "mfu": "MFU {:.1%}",
+        "data_wait": "data wait {:.1%}",
+        "memory_gib": "{:.2f} GiB",
+        "skipped": "skipped {}",
+        "eta_s": "ETA {}",
+    }
+    if name not in formats or (name == "skipped" and not value):
+        return ""
+    if name == "eta_s":
+        minutes, seconds = divmod(round(value), 60)
+        return f"ETA {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    return formats[name].format(value)
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, record: Record) -> None:
+        """See `Sink.write`."""
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run; offline runs lie in the run folder until `wandb sync`."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=config.logging.wandb.project,
+            group=config.logging.wandb.group,
+            name=config.name,
+            mode=config.logging.wandb.mode,
+            dir=str(folder),
+            config={**config.model_dump(mode="json"), "config_hash": config_hash(config)},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def write(self, record: Record) -> None:
+        """See `Sink.write`."""
+        self._run.log({k: v for k, v in record.items() if k != "step" and v is not None}, step=record["step"])
+
+    def picture(self, name: str, path: Path) -> None:
+        """Attach a PNG."""
+        import wandb
+
+        self._run.log({name: wandb.Image(str(path))})
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        self._run.finish()
+
+
+def open_sinks(config: RunConfig, folder: Path, console: Console) -> list[Sink]:
+    """The sinks of rank 0."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl"), ConsoleLines(console, config.steps)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoard(folder))
+    if config.logging.wandb.mode != "disabled":
+        sinks.append(Wandb(config, folder))
+    return sinks

@@ -1,0 +1,249 @@
+"""From a configuration to a running job: check everything that can be checked first, then build, train, evaluate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from checkpoints.weights import save_weights
+from megamem.config.load import dump_yaml
+from megamem.config.run import RunConfig
+from megamem.data.batch import Batch, EvaluationDocument
+from megamem.data.feeder import Feeder, evaluation_documents
+from megamem.errors import ConfigError
+from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.run import final_evaluation
+from megamem.ops.attention import check_backend
+from megamem.parallel.topology import Topology, data_parallel_size
+from megamem.planning.devices import device_peak
+from megamem.planning.flops import flops_per_token
+from megamem.planning.parameters import parameter_counts
+from megamem.training.callbacks import BadSteps, Callback, Metrics, Profiler, Validation, peak_memory
+from megamem.training.engine import TrainingEngine
+from megamem.training.loop import Trainer
+from megamem.training.run_folder import check_run_folder, create_run_folder
+from megamem.training.sinks import Wandb, open_sinks
+from tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def check_layout(config: RunConfig, processes: int) -> int:
+    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
+    check_backend(config.model.attention)
+    dp = data_parallel_size(processes, config.parallel.tp, 1, config.parallel.dp)
+    try:
+        config.accumulation_steps(dp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return dp
+
+
+def check_run(config: RunConfig, processes: int) -> None:
+    """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
+    dp = check_layout(config, processes)
+    open_feeder(config, dp_rank=0, dp_size=dp)
+    weights = 4 * parameter_counts(config.model)["total"]
+    check_run_folder(config.run_folder, needed_bytes=weights)
+
+
+def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
+    """The data of one data-parallel rank, checked against the model."""
+    feeder = Feeder(
+        config.data,
+        chunk_size=config.model.chunk_size,
+        global_rows=config.global_rows,
+        micro_batch_size=config.training.micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+    feeder.check_vocab(config.model.vocab_size)
+    return feeder
+
+
+def describe(config: RunConfig, dp_size: int) -> list[str]:
+    """The arithmetic of a run, a line each."""
+    training, counts = config.training, parameter_counts(config.model)
+    accumulation = config.accumulation_steps(dp_size)
+    tokens = config.steps * training.batch_tokens
+    return [
+        f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
+        f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,} = "
+        f"{dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
+        f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
+        f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
+        f"budget: {config.steps:,} steps = {tokens:,} tokens",
+        f"layout: TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
+        f"{training.precision.upper()}",
+    ]
+
+
+def dry_run(config: RunConfig, console: Console) -> None:
+    """Print the resolved configuration and its arithmetic, then one optimizer step on random tokens."""
+    topology = start_topology(config)
+    if topology.rank == 0:
+        console.print(dump_yaml(config), highlight=False)
+        for line in describe(config, topology.dp_size):
+            console.print(line, highlight=False)
+    engine = TrainingEngine(config, topology)
+    begun = time.monotonic()
+    result = engine.step(mock_batches(config, topology), config.optimizer.lr)
+    loss, predicted, bad = torch.stack([result.loss_sum, result.predicted, result.bad.double()]).tolist()
+    if topology.rank == 0:
+        local = predicted / topology.dp_size
+        console.print(
+            f"mock step on {topology.world_size} process(es): loss {loss / local:.4f} nats/token, "
+            f"{time.monotonic() - begun:.2f} s, peak memory {peak_memory(topology.device) / 2**30:.2f} GiB on rank 0"
+            f"{'' if not bad else ', NOT FINITE'}",
+            highlight=False,
+        )
+
+
+def mock_batches(config: RunConfig, topology: Topology) -> list[Batch]:
+    """A step's batches of random tokens on the device, all documents starting at position 0."""
+    length, rows = config.data.sequence_length, config.training.micro_batch_size
+    generator = torch.Generator().manual_seed(topology.dp_rank)
+    starts = np.repeat(np.arange(0, length, config.model.chunk_size)[:, None], rows, axis=1)
+    batches = []
+    for _ in range(config.accumulation_steps(topology.dp_size)):
+        tokens = torch.randint(config.model.vocab_size, (length + 1, rows), generator=generator)
+        batches.append(Batch(tokens[:-1], tokens[1:], starts, tuple(range(rows))).to(topology.device))
+    return batches
+
+
+def start_topology(config: RunConfig) -> Topology:
+    """Join the job's processes."""
+    parallel = config.parallel
+    return Topology.start(parallel.tp, parallel.dp, device=parallel.device, timeout_s=parallel.timeout_s)
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def held_out(config: RunConfig) -> list[EvaluationDocument]:
+    """The held-out documents."""
+    return list(evaluation_documents(config.data, chunk_size=config.model.chunk_size))
+
+
+def open_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """The run's tokenizer, if it names one."""
+    return Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
+
+
+def validate(engine: TrainingEngine, documents: list[EvaluationDocument], trainer: Trainer) -> dict[str, Any]:
+    """Losses of a validation while training."""
+    topology, settings, tokenizer = engine.topology, engine.config.evaluation, open_tokenizer(engine.config)
+    report = evaluate_losses(
+        engine.stage,
+        documents,
+        topology=topology,
+        device=topology.device,
+        dtype=engine.dtype,
+        rows=settings.rows,
+        max_tokens=settings.max_tokens,
+        token_bytes=tokenizer.byte_lengths() if tokenizer else None,
+        progress=lambda done, of: trainer.watch(f"validation, call {done} of {of}"),
+    )
+    return {
+        "val_loss": report.loss,
+        "val_bits_per_byte": report.bits_per_byte,
+        "val_beyond_first_chunk_loss": report.beyond_first_chunk_loss,
+    }
+
+
+class Progress(Callback):
+    """Remembers the first log record's step and the steady rate, for the final report."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """See `Callback.at_log`."""
+        self.rates.append(record["tokens_per_second"])
+
+    def tokens_per_second(self) -> float:
+        """Median over log lines, the first (warm-up) left out where there are others."""
+        rates = self.rates[1:] or self.rates
+        return float(np.median(rates)) if rates else 0.0
+
+
+def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
+    """Run a whole training on this rank. Returns rank 0's final figures, None if the run was stopped by a signal."""
+    topology = start_topology(config)
+    chief = topology.rank == 0
+    feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
+    folder = config.run_folder
+    if chief:
+        create_run_folder(config)
+        for line in [*describe(config, topology.dp_size), *(str(report) for report in feeder.reports)]:
+            console.print(line, highlight=False)
+    dist.barrier()
+    engine = TrainingEngine(config, topology)
+    sinks = open_sinks(config, folder, console) if chief else []
+    progress = Progress()
+    peak = device_peak(device_name(topology.device), config.training.precision)
+    flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
+    callbacks: list[Callback] = [progress, BadSteps(config.training.max_bad_steps)]
+    callbacks.append(Metrics(config.logging.every, sinks, flops, peak))
+    trainer = Trainer(config, topology, engine, feeder, callbacks)
+    if config.data.validation and config.evaluation.every:
+        documents = held_out(config)
+        trainer.callbacks.append(
+            Validation(config.evaluation.every, lambda: validate(engine, documents, trainer), sinks)
+        )
+    if config.logging.profile_steps:
+        trainer.callbacks.append(Profiler(*config.logging.profile_steps, folder))
+    try:
+        trainer.fit()
+        save_weights(engine.parameters(), topology, folder / "model.safetensors")
+        if trainer.stopped:
+            return None
+        return _finish(config, topology, engine, trainer, progress, console, folder)
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+def _finish(
+    config: RunConfig,
+    topology: Topology,
+    engine: TrainingEngine,
+    trainer: Trainer,
+    progress: Progress,
+    console: Console,
+    folder: Path,
+) -> dict[str, Any]:
+    """Final evaluation, report and the figures of the run."""
+    figures: dict[str, Any] = {
+        "run_dir": str(folder),
+        "steps": trainer.step,
+        "tokens_per_second": progress.tokens_per_second(),
+    }
+    if config.data.validation:
+        figures |= final_evaluation(
+            engine.stage,
+            lambda: held_out(config),
+            open_tokenizer(config),
+            config,
+            topology,
+            dtype=engine.dtype,
+            folder=folder,
+            console=console,
+        )
+    if topology.rank == 0:
+        (folder / "result.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        wandb_sinks = [s for c in trainer.callbacks if isinstance(c, Metrics) for s in c.sinks if isinstance(s, Wandb)]
+        for sink in wandb_sinks:
+            if figures.get("picture"):
+                sink.picture("evaluation", Path(figures["picture"]))
+    return figures

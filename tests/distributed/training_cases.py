@@ -1,0 +1,133 @@
+"""What the training tests run on each rank: small models, fixed batches, single-process references."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megamem.config.load import parse_config
+from megamem.config.run import RunConfig
+from megamem.data.batch import Batch
+from megamem.memory.base import Chunk, detach
+from megamem.model.stage import Stage
+from megamem.parallel.gather import whole_gradient, whole_parameter
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.parallel.topology import Topology
+from megamem.training.engine import TrainingEngine
+
+ROWS, LENGTH, CHUNK, VOCABULARY = 4, 64, 16, 64
+MODEL = {
+    "layers": 3,
+    "hidden_size": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab_size": VOCABULARY,
+    "chunk_size": CHUNK,
+    "memory": [
+        {"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}},
+        {"layers": [2], "mixer": "full_attention"},
+    ],
+}
+
+
+def run_config(steps: int = 20, **sections) -> RunConfig:
+    """A small run; `sections` are merged over the defaults."""
+    tree = {
+        "name": "case",
+        "model": {**MODEL, **sections.get("model", {})},
+        "data": {"sources": "none", "sequence_length": LENGTH, "short_documents": "pack", **sections.get("data", {})},
+        "training": {
+            "steps": steps, "batch_tokens": ROWS * LENGTH, "precision": "fp32", **sections.get("training", {}),
+        },
+        "parallel": {"timeout_s": 120, "stall_timeout_s": 60, "device": "cpu", **sections.get("parallel", {})},
+        "optimizer": {"clip": 0.0, **sections.get("optimizer", {})},
+    }  # fmt: skip
+    return parse_config(RunConfig, tree, "test")
+
+
+def step_data(step: int, uneven: bool) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Tokens, labels (some ignored, unevenly over rows) and chunk starts (uneven: a document begins inside row 2)."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (LENGTH, ROWS), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (LENGTH, ROWS), generator=generator)
+    labels[5:40, 1] = -100
+    starts = np.arange(0, LENGTH, CHUNK)[:, None].repeat(ROWS, 1)
+    if uneven:
+        starts[2:, 2] -= 2 * CHUNK
+    return tokens, labels, starts
+
+
+def local_batches(config: RunConfig, topology: Topology, step: int) -> list[Batch]:
+    """This rank's micro-batches of `step`, split as the feeder does."""
+    tokens, labels, starts = step_data(step, config.data.short_documents == "pack")
+    micro = config.training.micro_batch_size
+    batches = []
+    for a in range(config.accumulation_steps(topology.dp_size)):
+        first = (a * topology.dp_size + topology.dp_rank) * micro
+        rows = slice(first, first + micro)
+        batches.append(Batch(tokens[:, rows], labels[:, rows], starts[:, rows], tuple(range(micro))))
+    return batches
+
+
+def reference(steps: int, bptt_chunks: int, lr: float, tied: bool, uneven: bool):
+    """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window."""
+    config = run_config(model={"tie_embeddings": tied}, training={"bptt_chunks": bptt_chunks})
+    stage = Stage(config.model, PlainLinears())
+    initialize_parameters(stage, config.training.seed)
+    groups = [
+        {"params": [p for p in stage.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
+        {"params": [p for p in stage.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    gradients: dict[str, torch.Tensor] = {}
+    losses = []
+    for step in range(steps):
+        tokens, labels, starts = step_data(step, uneven)
+        states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
+        total = torch.zeros(())
+        for c in range(LENGTH // CHUNK):
+            if c % bptt_chunks == 0:
+                states = [detach(state) for state in states]
+            part = slice(c * CHUNK, (c + 1) * CHUNK)
+            hidden, states, _ = stage(tokens[part], states, Chunk(tuple(starts[c].tolist())))
+            total = total + stage.token_losses(hidden, labels[part]).sum()
+        loss = total / (labels != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in stage.named_parameters()}
+        optimizer.step()
+    return gradients, losses, {name: p.detach().clone() for name, p in stage.named_parameters()}
+
+
+def train_case(case: dict) -> dict:
+    """One rank's run of a case: gathered gradients and gradient norm of step 0, loss of each step, weights at the end."""
+    config = run_config(**case["config"])
+    topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=45)
+    engine = TrainingEngine(config, topology)
+    out: dict = {"losses": []}
+    for step in range(case["steps"]):
+        if step == 0:
+            gradients = _gradients(config, topology)
+        result = engine.step(local_batches(config, topology, step), case["lr"])
+        torch.distributed.all_reduce(result.loss_sum, group=topology.dp_group)
+        out["losses"].append((result.loss_sum / result.predicted).item())
+        if step == 0:
+            out["grad_norm"] = float(result.grad_norm)
+    weights = {name: whole_parameter(p, topology.tp_group) for name, p in engine.parameters().items()}
+    if topology.rank == 0:
+        out |= {"gradients": gradients, "weights": weights}
+    return out
+
+
+def _gradients(config: RunConfig, topology: Topology) -> dict[str, torch.Tensor]:
+    """Gathered gradients of step 0, from an engine of its own so that the run's is left alone."""
+    engine = TrainingEngine(config, topology)
+    engine.backward(local_batches(config, topology, 0))
+    return {name: whole_gradient(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
+
+
+def train_cases(cases: dict[str, dict]) -> dict[str, dict]:
+    """All cases one after the other in this world."""
+    return {name: train_case(case) for name, case in cases.items()}
