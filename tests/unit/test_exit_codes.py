@@ -1,0 +1,42 @@
+"""docs/exit_codes.md lists every error class with its code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from megamem import errors
+from megamem.errors import MegamemError
+from megamem.training.loop import STOPPED
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, MegamemError)]
+
+
+def documented() -> dict[int, str]:
+    """First two cells of each row of the table, by code."""
+    text = (ROOT / "docs" / "exit_codes.md").read_text(encoding="utf-8")
+    return {int(code): classes for code, classes in re.findall(r"^\| (\d+) \|([^|]*)\|", text, re.MULTILINE)}
+
+
+def test_every_class_is_listed_under_its_code() -> None:
+    rows = documented()
+    assert len(CLASSES) >= 7
+    for cls in CLASSES:
+        assert f"`{cls.__name__}`" in rows[cls.exit_code]
+
+
+def test_nothing_else_is_listed() -> None:
+    names = {name for classes in documented().values() for name in re.findall(r"`(\w+)`", classes)}
+    assert names == {cls.__name__ for cls in CLASSES}
+    assert set(documented()) == {cls.exit_code for cls in CLASSES} | {0, STOPPED}
+
+
+def test_codes_tell_conditions_apart() -> None:
+    """Siblings have codes of their own, and none collides with those the shell gives to signals."""
+    direct = [cls for cls in CLASSES if cls.__base__ is MegamemError]
+    codes = [cls.exit_code for cls in direct]
+    assert len(set(codes)) == len(codes)
+    assert all(1 < code < 126 for code in [*codes, STOPPED])
+    assert STOPPED not in codes
