@@ -176,6 +176,9 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        stride = self.evaluation.sliding_stride
+        if stride and chunk % stride:
+            raise ValueError(f"evaluation.sliding_stride {stride} does not divide model.chunk_size {chunk}")
         if training.batch_tokens % length:
             raise ValueError(
                 f"training.batch_tokens {training.batch_tokens} is not a multiple of data.sequence_length {length}"

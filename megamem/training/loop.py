@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -20,7 +20,6 @@ from megamem.parallel.topology import Topology
 from megamem.training.callbacks import Callback
 from megamem.training.engine import TrainingEngine
 from megamem.training.optimizer import learning_rate
-from megamem.training.watchdog import Watchdog
 
 STOPPED = 75
 """Exit code of a run that SIGTERM or SIGINT ended at a step border (EX_TEMPFAIL: try again)."""
@@ -36,8 +35,11 @@ class Trainer:
         engine: TrainingEngine,
         feeder: Feeder,
         callbacks: Sequence[Callback],
+        watch: Callable[[str], None] = lambda action: None,
     ) -> None:
         self.config, self.topology, self.engine, self.feeder = config, topology, engine, feeder
+        self.watch = watch
+        """Tells the watchdog in a few words what this rank is at."""
         self.callbacks = list(callbacks)
         self.step = 0
         self.lr = 0.0
@@ -45,11 +47,10 @@ class Trainer:
         self.paused = 0.0
         self.stopped = False
         self._signal: int | None = None
-        self._watchdog = Watchdog(topology, config.parallel.stall_timeout_s)
 
     def fit(self) -> None:
         """Train. Raises NonFiniteError if the run had to be given up."""
-        with self._signals(), self._watchdog, self._batches() as batches:
+        with self._signals(), self._batches() as batches:
             for callback in self.callbacks:
                 callback.start(self)
             while self.step < self.config.steps and not self.stopped:
@@ -60,19 +61,15 @@ class Trainer:
 
     def _one_step(self, batches: Iterator[Any]) -> None:
         step = self.step
-        self._watchdog.at(f"step {step + 1}: waiting for data")
+        self.watch(f"step {step + 1}: waiting for data")
         begun = time.monotonic()
         micro_batches = [b.to(self.topology.device) for b in itertools.islice(batches, self.engine.accumulation)]
         self.data_wait += time.monotonic() - begun
         self.lr = learning_rate(self.config.optimizer, step, self.config.steps)
-        result = self.engine.step(micro_batches, self.lr, lambda what: self._watchdog.at(f"step {step + 1}: {what}"))
+        result = self.engine.step(micro_batches, self.lr, lambda what: self.watch(f"step {step + 1}: {what}"))
         self.step += 1
         for callback in self.callbacks:
             callback.after_step(self, result)
-
-    def watch(self, action: str) -> None:
-        """Tell the watchdog what this rank is at."""
-        self._watchdog.at(action)
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megamem.data.batch import Batch, EvaluationDocument
 from megamem.data.feeder import Feeder, evaluation_documents
 from megamem.errors import ConfigError
 from megamem.evaluation.losses import evaluate_losses
-from megamem.evaluation.run import final_evaluation
+from megamem.evaluation.report import finite, result_table
+from megamem.evaluation.run import Watch, final_evaluation
 from megamem.ops.attention import check_backend
 from megamem.parallel.topology import Topology, data_parallel_size
 from megamem.planning.devices import device_peak
@@ -30,10 +32,9 @@ from megamem.training.callbacks import BadSteps, Callback, Metrics, Profiler, Va
 from megamem.training.engine import TrainingEngine
 from megamem.training.loop import Trainer
 from megamem.training.run_folder import check_run_folder, create_run_folder
-from megamem.training.sinks import Wandb, open_sinks
+from megamem.training.sinks import Sink, Wandb, open_sinks
+from megamem.training.watchdog import Watchdog
 from tokenization.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 def check_layout(config: RunConfig, processes: int) -> int:
@@ -140,7 +141,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
     return Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
 
 
-def validate(engine: TrainingEngine, documents: list[EvaluationDocument], trainer: Trainer) -> dict[str, Any]:
+def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch: Watch) -> dict[str, Any]:
     """Losses of a validation while training."""
     topology, settings, tokenizer = engine.topology, engine.config.evaluation, open_tokenizer(engine.config)
     report = evaluate_losses(
@@ -152,7 +153,7 @@ def validate(engine: TrainingEngine, documents: list[EvaluationDocument], traine
         rows=settings.rows,
         max_tokens=settings.max_tokens,
         token_bytes=tokenizer.byte_lengths() if tokenizer else None,
-        progress=lambda done, of: trainer.watch(f"validation, call {done} of {of}"),
+        progress=lambda done, of: watch(f"validation, call {done} of {of}"),
     )
     return {
         "val_loss": report.loss,
@@ -185,50 +186,56 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     folder = config.run_folder
     if chief:
         create_run_folder(config)
-        for line in [*describe(config, topology.dp_size), *(str(report) for report in feeder.reports)]:
+        for line in [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]:
             console.print(line, highlight=False)
     dist.barrier()
     engine = TrainingEngine(config, topology)
     sinks = open_sinks(config, folder, console) if chief else []
-    progress = Progress()
-    peak = device_peak(device_name(topology.device), config.training.precision)
-    flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
-    callbacks: list[Callback] = [progress, BadSteps(config.training.max_bad_steps)]
-    callbacks.append(Metrics(config.logging.every, sinks, flops, peak))
-    trainer = Trainer(config, topology, engine, feeder, callbacks)
-    if config.data.validation and config.evaluation.every:
-        documents = held_out(config)
-        trainer.callbacks.append(
-            Validation(config.evaluation.every, lambda: validate(engine, documents, trainer), sinks)
-        )
-    if config.logging.profile_steps:
-        trainer.callbacks.append(Profiler(*config.logging.profile_steps, folder))
-    try:
+    with closing_all(sinks), Watchdog(topology, config.parallel.stall_timeout_s) as watchdog:
+        progress = Progress()
+        callbacks = [progress, *standard_callbacks(config, engine, sinks, watchdog.at)]
+        trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.at)
         trainer.fit()
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
             return None
-        return _finish(config, topology, engine, trainer, progress, console, folder)
+        figures = {"run_dir": str(folder), "steps": trainer.step, "tokens_per_second": progress.tokens_per_second()}
+        return _evaluate(figures, engine, sinks, console, watchdog.at)
+
+
+@contextmanager
+def closing_all(sinks: Sequence[Sink]) -> Iterator[None]:
+    """Close the sinks at the end, whatever happens."""
+    try:
+        yield
     finally:
         for sink in sinks:
             sink.close()
 
 
-def _finish(
-    config: RunConfig,
-    topology: Topology,
-    engine: TrainingEngine,
-    trainer: Trainer,
-    progress: Progress,
-    console: Console,
-    folder: Path,
+def standard_callbacks(
+    config: RunConfig, engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
+) -> list[Callback]:
+    """What a run does around its steps, in order: each log record passes all of them."""
+    peak = device_peak(device_name(engine.topology.device), config.training.precision)
+    flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
+    callbacks: list[Callback] = [
+        BadSteps(config.training.max_bad_steps),
+        Metrics(config.logging.every, sinks, flops, peak),
+    ]
+    if config.data.validation and config.evaluation.every:
+        documents = held_out(config)
+        callbacks.append(Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks))
+    if config.logging.profile_steps:
+        callbacks.append(Profiler(*config.logging.profile_steps, config.run_folder))
+    return callbacks
+
+
+def _evaluate(
+    figures: dict[str, Any], engine: TrainingEngine, sinks: Sequence[Sink], console: Console, watch: Watch
 ) -> dict[str, Any]:
-    """Final evaluation, report and the figures of the run."""
-    figures: dict[str, Any] = {
-        "run_dir": str(folder),
-        "steps": trainer.step,
-        "tokens_per_second": progress.tokens_per_second(),
-    }
+    """Final evaluation and report; the figures of the run on rank 0."""
+    config, topology, folder = engine.config, engine.topology, engine.config.run_folder
     if config.data.validation:
         figures |= final_evaluation(
             engine.stage,
@@ -239,11 +246,14 @@ def _finish(
             dtype=engine.dtype,
             folder=folder,
             console=console,
+            watch=watch,
         )
     if topology.rank == 0:
+        figures = {name: value for name, value in finite(figures).items() if not isinstance(value, dict)}
         (folder / "result.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        wandb_sinks = [s for c in trainer.callbacks if isinstance(c, Metrics) for s in c.sinks if isinstance(s, Wandb)]
-        for sink in wandb_sinks:
-            if figures.get("picture"):
+        console.print(result_table(figures, title=config.name))
+        console.print(f"picture: {figures.get('picture')}", highlight=False)
+        for sink in sinks:
+            if isinstance(sink, Wandb) and figures.get("picture"):
                 sink.picture("evaluation", Path(figures["picture"]))
     return figures
