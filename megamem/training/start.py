@@ -77,8 +77,8 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
     tokens = config.steps * training.batch_tokens
     return [
         f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
-        f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,} = "
-        f"{dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
+        f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
+        f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
         f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
         f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
         f"budget: {config.steps:,} steps = {tokens:,} tokens",
