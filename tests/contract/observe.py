@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.memory.base import LABEL_IGNORED, map_state, state_tensors
+from megamem.memory.base import LABEL_IGNORED, map_state
 from megamem.model.stage import add_losses
 from megamem.parallel.linears import Linears, PlainLinears, info
 from megamem.parallel.sequence import split_tokens
@@ -112,8 +112,3 @@ def joined(parts: list[Tensor], axis: int | None) -> Tensor:
         assert all(torch.equal(part, parts[0]) for part in parts[1:]), "a replicated tensor differs between ranks"
         return parts[0]
     return torch.cat(parts, axis)
-
-
-def flat(state: Any) -> list[Tensor]:
-    """The tensors of a state, in order."""
-    return list(state_tensors(state))

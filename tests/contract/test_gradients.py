@@ -92,8 +92,8 @@ def test_recomputing_blocks_in_the_backward_changes_nothing(case):
     assert all(torch.equal(s, t) for s, t in zip(grads_a, grads_b, strict=True))
 
 
-def test_growing_lists_hold_their_gradient_only_while_they_are_kept(case):
-    """Cutting the graph at a window's border cuts every tensor of the state."""
+def test_cutting_the_graph_cuts_every_tensor_of_the_state(case):
+    """What happens at a window's border: same structure, no gradient, growing lists included."""
     subject = make(case, "mixer")
     _, (state,), _ = run(subject, inputs(subject, 2 * CHUNK, 1), one_grid(1), [CHUNK])
     cut = detach(state)
