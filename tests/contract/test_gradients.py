@@ -20,11 +20,11 @@ def with_tensors(state, tensors):
 def test_gradients_match_finite_differences(case, seen):
     """With respect to the input, the incoming state and every parameter; the call runs across a chunk border."""
     mixer = make(case, "mixer", **TINY).mixer
-    x = torch.randn(seen + CHUNK, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    state = mixer.initial_state(2, x.device, x.dtype)
+    x = torch.randn(seen + CHUNK, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    state = mixer.initial_state(1, x.device, x.dtype)
     for begin, end in ((0, CHUNK), (CHUNK, seen)):
         if begin < end:
-            state = detach(mixer(x[begin:end], state, Chunk((begin,) * 2))[1])
+            state = detach(mixer(x[begin:end], state, Chunk((begin,)))[1])
     names = [name for name, _ in mixer.named_parameters()]
     arguments = [x[seen:], *state_tensors(state), *mixer.parameters()]
     arguments = [argument.detach().clone() for argument in arguments]
@@ -35,7 +35,7 @@ def test_gradients_match_finite_differences(case, seen):
     def call(*arguments):
         before = with_tensors(state, [arguments[i] for i in states])
         weights = dict(zip(names, arguments[states.stop :], strict=True))
-        hidden, after, losses = torch.func.functional_call(mixer, weights, (arguments[0], before, Chunk((seen,) * 2)))
+        hidden, after, losses = torch.func.functional_call(mixer, weights, (arguments[0], before, Chunk((seen,))))
         new = [t for t in state_tensors(after) if t.requires_grad and t.numel()]
         return (hidden, *new, *(losses[name] for name in sorted(losses)))
 
