@@ -65,9 +65,7 @@ def forward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
 
 def backward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
     """Implicit Euler: (I + A/t) c' = c + (B/t) f."""
-    return torch.linalg.solve_triangular(
-        torch.eye(len(rate), dtype=rate.dtype) + rate, state + drive, upper=False
-    )
+    return torch.linalg.solve_triangular(torch.eye(len(rate), dtype=rate.dtype) + rate, state + drive, upper=False)
 
 
 def bilinear(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
@@ -102,14 +100,10 @@ def expected_noise_error(order: int) -> float:
     return (read - torch.eye(LENGTH, dtype=torch.float64)).square().sum().item() / LENGTH
 
 
-def measure(
-    name: str, order: int, rule: str, paper: float, signal: Tensor, state: Tensor, white: bool = False
-) -> Row:
+def measure(name: str, order: int, rule: str, paper: float, signal: Tensor, state: Tensor, white: bool = False) -> Row:
     edge, middle = errors(order, state, signal, 0.0), errors(order, state, signal, 0.5)
     expected = expected_noise_error(order) if white else None
-    return Row(
-        name, order, rule, paper, edge.mean().item(), middle.mean().item(), edge.std().item(), expected
-    )
+    return Row(name, order, rule, paper, edge.mean().item(), middle.mean().item(), edge.std().item(), expected)
 
 
 def table(seeds: int, seed: int = 0) -> list[Row]:
@@ -142,16 +136,12 @@ def markdown(rows: list[Row]) -> str:
         form = ".3f" if row.signal == "random noise" else ".1e"
         edge, middle = f"{row.edge:{form}} ± {row.spread:{form}}", f"{row.middle:{form}}"
         paper = f"{row.paper:.2f}" if form == ".3f" else f"{row.paper:.1e}"
-        lines.append(
-            f"| {row.signal} | {row.order} | {row.rule} | {paper} | {edge} | {middle} | {expected} |"
-        )
+        lines.append(f"| {row.signal} | {row.order} | {row.rule} | {paper} | {edge} | {middle} | {expected} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=256, help="signals per row")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reconstruction.json"))
     options = parser.parse_args()

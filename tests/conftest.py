@@ -5,6 +5,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from megamem.hardware import avoid_broken_amx  # noqa: E402
+from megamem.hardware import avoid_broken_amx
 
 avoid_broken_amx()

@@ -102,7 +102,7 @@ def reference(steps: int, bptt_chunks: int, lr: float, tied: bool, uneven: bool)
 
 
 def train_case(case: dict) -> dict:
-    """One rank's run of a case: gathered gradients and gradient norm of step 0, loss of each step, weights at the end."""
+    """One rank's run of a case: gathered gradients and norm of step 0, loss of each step, weights at the end."""
     config = run_config(**case["config"])
     topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=45)
     engine = TrainingEngine(config, topology)
