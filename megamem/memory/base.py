@@ -104,7 +104,7 @@ class Chunk:
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A small host array on `device`, copied without making the host wait."""
-    tensor = torch.as_tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -12,9 +12,9 @@ from torch import Tensor
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
-from megamem.memory.blocks import Span, phase_positions, spans, waiting_visible
+from megamem.memory.blocks import Span, phase_tables, spans, waiting_visible
 from megamem.ops.attention import Past, attention
-from megamem.ops.rotary import rotate
+from megamem.ops.rotary import turn
 from megamem.parallel.linears import Linears, normal
 
 
@@ -58,6 +58,7 @@ class AttentionProjections(Mixer):
         self.width = model.head
         self.theta = model.rope_theta
         self.backend = model.attention
+        self.turn = turn
         init = normal(model.init_std)
         self.query = linears.column(model.hidden_size, model.heads * model.head, init)
         self.key = linears.column(model.hidden_size, model.kv * model.head, init)
@@ -105,13 +106,13 @@ class BlockAttention(AttentionProjections):
         waiting = state["open_keys"].shape[0]
         keys = torch.cat((state["open_keys"], key)) if waiting else key
         values = torch.cat((state["open_values"], value)) if waiting else value
-        positions = phase_positions(span, waiting, key.device)
-        rotated = rotate(keys, positions, self.theta)
+        cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
+        rotated = self.turn(keys, cos, sin)
         past = self.recall(state, span, query)
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
             past = [*past, Past(rotated[:waiting], values[:waiting], visible)]
-        query = rotate(query, positions[waiting:], self.theta)
+        query = self.turn(query, cos[waiting:], sin[waiting:])
         output = attention(query, rotated[waiting:], value, past, self.backend)
         new = dict(state)
         if any(span.closing):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import to_device
+from megamem.ops.rotary import Tables, rotary_tables, run_tables
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,15 @@ def phase_positions(span: Span, waiting: int, device: torch.device) -> Tensor:
     if len(set(phases)) == 1:
         return columns + phases[0]
     return columns + to_device(phases, device)
+
+
+def phase_tables(span: Span, waiting: int, width: int, theta: float, like: Tensor) -> Tables:
+    """Rotary tables of `phase_positions`, in the dtype and on the device of `like`."""
+    phases = span.phases
+    if len(set(phases)) == 1:
+        tokens = waiting + span.end - span.begin
+        return run_tables(phases[0] - waiting, tokens, width, theta, like.dtype, like.device)
+    return rotary_tables(phase_positions(span, waiting, like.device), width, theta, like.dtype)
 
 
 def waiting_visible(span: Span, waiting: int, device: torch.device) -> Tensor | None:

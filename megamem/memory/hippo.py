@@ -226,7 +226,10 @@ class HippoBank:
         )
 
     def _upload(self, matrix: Tensor, device: torch.device) -> Tensor:
-        return matrix.to(self.dtype).contiguous().to(device, non_blocking=True)[None]
+        ready = matrix.to(self.dtype).contiguous()
+        if device.type == "cuda":  # a copy from pageable memory makes the host wait
+            ready = ready.pin_memory()
+        return ready.to(device, non_blocking=True)[None]
 
     def _stack(self, starts: tuple[int, ...], device: torch.device) -> BlockMatrices:
         rows = [self.matrices((start,), device) for start in starts]

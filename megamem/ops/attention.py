@@ -97,7 +97,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fus
     k = _repeated(groups)(torch.cat([*(part.key for part in past), key]))
     v = _repeated(groups)(torch.cat([*(part.value for part in past), value]))
     if fused:
-        return _heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        return _heads_last(_scaled_dot_product(q, k, v, attn_mask=mask))
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (q.to(compute) @ k.to(compute).transpose(-1, -2)) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
@@ -108,10 +108,22 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     groups = query.shape[2] // key.shape[2]
     q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
     if q.shape[2] == k.shape[2]:
-        return _heads_last(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return _heads_last(_scaled_dot_product(q, k, v, is_causal=True))
     from torch.nn.attention.bias import causal_lower_right
 
-    return _heads_last(F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])))
+    return _heads_last(_scaled_dot_product(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])))
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+    """torch's attention; on CUDA its fused kernels want widths in multiples of 8 (a head of 90 is padded to 96)."""
+    return _padded(q, k, v, **mask) if q.is_cuda else F.scaled_dot_product_attention(q, k, v, **mask)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, multiple: int = 8, **mask: Any) -> Tensor:
+    width = q.shape[-1]
+    if width % multiple:
+        q, k, v = (F.pad(x, (0, -width % multiple)) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=width**-0.5, **mask)[..., :width]
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import LABEL_IGNORED, State
+from megamem.model.compiled import compile_pointwise
 from megamem.model.stage import Stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
@@ -32,8 +33,7 @@ def build_stage(config: RunConfig, topology: Topology) -> Stage:
     initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
     if config.training.compile:
-        for block in stage.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        compile_pointwise(stage)
     return stage
 
 

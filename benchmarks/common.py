@@ -1,0 +1,99 @@
+"""What the benchmarks share: model variants, interleaved timing, tables, records."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megamem.config.load import parse_config, read_yaml
+from megamem.config.model import ModelConfig
+from megamem.data.batch import Batch
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = Path("runs/benchmarks")
+
+
+def model_from(path: Path, **changes: Any) -> ModelConfig:
+    """The `model` section of a YAML file of configs/, with fields changed."""
+    return parse_config(ModelConfig, {**read_yaml(path)["model"], **changes}, str(path))
+
+
+def without_memory(model: ModelConfig, mixer: str = "attention") -> ModelConfig:
+    """The same shape with `mixer` at every layer."""
+    return parse_config(ModelConfig, {**model.model_dump(mode="json"), "memory": [], "mixer": mixer}, "benchmark")
+
+
+def random_batch(
+    model: ModelConfig, chunks: int, rows: int, seed: int = 0, begin: Sequence[int] | None = None
+) -> Batch:
+    """Random tokens, on the CPU; the document of row r starts at chunk begin[r] (0) and at the row's first token."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, (chunks * model.chunk_size + 1, rows), generator=generator)
+    starts = np.arange(0, chunks * model.chunk_size, model.chunk_size, dtype=np.int64)[:, None].repeat(rows, axis=1)
+    for row, chunk in enumerate(begin or ()):
+        starts[chunk:, row] -= chunk * model.chunk_size
+    return Batch(tokens[:-1].contiguous(), tokens[1:].contiguous(), starts, tuple(range(rows)))
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]], repetitions: int, budget_s: float = float("inf"), warmup: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each run, taken in turns (A B, B A, A B, ...) so that a busy machine slows all of them alike.
+
+    Ends after whole turns once `budget_s` is spent, but not before one turn. Warm-up turns are not recorded.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    begun = time.perf_counter()
+    if warmup:
+        for run in runs.values():
+            run()
+    for turn in range(repetitions):
+        order = list(runs) if turn % 2 == 0 else list(reversed(runs))
+        for name in order:
+            start = time.perf_counter()
+            runs[name]()
+            seconds[name].append(time.perf_counter() - start)
+        spent = time.perf_counter() - begun
+        if spent * (turn + 2) / (turn + 1) > budget_s:
+            break
+    return seconds
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, first and last quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "low": low, "high": high}
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios of values measured in the same turn."""
+    return summary([a / b for a, b in zip(numerator, denominator, strict=True)])
+
+
+def fix_threads(count: int | None = None) -> int:
+    """Fix torch's number of threads, all usable cores if not given; returns it."""
+    count = count or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    return count
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def publish(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record as JSON to `path` and print it as the last line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"\nwritten to {path}")
+    print(json.dumps(record))

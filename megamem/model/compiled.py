@@ -1,0 +1,39 @@
+"""torch.compile of what lies between the matrix products.
+
+A block as a whole takes host integers (where its tokens lie in their documents) and would be compiled anew for every
+chunk. The functions here take tensors and constants only, so that they are compiled once per shape, whatever the
+position: norms, rotations and gated units become one kernel each, forward and backward. Matrix products, attention
+kernels and collectives are left to their libraries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from megamem.memory.block_attention import AttentionProjections
+from megamem.model.layers import RMSNorm, SwiGLU, gated, rms_norm
+from megamem.model.stage import Stage
+from megamem.ops.rotary import turn
+
+
+def compile_pointwise(stage: Stage, **options: Any) -> None:
+    """Make the stage use compiled norms, rotations and gates; `options` go to torch.compile."""
+    norm, gate, rotation = (cast(Any, torch.compile(f, **options)) for f in (rms_norm, gated, turn))
+    _use(stage, norm, gate, rotation)
+
+
+def restore_pointwise(stage: Stage) -> None:
+    """Undo `compile_pointwise`."""
+    _use(stage, rms_norm, gated, turn)
+
+
+def _use(stage: Stage, norm: Any, gate: Any, rotation: Any) -> None:
+    for module in stage.modules():
+        if isinstance(module, RMSNorm):
+            module.function = norm
+        elif isinstance(module, SwiGLU):
+            module.gated = gate
+        elif isinstance(module, AttentionProjections):
+            module.turn = rotation
