@@ -1,12 +1,15 @@
-"""Start a job's processes on this machine with torchrun."""
+"""Start a job's processes on this machine with torchrun, and end with the code of the rank that failed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megamem.errors import STOPPED, MegamemError
 
 
 def inside_job() -> bool:
@@ -14,24 +17,74 @@ def inside_job() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def torchrun_command(processes: int, arguments: Sequence[str]) -> list[str]:
-    """The command that runs `megamem ARGUMENTS` on `processes` local ranks."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-        "-m", "megamem", *arguments,
-    ]  # fmt: skip
-
-
 def run_local(processes: int, arguments: Sequence[str]) -> int:
-    """Run it and return its exit code (torchrun's own: 1 if a rank failed). Signals are passed on."""
-    environment = dict(os.environ)
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    job = subprocess.Popen(torchrun_command(processes, arguments), env=environment)
-    passed = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in passed}
+    """Run `megamem ARGUMENTS` on `processes` local ranks; returns their exit code.
+
+    torchrun's agent runs in this process: SIGTERM and SIGINT make it pass them on, wait for the ranks (30 seconds at
+    most) and return STOPPED. Each rank has a session of its own, so a terminal's Ctrl-C reaches it from here only.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    command = ["--standalone", "--nproc-per-node", str(processes), "-m", "megamem", *arguments]
+    # the ranks have said what is wrong; torchrun would add its own traceback
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        return job.wait()
+        with _handlers_kept(), _threads_shared(processes):
+            run(parse_args(command))
+    except SignalException:
+        return STOPPED
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return exit_code({rank: failure.exitcode for rank, failure in failures})
+    return 0
+
+
+def exit_code(codes: dict[int, int]) -> int:
+    """One code for a job whose ranks ended with `codes` (negative: killed by a signal), the first to fail first.
+
+    A code that says what was wrong goes before one of ranks that failed as a consequence.
+    """
+    telling = {cls.exit_code for cls in _error_classes()} - {1} | {STOPPED}
+    for code in codes.values():
+        if code in telling:
+            return code
+    rank, code = next(iter(codes.items()))
+    if code < 0:
+        sys.stderr.write(f"megamem: rank {rank} was killed by {signal.Signals(-code).name}\n")
+        return 128 - code
+    return code
+
+
+def _error_classes() -> Iterator[type[MegamemError]]:
+    waiting = [MegamemError]
+    while waiting:
+        cls = waiting.pop()
+        yield cls
+        waiting += cls.__subclasses__()
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """torchrun installs signal handlers and leaves them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _threads_shared(processes: int) -> Iterator[None]:
+    """Without OMP_NUM_THREADS, each rank gets its share of the cores."""
+    given = "OMP_NUM_THREADS" in os.environ
+    if not given:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ["OMP_NUM_THREADS"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from launchers.local import inside_job, run_local
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
-from megamem.errors import MegamemError
+from megamem.errors import STOPPED, ConfigError, MegamemError, NonFiniteError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_app, name="corpus")
@@ -38,20 +39,17 @@ def train(
     """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
+    from megamem.training.checks import check_layout, check_run
 
     settings = load_config(RunConfig, config, overrides or [])
     if inside_job():
-        _rank(settings, dry_run)
-        return
-    count = processes or settings.parallel.tp * (settings.parallel.dp or 1)
-    from megamem.training.start import check_layout, check_run
-
-    if dry_run:
-        check_layout(settings, count)
+        count = int(os.environ["WORLD_SIZE"])
     else:
-        check_run(settings, count)
+        count = processes or settings.parallel.tp * (settings.parallel.dp or 1)
+    if os.environ.get("RANK", "0") == "0":  # the others wait for rank 0 to join, and end with it
+        (check_layout if dry_run else check_run)(settings, count)
     _prepare_processor(settings.training.precision)
-    if count == 1:
+    if inside_job() or count == 1:
         _rank(settings, dry_run)
         return
     flags = ["--dry-run"] if dry_run else []
@@ -61,26 +59,25 @@ def train(
 def _prepare_processor(precision: str) -> None:
     from megamem.hardware import avoid_broken_amx
 
-    if precision == "bf16" and (line := avoid_broken_amx()):
+    if precision == "bf16" and (line := avoid_broken_amx()) and os.environ.get("LOCAL_RANK", "0") == "0":
         console.print(line, highlight=False)
 
 
 def _rank(settings: object, dry: bool) -> None:
     from megamem.config.run import RunConfig
     from megamem.training import start
-    from megamem.training.loop import STOPPED
 
     assert isinstance(settings, RunConfig)
     if dry:
         start.dry_run(settings, console)
         return
     figures = start.train(settings, console)
+    chief = os.environ.get("RANK", "0") == "0"
     if figures is None:
-        console.print("stopped by a signal at a step border")
+        if chief:
+            console.print("stopped by a signal at a step border; the weights are saved")
         raise typer.Exit(STOPPED)
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
+    if chief:
         console.file.write(json.dumps(figures) + "\n")
         console.file.flush()
 
@@ -123,9 +120,18 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except MegamemError as error:
-        sys.stderr.write(f"megamem: {error}\n")
-        sys.stderr.flush()
+        if line := _line(error):
+            sys.stderr.write(line)
+            sys.stderr.flush()
         _leave(error.exit_code)
+
+
+def _line(error: MegamemError) -> str | None:
+    """What this process says of an error; of what all ranks of a job find, the first speaks for all."""
+    rank = os.environ.get("RANK", "0") if inside_job() else "0"
+    if isinstance(error, ConfigError | NonFiniteError):
+        return f"megamem: {error}\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    return f"megamem: {error}\n" if rank == "0" else f"megamem: rank {rank}: {error}\n"
 
 
 def _leave(code: int) -> None:
@@ -133,7 +139,5 @@ def _leave(code: int) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     if inside_job():
-        import os
-
         os._exit(code)
     sys.exit(code)

@@ -4,6 +4,9 @@ The command line prints the message of a `MegamemError` and exits with its `exit
 defect and keeps its traceback. docs/exit_codes.md lists the codes and what torchrun makes of them.
 """
 
+STOPPED = 75
+"""Exit code of a run that SIGTERM or SIGINT ended at a step border (EX_TEMPFAIL: try again)."""
+
 
 class MegamemError(Exception):
     """A condition the user can mend. Its message names the field or file, the value and what would be valid."""

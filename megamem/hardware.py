@@ -10,6 +10,8 @@ from pathlib import Path
 
 _PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 _ISA = "ONEDNN_MAX_CPU_ISA"
+_WORKS = "MEGAMEM_AMX_WORKS"
+"""Tells child processes that the product was tried already."""
 
 
 @lru_cache(maxsize=1)
@@ -26,10 +28,11 @@ def avoid_broken_amx() -> str | None:
     announced, one such product is tried in a process of its own; if that is killed, oneDNN is held to AVX-512 in
     this process and its children (it reads the variable at its first call). Returns a line saying so, or None.
     """
-    if _ISA in os.environ or not amx_announced():
+    if _ISA in os.environ or _WORKS in os.environ or not amx_announced():
         return None
     probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False)
     if probe.returncode >= 0:
+        os.environ[_WORKS] = "1"
         return None
     os.environ[_ISA] = "AVX512_CORE_BF16"
     return f"AMX is announced but faults on this machine; BF16 on CPU uses AVX-512 ({_ISA}={os.environ[_ISA]})"

@@ -40,20 +40,25 @@ def read_yaml(path: Path) -> Tree:
 def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     if path in above:
         raise ConfigError(f"{path}: `base` leads back to the file itself")
+    origin = f" (base of {above[-1]})" if above else ""
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
-        origin = f" (base of {above[-1]})" if above else ""
         raise ConfigError(f"{path}: no such configuration file{origin}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read{origin}: {error}") from None
     tree = _parse(text, str(path))
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
     bases = tree.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base: expected a path or a list of paths, got {bases!r}")
     merged: Tree = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = merge(merged, _read((path.parent / str(base)).resolve(), (*above, path)))
+    for base in bases:
+        merged = merge(merged, _read((path.parent / base).resolve(), (*above, path)))
     return merge(merged, tree)
 
 
@@ -113,40 +118,54 @@ def parse_config(config_type: type[C], tree: Mapping[str, Any], where: str) -> C
     try:
         return config_type.model_validate(dict(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(config_type, item)}" for item in error.errors())) from None
+        items = error.errors()
+        # a list that is too short after its bad entries were left out is no problem of its own
+        deeper = [item for item in items if item["type"] != "too_short"] or items
+        problems = "; ".join(_explain(config_type, item, tree) for item in deeper)
+        raise ConfigError(f"{where}: {problems}") from None
 
 
-def _explain(config_type: type[BaseModel], item: Any) -> str:
+_WORDING = {
+    "model_type": "expected a section of keys",
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "int_parsing": "expected an integer",
+    "int_from_float": "expected an integer",
+    "float_parsing": "expected a number",
+    "bool_parsing": "expected true or false",
+    "string_type": "expected text",
+}
+
+
+def _explain(config_type: type[BaseModel], item: Any, tree: Any) -> str:
     location = [str(part) for part in item["loc"]]
     name = ".".join(location)
     if item["type"] == "extra_forbidden":
-        valid = _fields_at(config_type, location[:-1], item)
+        valid = _fields_at(config_type, location[:-1], tree)
         near = difflib.get_close_matches(location[-1], valid, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{name}: unknown key{hint} Valid keys here: {', '.join(valid)}"
+        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        return f"{name}: unknown key{hint} valid keys here: {', '.join(valid)}"
     if item["type"] == "missing":
         return f"{name}: required, but not given"
-    message = item["msg"].removeprefix("Value error, ")
+    message = _WORDING.get(item["type"], item["msg"].removeprefix("Value error, ").replace("Input should", "should"))
     value = item.get("input")
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
     return f"{name}: {message}{shown}" if name else message
 
 
-def _fields_at(config_type: type[BaseModel], location: Sequence[str], item: Any) -> list[str]:
+def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: Any) -> list[str]:
     """Field names of the model that `location` leads to."""
-    found: type[BaseModel] | None = config_type
+    found = config_type
     for part in location:
+        tree = tree[int(part)] if isinstance(tree, list | tuple) and part.isdigit() else tree.get(part, {})
         if part.isdigit():
             continue
-        field = found.__pydantic_fields__.get(part) if found else None
-        models = _models(field.annotation) if field is not None else []
-        found = models[0] if models else None
-        if found is None:
+        models = _models(found.__pydantic_fields__[part].annotation) if part in found.__pydantic_fields__ else []
+        if not models:
             break
-    names = set((found or config_type).__pydantic_fields__)
-    if "kind" in names:
-        names |= {name for kind in mixer_kinds().values() for name in kind.__pydantic_fields__}
-    return sorted(names)
+        found = models[0]
+    kind = tree.get("kind") if isinstance(tree, dict) else None
+    return sorted(mixer_kinds().get(str(kind), found).__pydantic_fields__)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
 from megamem.config.registry import mixer_config_type
+from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamem.memory.base import Mixer, StateSpec
@@ -56,7 +57,11 @@ def _parse_mixer(value: Any) -> Any:
     if isinstance(value, Mapping):
         if "kind" not in value:
             raise ValueError(f"a mixer needs a `kind`; got the keys {sorted(map(str, value))}")
-        return mixer_config_type(str(value["kind"])).model_validate(dict(value))
+        try:
+            config_type = mixer_config_type(str(value["kind"]))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return config_type.model_validate(dict(value))
     return value
 
 

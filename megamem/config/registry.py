@@ -47,5 +47,5 @@ def mixer_config_type(kind: str) -> type[MixerConfig]:
     if kind in kinds:
         return kinds[kind]
     near = difflib.get_close_matches(kind, kinds, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"kind: {kind!r} is no mixer{hint} Valid: {', '.join(kinds)}")
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    raise ConfigError(f"kind: {kind!r} is no mixer{hint} valid: {', '.join(kinds)}")

@@ -5,8 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For imports of Megatron-Core and DeepSpeed, which warn of each accelerator they miss (see `megamem doctor`)."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def prepare_libraries() -> None:
@@ -17,12 +29,9 @@ def prepare_libraries() -> None:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import deepspeed
         import megatron.core.tensor_parallel
 
         assert megatron.core.tensor_parallel
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

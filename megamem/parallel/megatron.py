@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import ModelParallelConfig
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megamem.parallel.libraries import quiet
 from megamem.parallel.linears import Initializer, declare
 from megamem.parallel.sequence import gather_tokens, reduce_scatter_tokens, split_tokens
+
+with quiet():
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        vocab_parallel_cross_entropy,
+    )
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
 
 def _unused(weight: Tensor) -> None:

@@ -132,10 +132,11 @@ def _device(wanted: str | None) -> torch.device:
     if not torch.cuda.is_available():
         raise LayoutError(f"parallel.device: {wanted} asked for, but torch finds no CUDA device; use cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
+    processes = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if processes > torch.cuda.device_count():
         raise LayoutError(
-            f"parallel: local rank {local_rank} has no CUDA device of its own "
-            f"({torch.cuda.device_count()} found); start at most one process per device"
+            f"parallel: {processes} processes on a machine with {torch.cuda.device_count()} CUDA device(s); "
+            "start at most one process per device"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

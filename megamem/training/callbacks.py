@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,41 +37,35 @@ class Callback:
 
 
 class BadSteps(Callback):
-    """Counts steps skipped for non-finite values on the device, and gives up after too many in a row."""
+    """Counts steps skipped for non-finite values and gives up after too many in a row; looks at logging steps only."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._streak: Tensor | None = None
-        self._worst: Tensor | None = None
-        self._total: Tensor | None = None
-        self._recent: deque[tuple[int, Tensor]] = deque(maxlen=10_000)
+        self.total = 0
+        self._pending: list[tuple[int, Tensor]] = []
+        self._streak: list[int] = []
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`."""
-        bad = result.bad
-        if self._streak is None or self._worst is None or self._total is None:
-            self._streak, self._worst, self._total = (torch.zeros_like(bad) for _ in range(3))
-        self._streak = (self._streak + bad) * bad
-        self._worst = torch.maximum(self._worst, self._streak)
-        self._total = self._total + bad
-        self._recent.append((trainer.step, bad))
+        self._pending.append((trainer.step, result.bad))
 
     def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Add `skipped`; raise NonFiniteError with the samples of the skipped steps if the limit is reached."""
-        if self._worst is None or self._total is None:
-            return
-        worst, total = torch.stack((self._worst, self._total)).tolist()
-        record["skipped"] = int(total)
-        if worst >= self.limit:
-            flags = torch.stack([bad for _, bad in self._recent]).tolist()
-            steps = [step for (step, _), flag in zip(self._recent, flags, strict=True) if flag]
-            rows = trainer.config.global_rows
-            samples = ", ".join(f"{(s - 1) * rows}-{s * rows - 1}" for s in steps[-self.limit :])
+        """Add `skipped`; raise NonFiniteError with steps and samples if as many as allowed were bad in a row."""
+        flags = torch.stack([bad for _, bad in self._pending]).tolist()
+        worst: list[int] = []
+        for (step, _), bad in zip(self._pending, flags, strict=True):
+            self._streak = [*self._streak, step] if bad else []
+            self.total += int(bad)
+            worst = max(worst, self._streak, key=len)
+        self._pending.clear()
+        record["skipped"] = self.total
+        if len(worst) >= self.limit:
+            first, last, rows = worst[0], worst[-1], trainer.config.global_rows
             raise NonFiniteError(
-                f"loss or gradients were not finite for {int(worst)} steps in a row (training.max_bad_steps "
-                f"{self.limit}); nothing was updated in steps {steps[-self.limit :]}, samples {samples}"
+                f"loss or gradients were not finite in steps {first}-{last}, samples {(first - 1) * rows}-"
+                f"{last * rows - 1}: {len(worst)} steps in a row (training.max_bad_steps {self.limit}) updated "
+                "nothing; the weights from before them are saved"
             )
-        self._recent.clear()
 
 
 class Metrics(Callback):
@@ -106,10 +99,12 @@ class Metrics(Callback):
         if trainer.step % self.every and trainer.step != trainer.config.steps and trainer.step != 1:
             return
         record = self._record(trainer, result)
-        for callback in trainer.callbacks:
-            callback.at_log(trainer, record)
-        for sink in self.sinks:
-            sink.write(record)
+        try:
+            for callback in trainer.callbacks:
+                callback.at_log(trainer, record)
+        finally:  # the record of a step that ends the run is written too
+            for sink in self.sinks:
+                sink.write(record)
         self._reset(trainer)
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, Any]:

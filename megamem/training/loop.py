@@ -21,9 +21,6 @@ from megamem.training.callbacks import Callback
 from megamem.training.engine import TrainingEngine
 from megamem.training.optimizer import learning_rate
 
-STOPPED = 75
-"""Exit code of a run that SIGTERM or SIGINT ended at a step border (EX_TEMPFAIL: try again)."""
-
 
 class Trainer:
     """Runs steps until the budget is spent or a signal asks to stop. Everything optional is a callback."""
@@ -103,6 +100,8 @@ class Trainer:
 
         for number in before:
             signal.signal(number, note)
-        yield
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)

@@ -18,56 +18,23 @@ from checkpoints.weights import save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch, EvaluationDocument
-from megamem.data.feeder import Feeder, evaluation_documents
-from megamem.errors import ConfigError
+from megamem.data.feeder import evaluation_documents
+from megamem.errors import NonFiniteError
 from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
-from megamem.ops.attention import check_backend
-from megamem.parallel.topology import Topology, data_parallel_size
+from megamem.parallel.topology import Topology
 from megamem.planning.devices import device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.training.callbacks import BadSteps, Callback, Metrics, Profiler, Validation, peak_memory
+from megamem.training.checks import open_feeder
 from megamem.training.engine import TrainingEngine
 from megamem.training.loop import Trainer
-from megamem.training.run_folder import check_run_folder, create_run_folder
+from megamem.training.run_folder import create_run_folder
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog
 from tokenization.tokenizer import Tokenizer
-
-
-def check_layout(config: RunConfig, processes: int) -> int:
-    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
-    check_backend(config.model.attention)
-    dp = data_parallel_size(processes, config.parallel.tp, 1, config.parallel.dp)
-    try:
-        config.accumulation_steps(dp)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return dp
-
-
-def check_run(config: RunConfig, processes: int) -> None:
-    """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
-    dp = check_layout(config, processes)
-    open_feeder(config, dp_rank=0, dp_size=dp)
-    weights = 4 * parameter_counts(config.model)["total"]
-    check_run_folder(config.run_folder, needed_bytes=weights)
-
-
-def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
-    """The data of one data-parallel rank, checked against the model."""
-    feeder = Feeder(
-        config.data,
-        chunk_size=config.model.chunk_size,
-        global_rows=config.global_rows,
-        micro_batch_size=config.training.micro_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
-    feeder.check_vocab(config.model.vocab_size)
-    return feeder
 
 
 def describe(config: RunConfig, dp_size: int) -> list[str]:
@@ -195,7 +162,12 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
         progress = Progress()
         callbacks = [progress, *standard_callbacks(config, engine, sinks, watchdog.at)]
         trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.at)
-        trainer.fit()
+        try:
+            trainer.fit()
+        except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps
+            save_weights(engine.parameters(), topology, folder / "model.safetensors")
+            raise
+        watchdog.at("saving the weights")
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
             return None

@@ -1,14 +1,17 @@
 """Names the rank that is stuck.
 
 Every rank publishes what it is doing to a small store on rank 0, from a thread of its own, and watches the others.
-A rank whose thread falls silent has been stopped or lost; else the rank whose work is furthest behind holds the
-others up. After `stall_timeout_s` without progress the job ends with a message and exit code of `StuckRankError`.
+A rank whose thread falls silent has been stopped or lost; else a rank that is not waiting for others holds them up.
+After `stall_timeout_s` without progress the job ends with one line and the exit code of `StuckRankError`.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
+import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +25,10 @@ from torch._C._distributed_c10d import TCPStore
 from megamem.errors import StuckRankError
 from megamem.parallel.topology import Topology
 
-log = logging.getLogger(__name__)
+_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/core/tensor_parallel/")
+SILENT, STUCK, ENDED = "stopped responding", "makes no progress", "ended"
+_GRACE_S = 10.0
+"""What the launcher gets to end this rank after rank 0 has ended."""
 
 
 @dataclass
@@ -34,21 +40,30 @@ class Sighting:
     progress: int = 0
     progress_at: float = 0.0
     action: str = "starting"
+    waiting: bool = False
+    """It is inside a collective."""
+    process: str = ""
+    """host:pid"""
 
 
 def diagnose(sightings: dict[int, Sighting], now: float, timeout: float) -> tuple[int, str] | None:
     """(rank, reason) of the rank to blame, or None while all is well.
 
-    A rank may be long at one action only as long as `timeout`; a silent thread is blamed before a slow one.
+    A rank may be long at one action only as long as `timeout`. A silent thread is blamed first, then a rank that is
+    not waiting for others, then the one furthest behind: once all are stuck, or one for twice the time.
     """
     stale = {rank: s for rank, s in sightings.items() if now - s.progress_at > timeout}
-    if not stale:
-        return None
     silent = [rank for rank, s in stale.items() if now - s.beat_at > timeout / 2]
     if silent:
-        return silent[0], "stopped responding"
-    rank = min(stale, key=lambda r: (stale[r].progress, r))
-    return rank, "makes no progress"
+        return silent[0], SILENT
+    suspects = [rank for rank, s in stale.items() if not s.waiting]
+    if not suspects and (
+        len(stale) == len(sightings) or any(now - s.progress_at > 2 * timeout for s in stale.values())
+    ):
+        suspects = list(stale)
+    if not suspects:
+        return None
+    return min(suspects, key=lambda rank: (sightings[rank].progress, rank)), STUCK
 
 
 class Watchdog:
@@ -62,6 +77,7 @@ class Watchdog:
         self._action = "starting"
         self._count = 0
         self._beats = 0
+        self._process = f"{socket.gethostname()}:{os.getpid()}"
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._store = self._open() if topology.world_size > 1 else None
@@ -86,10 +102,10 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self._done.set()
-        self._thread.join()
-        if self._store is not None and self.topology.rank == 0:
+        self._thread.join(self.interval * 4)
+        if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
 
     def _linger(self) -> None:
@@ -103,47 +119,77 @@ class Watchdog:
         now = time.monotonic()
         sightings = {rank: Sighting(beat_at=now, progress_at=now) for rank in range(self.topology.world_size)}
         while not self._done.wait(self.interval):
+            asked = time.monotonic()
             try:
                 self._publish()
                 self._observe(sightings)
-            except Exception as error:  # the store is gone or silent: so is rank 0
-                if not self._done.is_set():
-                    log.error(
-                        "%s stopped responding: its store did not answer %s for %.0f s (%s). Ending the job.",
-                        self.topology.name(0), self.topology.name(), self.timeout, error,
-                    )  # fmt: skip
-                    self._end(StuckRankError.exit_code)
+            except Exception:  # the store is gone or silent: so is rank 0
+                if time.monotonic() - asked < self.timeout / 2:
+                    # gone: whatever ended it is reported there, and the launcher ends this rank
+                    reason, grace = ENDED, _GRACE_S
+                else:
+                    reason, grace = SILENT, 0.0
+                if not self._done.wait(grace):
+                    self._report(0, reason, sightings)
                 return
             found = diagnose(sightings, time.monotonic(), self.timeout)
             if found is not None and not self._done.is_set():
                 self._report(*found, sightings)
                 return
         if self._store is not None and self.topology.rank != 0:
-            self._store.add("left", 1)
+            with contextlib.suppress(Exception):
+                self._store.add("left", 1)
+
+    def _state(self) -> str:
+        """What is published: beats, progress, waiting or not, process, action."""
+        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{self._action}"
+
+    def _waits(self) -> bool:
+        # of any thread: on CUDA the backward runs in threads of autograd's own
+        files = [frame.f_code.co_filename for frame in sys._current_frames().values()]
+        return any(part in file for file in files for part in _COLLECTIVES)
 
     def _publish(self) -> None:
         self._beats += 1
         if self._store is not None:
-            self._store.set(f"rank/{self.topology.rank}", f"{self._beats}|{self._count}|{self._action}")
+            self._store.set(f"rank/{self.topology.rank}", self._state())
 
     def _observe(self, sightings: dict[int, Sighting]) -> None:
-        now = time.monotonic()
         for rank, seen in sightings.items():
             if rank == self.topology.rank:
-                text = f"{self._beats}|{self._count}|{self._action}"
+                text = self._state()
             elif self._store is not None and self._store.check([f"rank/{rank}"]):
                 text = self._store.get(f"rank/{rank}").decode()
             else:
                 continue
-            beat, progress, action = text.split("|", 2)
+            now = time.monotonic()
+            beat, progress, waiting, seen.process, action = text.split("|", 4)
+            seen.waiting = waiting == "1"
             if beat != seen.beat:
                 seen.beat, seen.beat_at = beat, now
             if int(progress) != seen.progress:
                 seen.progress, seen.progress_at, seen.action = int(progress), now, action
 
     def _report(self, rank: int, reason: str, sightings: dict[int, Sighting]) -> None:
-        log.error(
-            "%s %s for %.0f s, last at: %s. Ending the job (parallel.stall_timeout_s).",
-            self.topology.name(rank), reason, self.timeout, sightings[rank].action,
-        )  # fmt: skip
+        seen = sightings[rank]
+        idle = max(self.timeout, time.monotonic() - seen.progress_at)
+        silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
+        if self._first_to_tell(rank, reason):
+            name = self.topology.name(rank)
+            sys.stderr.write(f"megamem: {name} {reason}{silence}, last at: {seen.action}; the job ends\n")
+            sys.stderr.flush()
+        host, _, pid = seen.process.rpartition(":")
+        if reason == SILENT and host == socket.gethostname():
+            # a launcher would ask it to end and wait for that
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(pid), signal.SIGKILL)
         self._end(StuckRankError.exit_code)
+
+    def _first_to_tell(self, rank: int, reason: str) -> bool:
+        """All ranks find the same; one speaks. Where rank 0 is lost, and the store with it, each does."""
+        if self._store is None or (rank == 0 and reason != STUCK):
+            return True
+        try:
+            return self._store.add("told", 1) == 1
+        except Exception:
+            return True

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from megamem import errors
-from megamem.errors import MegamemError
-from megamem.training.loop import STOPPED
+from megamem.errors import STOPPED, MegamemError
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, MegamemError)]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from megamem.config.model import ModelConfig
@@ -62,7 +63,7 @@ def test_a_layer_with_two_mixers_is_refused_across_entries():
     [("elastic_memroy", "elastic_memory"), ("atention", "attention"), ("full-attention", "full_attention")],
 )
 def test_an_unknown_mixer_names_the_nearest_one(kind, near):
-    with pytest.raises(ConfigError, match=f"'{kind}' is no mixer; did you mean '{near}'"):
+    with pytest.raises(ValidationError, match=f"'{kind}' is no mixer; did you mean '{near}'"):
         ModelConfig.model_validate({**GOOD, "mixer": kind})
 
 

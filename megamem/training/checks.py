@@ -1,0 +1,44 @@
+"""What about a run can be refused before processes start and the heavy libraries are imported."""
+
+from __future__ import annotations
+
+from megamem.config.run import RunConfig
+from megamem.data.feeder import Feeder
+from megamem.errors import ConfigError
+from megamem.ops.attention import check_backend
+from megamem.parallel.topology import data_parallel_size
+from megamem.planning.parameters import parameter_counts
+from megamem.training.run_folder import check_run_folder
+
+
+def check_layout(config: RunConfig, processes: int) -> int:
+    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
+    check_backend(config.model.attention)
+    dp = data_parallel_size(processes, config.parallel.tp, 1, config.parallel.dp)
+    try:
+        config.accumulation_steps(dp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return dp
+
+
+def check_run(config: RunConfig, processes: int) -> None:
+    """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
+    dp = check_layout(config, processes)
+    open_feeder(config, dp_rank=0, dp_size=dp)
+    weights = 4 * parameter_counts(config.model)["total"]
+    check_run_folder(config.run_folder, needed_bytes=weights)
+
+
+def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
+    """The data of one data-parallel rank, checked against the model."""
+    feeder = Feeder(
+        config.data,
+        chunk_size=config.model.chunk_size,
+        global_rows=config.global_rows,
+        micro_batch_size=config.training.micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )
+    feeder.check_vocab(config.model.vocab_size)
+    return feeder
