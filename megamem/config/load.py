@@ -129,9 +129,12 @@ _WORDING = {
     "model_type": "expected a section of keys",
     "tuple_type": "expected a list",
     "list_type": "expected a list",
+    "int_type": "expected an integer",
     "int_parsing": "expected an integer",
     "int_from_float": "expected an integer",
+    "float_type": "expected a number",
     "float_parsing": "expected a number",
+    "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
     "string_type": "expected text",
 }

@@ -1,0 +1,118 @@
+"""Every refusal of `RunConfig` in one line that names field, value and what would be valid; its arithmetic."""
+
+from pathlib import Path
+
+import pytest
+
+from megamem.config.load import merge, parse_config
+from megamem.config.run import RunConfig
+from megamem.errors import ConfigError
+
+TREE = {
+    "name": "case",
+    "model": {"layers": 2, "hidden_size": 48, "heads": 6, "kv_heads": 2, "vocab_size": 64, "chunk_size": 16},
+    "data": {"sources": "none", "sequence_length": 64},
+    "training": {"steps": 10, "batch_tokens": 512},
+}
+
+
+def config(**sections):
+    return parse_config(RunConfig, merge(TREE, sections), "file")
+
+
+REFUSALS = {
+    "both budgets": (
+        {"training": {"tokens": 100}}, ["training: give either steps or tokens"],
+    ),
+    "no budget": ({"training": {"steps": None}}, ["training: give either steps or tokens"]),
+    "chunk longer than sequence": (
+        {"model": {"chunk_size": 128}}, ["model.chunk_size 128 is longer than data.sequence_length 64"],
+    ),
+    "sequence not divisible by chunk": (
+        {"model": {"chunk_size": 24}}, ["data.sequence_length 64 is not divisible by model.chunk_size 24"],
+    ),
+    "bptt": ({"training": {"bptt_chunks": 3}}, ["training.bptt_chunks 3 does not divide the 4 chunks"]),
+    "stride": (
+        {"evaluation": {"sliding_stride": 5}}, ["evaluation.sliding_stride 5 does not divide model.chunk_size 16"],
+    ),
+    "batch not of sequences": (
+        {"training": {"batch_tokens": 100}}, ["training.batch_tokens 100 is not a multiple of data.sequence_length 64"],
+    ),
+    "micro batch": (
+        {"training": {"micro_batch_size": 3}}, ["training.micro_batch_size 3 does not divide the 8 sequences"],
+    ),
+    "profile after the end": (
+        {"logging": {"profile_steps": [3, 11]}}, ["logging.profile_steps [3, 11]", "10 of the run"],
+    ),
+    "profile backwards": ({"logging": {"profile_steps": [3, 2]}}, ["logging.profile_steps [3, 2]"]),
+    "heads and TP": ({"parallel": {"tp": 4}}, ["model.heads 6 is not divisible by parallel.tp 4"]),
+    "key/value heads and TP": ({"parallel": {"tp": 3}}, ["model.kv_heads 2 is not divisible by parallel.tp 3"]),
+    "MLP and TP": (
+        {"parallel": {"tp": 2}, "model": {"ffn_size": 101}}, ["model.ffn_size 101 is not divisible by parallel.tp 2"],
+    ),
+    "vocabulary and TP": (
+        {"parallel": {"tp": 2}, "model": {"vocab_size": 65}}, ["model.vocab_size 65 is not divisible by parallel.tp 2"],
+    ),
+    "sequence parallel": (
+        {"parallel": {"tp": 2, "sequence_parallel": True}, "model": {"chunk_size": 1}},
+        ["parallel.sequence_parallel: model.chunk_size 1 is not divisible by parallel.tp 2"],
+    ),
+    "BF16 without ZeRO": (
+        {"parallel": {"zero_stage": 0}},
+        ["parallel.zero_stage 0", "training.precision bf16", "use zero_stage 1, 2 or 3, or precision fp32"],
+    ),
+    "ZeRO 3 with tied embeddings": (
+        {"parallel": {"zero_stage": 3}, "model": {"tie_embeddings": True}},
+        ["parallel.zero_stage 3", "model.tie_embeddings true", "use zero_stage 2 or untied"],
+    ),
+    "ZeRO 3 recomputing streams": (
+        {"parallel": {"zero_stage": 3}, "training": {"recompute": True}, "data": {"feeding": "streams"}},
+        ["parallel.zero_stage 3", "training.recompute true", "use zero_stage 2 or recompute false"],
+    ),
+    "stall after the collectives": (
+        {"parallel": {"timeout_s": 60, "stall_timeout_s": 60}},
+        ["parallel.stall_timeout_s 60 must be below parallel.timeout_s 60"],
+    ),
+    "name": ({"name": "../elsewhere"}, ["name:", "'../elsewhere'"]),
+    "empty name": ({"name": ""}, ["name:", "at least 1 character"]),
+    "warm-up": ({"optimizer": {"warmup": 1.0}}, ["optimizer.warmup: should be less than 1 (got 1.0)"]),
+    "beta": ({"optimizer": {"betas": [0.9, 1.0]}}, ["optimizer.betas.1: should be less than 1 (got 1.0)"]),
+    "clip": ({"optimizer": {"clip": -1}}, ["optimizer.clip: should be greater than or equal to 0 (got -1)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals(case):
+    sections, said = REFUSALS[case]
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    message = str(caught.value)
+    assert message.startswith("file: ")
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+def test_arithmetic():
+    run = config(training={"micro_batch_size": 2, "bptt_chunks": 2}, runs_folder="somewhere")
+    assert (run.chunks, run.bptt_chunks, run.global_rows, run.steps) == (4, 2, 8, 10)
+    assert [run.accumulation_steps(dp) for dp in (1, 2, 4)] == [4, 2, 1]
+    assert run.run_folder == Path("somewhere/case")
+    assert config().bptt_chunks == 4
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (512, 1), (513, 2), (5120, 10)])
+def test_a_token_budget_is_rounded_up(tokens, steps):
+    assert config(training={"steps": None, "tokens": tokens}).steps == steps
+
+
+def test_a_batch_that_data_parallel_ranks_cannot_share():
+    run = config(training={"micro_batch_size": 4})
+    with pytest.raises(ValueError, match="8 sequences cannot be split into micro-batches of 4 on 3") as caught:
+        run.accumulation_steps(3)
+    assert str(caught.value).endswith("use a multiple of 12")
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        config().name = "other"
