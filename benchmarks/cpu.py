@@ -5,7 +5,8 @@
 Each shape is measured with Elastic Memory at one layer, with attention local to the chunk at every layer, and with full
 attention over the same tokens for reference. The three take turns within one run; ratios are of the same turn, and
 their median and quartiles are printed. One unit of work is a whole sequence, one backward pass over all of its
-chunks, FP32, no optimizer. A profile of one more unit says where the time goes.
+chunks, FP32, no optimizer. A profile (the fastest of three units) says where
+the time goes.
 """
 
 from __future__ import annotations
