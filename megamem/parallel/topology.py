@@ -85,6 +85,7 @@ class Topology:
         prepare_libraries()
         from megatron.core import parallel_state
 
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it in a single process too
         world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         dp = data_parallel_size(world_size, tp, pp, dp)
         chosen = _device(device)
