@@ -1,0 +1,142 @@
+"""The training loop on a device: does the host wait, does memory grow, does the loss fall."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megamem.memory.base import LABEL_IGNORED, State
+from megamem.model.compiled import compile_pointwise
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.training.callbacks import BadSteps, Callback, Metrics
+from megamem.training.engine import StepResult
+from megamem.training.window import Window, select_states
+from tests.distributed.training_cases import CHUNK, LENGTH, ROWS, VOCABULARY, run_config
+
+CHUNKS = LENGTH // CHUNK
+
+
+@contextmanager
+def host_must_not_wait(device: torch.device) -> Iterator[None]:
+    """On CUDA every synchronising call inside raises. On `meta`, where tensors have no values, reading one raises."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Loop:
+    """Windows of a small model with every plain mixer and Elastic Memory, lanes that carry states on."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, recompute: bool = False, compiled: bool = False
+    ) -> None:
+        config = run_config()
+        with torch.device(device):
+            self.stage = Stage(config.model, PlainLinears())
+        if device.type != "meta":
+            initialize_parameters(self.stage, 0)
+        self.stage.to(dtype).recompute = recompute
+        if compiled:
+            compile_pointwise(self.stage)
+        self.window, self.device, self.dtype = Window(self.stage), device, dtype
+        self.states = self.stage.initial_states(ROWS, device, dtype)
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels on the device."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(VOCABULARY, (LENGTH, ROWS), generator=generator)
+        labels = tokens.roll(-1, 0)
+        labels[-1] = LABEL_IGNORED
+        return tokens.to(self.device), labels.to(self.device)
+
+    def starts(self, step: int) -> np.ndarray:
+        """Lanes at different places of their documents; in row 1 and 2 a document begins inside the window."""
+        starts = (np.arange(CHUNKS)[:, None] + step * CHUNKS).repeat(ROWS, 1) * CHUNK
+        for row in (1, 2):
+            starts[row:, row] = np.arange(CHUNKS - row) * CHUNK
+        return starts
+
+    def step(self, step: int, data: tuple[torch.Tensor, torch.Tensor], fresh: bool = False) -> StepResult:
+        """Forward and backward of one window; states are carried on unless `fresh`."""
+        states: list[State] = self.stage.initial_states(ROWS, self.device, self.dtype) if fresh else self.states
+        scale = torch.full((), 1 / (LENGTH * ROWS), device=self.device)
+        loss, nats, new = self.window(*data, self.starts(step), states, scale)
+        loss.backward()
+        bad = 1 - loss.detach().isfinite().float()
+        self.states = select_states(bad == 0, new, self.states)
+        predicted = (data[1] != LABEL_IGNORED).sum().double()
+        return StepResult(nats.double(), predicted, bad, None)
+
+
+def run_without_waiting(device: torch.device, dtype: torch.dtype, **options: bool) -> None:
+    """Steps with new positions each (so that matrices and masks are made and uploaded), and callbacks beside them."""
+    loop = Loop(device, dtype, **options)
+    data = [loop.batch(step) for step in range(4)]
+    loop.step(0, data[0])  # kernels, libraries and compiled code are loaded at first use
+    trainer: Any = SimpleNamespace(step=2, config=SimpleNamespace(steps=100), data_wait=0.0, paused=0.0)
+    callbacks: list[Callback] = [BadSteps(3), Metrics(10, [], 1.0, None)]
+    for callback in callbacks:
+        callback.start(trainer)
+    with host_must_not_wait(device):
+        for step in range(1, 4):
+            result = loop.step(step, data[step], fresh=step == 3)
+            trainer.step += 1
+            for callback in callbacks:
+                callback.after_step(trainer, result)
+
+
+def memory_after_steps(device: torch.device, dtype: torch.dtype, steps: int) -> list[int]:
+    """Bytes allocated after each step of streams; always the same places, so that nothing new is cached."""
+    loop = Loop(device, dtype)
+    data = loop.batch(0)
+    allocated = []
+    for _ in range(steps):
+        loop.step(1, data)
+        loop.stage.zero_grad(set_to_none=True)
+        allocated.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+    return allocated
+
+
+def train(payload: dict[str, Any]) -> dict[str, Any]:
+    """Steps of the real engine on one batch: losses, gradient norms, and where the host waited (CUDA only)."""
+    from megamem.parallel.topology import Topology
+    from megamem.training.engine import TrainingEngine
+    from tests.distributed.training_cases import local_batches
+
+    device = payload["device"]
+    config = run_config(
+        training={"precision": payload["precision"], "compile": payload.get("compile", False)},
+        parallel={"zero_stage": payload["zero_stage"], "device": device},
+        optimizer={"clip": 1.0},
+        data={"feeding": "streams", "short_documents": "drop"} if payload.get("feeding") == "streams" else {},
+    )
+    topology = Topology.start(device=device)
+    engine = TrainingEngine(config, topology)
+    batches = [b.to(topology.device) for b in local_batches(config, topology, 0)]
+    losses, norms, waits = [], [], set()
+    for step in range(payload["steps"]):
+        watch = device == "cuda" and step == payload["steps"] - 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if watch:
+                torch.cuda.set_sync_debug_mode("warn")
+            result = engine.step(batches, 3e-3)
+            if watch:
+                torch.cuda.set_sync_debug_mode("default")
+        waits |= {f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)}
+        losses.append((result.loss_sum / result.predicted).item())
+        norms.append(float(result.grad_norm))
+    return {"losses": losses, "norms": norms, "waits": sorted(waits)}

@@ -1,0 +1,160 @@
+"""Mixers and attention kernels on a device against the same computation in float64 on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamem.memory.base import State, map_state, state_tensors
+from megamem.ops.attention import Past, attention
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.contract.cases import CHUNK, Case
+from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, Whole, every, make
+
+CPU = torch.device("cpu")
+TOKENS = 4 * CHUNK
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one run of a subject left, on the CPU in float64."""
+
+    output: Tensor
+    states: list[State]
+    grads: dict[str, Tensor]
+
+
+def wide(case: Case) -> Alone:
+    """The case's mixer with chunks of 128 and heads of 90 (no multiple of 8), weights that keep attention smooth."""
+    tree = case.model(heads=2, head_dim=90).model_dump(mode="json") | {"chunk_size": 128, "init_std": 0.05}
+    model = type(case.model()).model_validate(tree)
+    alone = Alone(model.mixer_at(0).build(model, PlainLinears(), 0))
+    initialize_parameters(alone, 1)
+    return alone
+
+
+def subjects(case: Case, subject: str, dtype: torch.dtype, device: torch.device) -> tuple[Subject, Subject, int]:
+    """The subject on `device` in `dtype`, the same weights in float64 on the CPU, and its chunk's tokens."""
+    made = wide(case) if subject == "wide" else make(case, subject, torch.float32)
+    weights = {name: value.to(dtype) for name, value in made.state_dict().items()}
+    exact = wide(case) if subject == "wide" else make(case, subject, torch.float32)
+    exact.load_state_dict(weights)
+    made.load_state_dict(weights)
+    return made.to(device, dtype), exact.double(), 128 if subject == "wide" else CHUNK
+
+
+def random_input(subject: Subject, tokens: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """Ids, or hidden values that `dtype` holds exactly, in float64."""
+    generator = torch.Generator().manual_seed(tokens)
+    if isinstance(subject, Whole):
+        return torch.randint(subject.config.vocab_size, (tokens, rows), generator=generator)
+    hidden = torch.randn(tokens, rows, subject.mixer.sizes["hidden"], generator=generator)
+    return hidden.to(dtype).double()
+
+
+def observe(subject: Subject, x: Tensor, lanes: Lanes, cuts: range, device: torch.device) -> Observed:
+    """All calls forward, one backward of a fixed functional of the output over real tokens."""
+    dtype = next(subject.parameters()).dtype
+    x = x.to(device) if isinstance(subject, Whole) else x.to(device, dtype).requires_grad_()
+    states = subject.initial_states(x.shape[1], device, dtype)
+    outputs = []
+    for call in lanes.calls(x.shape[0], cuts):
+        output, states, _ = subject(x[call], states, lanes.chunk(call.start))
+        outputs.append(output)
+    output = torch.cat(outputs)
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    probe = probe * lanes.real(x.shape[0])[..., None]
+    (output.float() if dtype != torch.float64 else output).mul(probe.to(device, output.dtype)).sum().backward()
+    grads = {name: p.grad for name, p in subject.named_parameters() if p.grad is not None}
+    if x.is_floating_point():
+        grads["input"] = x.grad
+    output = output.detach().to(CPU, torch.float64) * lanes.real(x.shape[0])[..., None]
+    return Observed(
+        output,
+        [map_state(lambda t: t.detach().to(CPU, torch.float64), state) for state in states],
+        {name: grad.to(CPU, torch.float64) for name, grad in grads.items()},
+    )
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact tensor."""
+    assert ours.shape == exact.shape
+    return ((ours - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+def mixer_errors(
+    case: Case, subject: str, dtype: torch.dtype, device: torch.device, layout: str = "borders", step: int = 0
+) -> dict[str, float]:
+    """Worst relative error of output, states and gradients; calls of `step` tokens, 0 for whole chunks."""
+    made, exact, chunk = subjects(case, subject, dtype, device)
+    lanes = scaled(LAYOUTS[layout], chunk // CHUNK)
+    tokens, cuts = 4 * chunk, every(step or chunk, 4 * chunk)
+    x = random_input(made, tokens, len(lanes.begins), dtype)
+    ours, theirs = (
+        observe(made, x, lanes, cuts, device),
+        observe(exact, x, lanes, every(chunk, tokens), CPU),
+    )
+    total = torch.stack([g.norm() for g in theirs.grads.values()]).norm()
+    gradient = max(
+        # a tensor whose gradient is small beside the rest is measured against its share of the whole
+        ((ours.grads[n] - g).norm() / max(g.norm(), 0.1 * total / len(theirs.grads) ** 0.5)).item()
+        for n, g in theirs.grads.items()
+    )
+    state = [
+        error(a, b)
+        for a, b in zip(state_tensors(ours.states), state_tensors(theirs.states), strict=True)
+        if b.numel() and a.shape == b.shape and b.norm() > 0
+    ]
+    return {"output": error(ours.output, theirs.output), "state": max(state, default=0.0), "gradient": gradient}
+
+
+def scaled(lanes: Lanes, factor: int) -> Lanes:
+    """The same documents with chunks `factor` times as long."""
+    return Lanes(tuple(tuple(begin * factor for begin in row) for row in lanes.begins))
+
+
+def attention_errors(
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    pasts: tuple[int, ...],
+    kv_heads: int = 4,
+    width: int = 64,
+    mask: str | None = None,
+) -> dict[str, float]:
+    """Relative errors of a kernel's output and input gradients against `eager` in float64 on the CPU.
+
+    mask: None, `rows` (the second row sees no past) or `keys` (each past key is seen or not).
+    """
+    generator = torch.Generator().manual_seed(tokens + sum(pasts))
+
+    def random(size: int, heads: int) -> Tensor:
+        return torch.randn(size, 2, heads, width, generator=generator).to(dtype)
+
+    inputs = [random(tokens, 4), random(tokens, kv_heads), random(tokens, kv_heads)]
+    inputs += [random(size, kv_heads) for size in pasts for _ in range(2)]
+    visible = {
+        None: lambda size: None,
+        "rows": lambda size: torch.tensor([True, False]),
+        "keys": lambda size: torch.rand(size, 2, generator=generator) > 0.5,
+    }[mask]
+    seen = [visible(size) for size in pasts]
+    target = torch.randn(tokens, 2, 4, width, generator=generator, dtype=torch.float64)
+
+    def run(backend: str, where: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        leaves = [x.to(where, dtype, copy=True).requires_grad_() for x in inputs]
+        query, key, value, *rest = leaves
+        parts = [Past(rest[2 * i], rest[2 * i + 1], None if m is None else m.to(where)) for i, m in enumerate(seen)]
+        out = attention(query, key, value, parts, backend)
+        out.backward(target.to(where, dtype))
+        return out.detach().to(CPU, torch.float64), [leaf.grad.to(CPU, torch.float64) for leaf in leaves]
+
+    ours, our_grads = run(backend, device, dtype)
+    exact, exact_grads = run("eager", CPU, torch.float64)
+    return {
+        "output": error(ours, exact),
+        "gradient": max(error(a, b) for a, b in zip(our_grads, exact_grads, strict=True) if b.norm() > 0),
+    }

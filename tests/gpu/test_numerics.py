@@ -1,0 +1,91 @@
+"""Every registered mixer and every attention backend on CUDA against float64 on the CPU."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.contract.cases import CASES, CHUNK
+from tests.contract.driver import LAYOUTS
+from tests.gpu.numerics import attention_errors, mixer_errors
+
+# relative errors. float32: 2^-24 = 6e-8 per rounding, sums over a few hundred terms in other orders than the CPU's.
+# bfloat16: 2^-9 = 2e-3 per rounding of query, key, value, weights and output; a gradient passes twice as many
+TOLERANCES = {
+    torch.float32: {"output": 2e-5, "state": 2e-5, "gradient": 5e-5},
+    torch.bfloat16: {"output": 3e-2, "state": 2e-2, "gradient": 6e-2},
+}
+ids = [case.id for case in CASES]
+
+
+def assert_close(errors, dtype):
+    assert all(errors[what] <= TOLERANCES[dtype][what] for what in errors), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("subject", ["mixer", "wide"])
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_mixer(case, subject, dtype, device):
+    assert_close(mixer_errors(case, subject, dtype, device), dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_model(case, device):
+    assert_close(mixer_errors(case, "stage", torch.float32, device), torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("step", [1, 3, CHUNK + 5])
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_streaming(case, step, layout, device):
+    """Odd calls on the device, whole chunks in float64; states are compared where chunks lie on one grid."""
+    errors = mixer_errors(case, "mixer", torch.float32, device, layout, step)
+    if layout == "padded":
+        del errors["state"]
+    assert_close(errors, torch.float32)
+
+
+SHAPES = [(128, ()), (128, (64,)), (100, (37,)), (1, (63,)), (64, (32, 64))]
+BACKENDS = ["sdpa", "flex", "flash_attn"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tokens", "pasts"), SHAPES)
+@pytest.mark.parametrize("width", [64, 90])
+def test_attention_in_bfloat16(backend, tokens, pasts, width, device):
+    if backend == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        backend = "sdpa"  # the optional package is absent: the default kernel is checked once more
+    assert_close(attention_errors(backend, torch.bfloat16, device, tokens, pasts, width=width), torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("tokens", "pasts"), SHAPES)
+@pytest.mark.parametrize("width", [64, 90])
+def test_attention_in_float32(backend, tokens, pasts, width, device):
+    assert_close(attention_errors(backend, torch.float32, device, tokens, pasts, width=width), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_grouped_queries(backend, device):
+    errors = attention_errors(backend, torch.bfloat16, device, 128, (64,), kv_heads=2)
+    assert_close(errors, torch.bfloat16)
+
+
+@pytest.mark.parametrize("mask", ["rows", "keys"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 90])
+def test_masked_pasts(mask, dtype, width, device):
+    assert_close(attention_errors("sdpa", dtype, device, 65, (33, 7), width=width, mask=mask), dtype)
+
+
+def test_memory_products_run_without_tf32(device):
+    """TF32 keeps 10 bits of each factor; coefficients accumulate over long histories."""
+    from megamem.parallel.topology import Topology
+
+    Topology.start(device="cuda")
+    assert torch.get_float32_matmul_precision() == "highest"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    exact = a.double() @ b.double()
+    error = ((a.to(device) @ b.to(device)).cpu().double() - exact).norm() / exact.norm()
+    assert error < 1e-5, error

@@ -1,0 +1,167 @@
+"""The benchmarks run, and their arithmetic is right."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import cpu, gpu
+from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
+from benchmarks.gpu_engines import Minimal, run_config
+from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    yield 1
+    torch.set_num_threads(before)
+
+
+def test_cpu_benchmark(tmp_path, capsys, one_thread):
+    output = tmp_path / "folder" / "cpu.json"
+    cpu.main(["--quick", "--threads", str(one_thread), "--output", str(output)])
+    printed = capsys.readouterr().out
+    record = last_json(printed)
+    assert record == json.loads(output.read_text())
+    result = record["shapes"]["quick"]
+    assert record["elastic_over_local"]["quick"] == result["over_local"]["elastic memory"]["median"] > 0
+    assert set(result["tokens_per_second"]) == {"elastic memory", "chunk-local attention", "full attention"}
+    assert all(rate["low"] <= rate["median"] <= rate["high"] for rate in result["tokens_per_second"].values())
+    assert "| update P C + K F |" in printed
+    assert "1 threads" in printed
+
+
+def test_profile_finds_every_part_forward_and_backward():
+    shape = cpu.shapes(quick=True)["quick"]
+    elastic = seconds_by_part(*cpu.unit(shape.model, shape), passes=1)
+    plain = seconds_by_part(*cpu.unit(without_memory(shape.model), shape), passes=1)
+    assert set(elastic) == set(PARTS)
+    assert all(seconds > 0 for seconds in elastic.values())
+    assert [part for part in PARTS if plain[part] == 0] == [MEMORY, "retrieval R C", "update P C + K F"]
+    assert plain[LOCAL] > 0
+
+
+def test_backward_time_belongs_to_the_part_that_made_it():
+    """Nearly all work of this model is its MLP; were the backward pass not traced back, it would be `other`."""
+    shape = cpu.shapes(quick=True)["quick"]
+    model = shape.model.model_copy(update={"ffn_size": 30_000})
+    parts = seconds_by_part(*cpu.unit(model, shape), passes=1)
+    assert parts["MLP"] > 0.6 * sum(parts.values())
+
+
+def test_runs_take_turns_in_alternating_order():
+    order = []
+    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+    assert [len(times) for times in seconds.values()] == [3, 3]
+    assert len(interleaved({"a": lambda: None}, 50, budget_s=0)["a"]) == 1
+
+
+def test_ratios_are_of_the_same_turn():
+    # a machine that is ten times slower in the second turn changes no ratio
+    assert ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == {"median": 0.5, "low": 0.5, "high": 0.5}
+    assert summary([4.0, 1.0, 2.0, 3.0]) == {"median": 2.5, "low": 1.75, "high": 3.25}
+    assert table(["x", "y"], [[1, 2]]) == "| x | y |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_batches_hold_documents_where_they_are_told_to_begin():
+    model = cpu.shapes(quick=True)["quick"].model
+    batch = random_batch(model, 3, 2, begin=[0, 1])
+    assert batch.tokens.shape == (3 * model.chunk_size, 2)
+    assert batch.starts.tolist() == [[0, 0], [16, 0], [32, 16]]
+    assert torch.equal(batch.tokens[1:], batch.labels[:-1])
+
+
+@pytest.mark.parametrize("engine", ["minimal", pytest.param("real", marks=pytest.mark.distributed)])
+def test_gpu_benchmark_on_the_cpu(engine, tmp_path):
+    """In a process of its own: the real engine makes process groups."""
+    import subprocess
+    import sys
+
+    output = tmp_path / "gpu.json"
+    options = ["--device", "cpu", "--tiny", "--engine", engine, "--backend", "eager", "--output", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *options], check=True, capture_output=True, text=True, timeout=300
+    )
+    record = last_json(done.stdout)
+    assert record == json.loads(output.read_text())
+    assert record["engine"] == engine
+    places = {(c["kind"], c["length"], c["compile"]) for c in record["cells"]}
+    assert places == {(k, n, c) for k in ("transformer", "elastic") for n in (32, 64) for c in (False, True)}
+    assert all(c["tokens_per_second"]["median"] > 0 and c["mfu"] is None for c in record["cells"])
+    # random tokens of 64: log 64 = 4.16 nats at the start
+    assert all(3.5 < c["loss"] < 4.5 for c in record["cells"])
+    assert record["reached"] == {"transformer_mfu": None, "elastic_over_transformer": None}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_benchmark_says_why_it_does_nothing(capsys):
+    gpu.main([])
+    assert capsys.readouterr().out == "benchmarks.gpu: needs a CUDA device and torch finds none; nothing measured\n"
+
+
+def test_goals_take_the_best_of_plain_and_compiled():
+    def cell(kind, rate, compiled, mfu=None):
+        rates = {"median": rate, "low": rate, "high": rate}
+        return gpu.Cell("760m", kind, 4096, 1, compiled, False, rates, mfu, None, 4.0)
+
+    cells = [cell("transformer", 10, False, 0.2), cell("transformer", 20, True, 0.4), cell("elastic", 19, True)]
+    assert gpu.goals(cells) == {"transformer_mfu": 0.4, "elastic_over_transformer": 0.95}
+
+
+def test_out_of_memory_halves_rows_then_recomputes(monkeypatch):
+    options = gpu.parse(["--device", "cpu", "--tiny"])
+    options.tokens = 4 * 32
+    bench = gpu.Bench(options, "minimal", "tiny", "elastic", float("inf"))
+    tried = []
+
+    def cell(engine, length, rows, compiled, recompute):
+        tried.append((rows, recompute))
+        if not recompute:
+            raise torch.OutOfMemoryError
+        return "fits"
+
+    monkeypatch.setattr(bench, "_cell", cell)
+    assert bench._fitted(32, False, "what") == "fits"
+    assert tried == [(4, False), (2, False), (1, False), (1, True)]
+    monkeypatch.setattr(bench, "_cell", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    assert bench._fitted(32, False, "what") is None
+    assert "out of memory" in bench.notes[-1]
+
+
+def test_cells_beyond_the_deadline_are_named():
+    bench = gpu.Bench(gpu.parse(["--device", "cpu", "--tiny"]), "minimal", "tiny", "elastic", 0.0)
+    assert bench.run() == []
+    assert len(bench.notes) == 4
+    assert all("time was up" in note for note in bench.notes)
+
+
+@pytest.mark.parametrize("size", ["100m", "400m", "760m"])
+@pytest.mark.parametrize("kind", gpu.KINDS)
+def test_every_cell_is_a_valid_run(size, kind):
+    model = gpu.model_of(size, kind)
+    for length in gpu.parse([]).lengths:
+        config = run_config(model, length, 1, "cpu")
+        # the engine is built once and resized, which holds only while a step is one backward pass
+        assert config.accumulation_steps(1) == config.chunks // config.bptt_chunks == 1
+
+
+def test_minimal_engine_learns():
+    engine = Minimal(gpu.tiny_model("elastic"), 64, 2, "cpu")
+    for group in engine._optimizer.param_groups:
+        group["lr"] = 1e-2
+    batch = random_batch(gpu.tiny_model("elastic"), 4, 2)
+    losses = [engine.step(batch).item() for _ in range(12)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(p.dtype == torch.bfloat16 for p in engine.stage.parameters())
+
+
+def test_forms_of_a_model():
+    model = model_from(cpu.ROOT / "configs/models/elastic-100m.yaml", chunk_size=512)
+    assert (model.chunk_size, model.mixer_at(8).kind) == (512, "elastic_memory")
+    assert {without_memory(model, "full_attention").mixer_at(i).kind for i in range(12)} == {"full_attention"}

@@ -1,0 +1,84 @@
+"""training.compile: same results, and compiled once per shape wherever the chunks lie in their documents."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.model.compiled import compile_pointwise, restore_pointwise
+from megamem.model.layers import rms_norm
+from megamem.model.stage import Stage
+from megamem.ops.rotary import turn
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.training.window import Window
+
+CHUNKS, CHUNK, ROWS = 8, 16, 2
+MODEL = {
+    "layers": 3,
+    "hidden_size": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab_size": 64,
+    "chunk_size": CHUNK,
+    "memory": [
+        {"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8}},
+        {"layers": [2], "mixer": "full_attention"},
+    ],
+}
+
+
+def make() -> Stage:
+    stage = Stage(parse_config(ModelConfig, MODEL, "test"), PlainLinears())
+    initialize_parameters(stage, 0)
+    return stage
+
+
+def run(stage: Stage, first: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one window of 8 chunks; `first` is the document position of its first token."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(64, (2, CHUNKS * CHUNK, ROWS), generator=generator)
+    starts = (first + torch.arange(0, CHUNKS * CHUNK, CHUNK))[:, None].repeat(1, ROWS).numpy()
+    states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
+    stage.zero_grad()
+    loss, _, _ = Window(stage)(tokens, labels, starts, states, torch.tensor(1e-2))
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in stage.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_parts_give_the_same_loss_and_gradients():
+    stage = make()
+    loss, grads = run(stage)
+    compile_pointwise(stage, backend="aot_eager")
+    compiled_loss, compiled_grads = run(stage)
+    torch.testing.assert_close(compiled_loss, loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(compiled_grads[name], grad, rtol=1e-4, atol=1e-7)
+
+
+def test_positions_and_layers_compile_nothing_anew():
+    stage = make()
+    counter = CompileCounterWithBackend("eager")
+    compile_pointwise(stage, backend=counter)
+    run(stage)
+    # norm: hidden with and without a graph behind it; gate: one; rotation: queries and fewer key heads
+    after_first = counter.frame_count
+    assert 3 <= after_first <= 6
+    run(stage, first=100 * CHUNK)
+    assert counter.frame_count == after_first
+
+
+def test_the_plain_functions_come_back():
+    stage = make()
+    compile_pointwise(stage, backend="eager")
+    assert stage.norm.function is not rms_norm
+    restore_pointwise(stage)
+    assert stage.norm.function is rms_norm
+    assert all(block.mixer.turn is turn for block in stage.blocks)
