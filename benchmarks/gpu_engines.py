@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +66,6 @@ class Real:
         from megamem.parallel.topology import Topology
         from megamem.training.engine import TrainingEngine
 
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
         self._model, self._device = model, device
         config = run_config(model, length, rows, device)
         self._engine = TrainingEngine(config, Topology.start(device=device))

@@ -68,7 +68,7 @@ class TrainingConfig(ConfigModel):
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     compile: bool = False
-    """torch.compile each block; pays on CUDA."""
+    """torch.compile what lies between matrix products: norms, rotations and gates, one kernel each; pays on CUDA."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5

@@ -89,6 +89,8 @@ class Topology:
         world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         dp = data_parallel_size(world_size, tp, pp, dp)
         chosen = _device(device)
+        # memory coefficients accumulate in FP32 over long histories; TF32 would keep 10 bits of each factor
+        torch.set_float32_matmul_precision("highest")
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
