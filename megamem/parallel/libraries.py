@@ -27,6 +27,8 @@ def prepare_libraries() -> None:
     On CPU, DeepSpeed would build a shared-memory extension with the C++ compiler at the start of each fresh
     machine's first job (most of a minute); only its inference all-reduce uses it, so it is declared unavailable.
     """
+    # DeepSpeed calls some collectives by names that newer torch releases replace
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with quiet():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -174,6 +175,7 @@ class Profiler(Callback):
             self._begin()
 
     def _begin(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes a line to stderr at each start and stop
         self._profile = torch.profiler.profile(record_shapes=True)
         self._profile.__enter__()
 

@@ -152,18 +152,31 @@ class TrainingEngine:
             watch("gradient reduction and optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        bad_loss = 1 - loss_sum.isfinite().float()
-        self.optimizer.bad_loss, self.optimizer.bad = bad_loss, None
+        own_bad = torch.maximum(1 - loss_sum.isfinite().float(), self._bad_partitions())
+        self.optimizer.own_bad, self.optimizer.bad = own_bad, None
         norm = self._plain_norm() if self.config.parallel.zero_stage == 0 else None
         self.engine.step()
         # DeepSpeed may have refused the update itself (ZeRO's norm check), then the optimizer never saw it
         refused = bool(getattr(self.engine.optimizer, "overflow", False))
-        bad = torch.ones_like(bad_loss) if refused or self.optimizer.bad is None else self.optimizer.bad
+        bad = torch.ones_like(own_bad) if refused or self.optimizer.bad is None else self.optimizer.bad
         if self.config.data.feeding == "streams":
             for sequence, new in states.items():
                 old = self.carried.get(sequence) or self.fresh_states(batches[sequence].tokens.shape[1])
                 self.carried[sequence] = select_states(bad == 0, new, old)
         return StepResult(loss_sum, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _bad_partitions(self) -> Tensor:
+        """1.0 if a gradient that this rank holds for ZeRO's update is not finite, else 0.0.
+
+        ZeRO updates parameter group by parameter group: the optimizer would see the second group's gradients after it
+        has updated the first. DeepSpeed's own check is of the norm, which counts what tensor-parallel ranks share once.
+        """
+        groups = getattr(self.engine.optimizer, "averaged_gradients", {}).values()
+        partitions = [gradient for group in groups for gradient in group or () if gradient is not None]
+        if not partitions:
+            return torch.zeros((), device=self.topology.device)
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(partitions)])
+        return 1 - norms.isfinite().all().float()
 
     def _plain_norm(self) -> Tensor:
         """Global gradient norm without ZeRO: shards are summed over tensor-parallel ranks, replicas counted once."""

@@ -32,8 +32,8 @@ class AgreeingAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.bad_loss: Tensor | None = None
-        """0/1 scalar set by the caller before a step: this rank's loss is not finite."""
+        self.own_bad: Tensor | None = None
+        """0/1 scalar set by the caller before a step: this rank has seen something that is not finite."""
         self.bad: Tensor | None = None
         """0/1 scalar after a step: some rank had a non-finite loss or gradient, nobody updated."""
 
@@ -42,7 +42,7 @@ class AgreeingAdamW(torch.optim.AdamW):
         """Update, or agree not to. DeepSpeed calls it with the gradients in place."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         device = grads[0].device if grads else self.param_groups[0]["params"][0].device
-        bad = torch.zeros((), device=device) if self.bad_loss is None else self.bad_loss.to(device)
+        bad = torch.zeros((), device=device) if self.own_bad is None else self.own_bad.to(device)
         if grads:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads)])
             bad = torch.maximum(bad, 1 - norms.isfinite().all().float())

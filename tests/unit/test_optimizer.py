@@ -78,7 +78,7 @@ def test_a_bad_loss_changes_nothing_though_gradients_are_finite():
     optimizer.step()
     before = everything(optimizer, values)
     fill(values, 1)
-    optimizer.bad_loss, optimizer.bad = torch.ones(()), None
+    optimizer.own_bad, optimizer.bad = torch.ones(()), None
     optimizer.step()
     assert optimizer.bad == 1
     assert same(everything(optimizer, values), before)

@@ -1,0 +1,1 @@
+"""The whole system on tiny data: training, interruption, stuck ranks, bad input."""

@@ -1,0 +1,150 @@
+"""What the tests of non-finite values run on each rank: steps of a small model, one of them spoilt on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.config.run import RunConfig
+from megamem.data.batch import Batch
+from megamem.parallel.gather import gather_shards, whole_parameter
+from megamem.parallel.topology import Topology
+from megamem.training.engine import TrainingEngine
+from tests.distributed.training_cases import LENGTH, local_batches, run_config
+
+BAD_STEP, STEPS, GUILTY = 1, 3, 1
+LR = 1e-2
+
+
+class Spoiler:
+    """Makes a value NaN or infinite on the guilty rank, in the backward passes of the chosen step."""
+
+    def __init__(self, engine: TrainingEngine, guilty: bool, target: str, value: float) -> None:
+        self.active, self.value = False, value
+        self.guilty = guilty
+        if target == "loss":
+            stage = engine.stage
+            losses = stage.token_losses
+            stage.token_losses = lambda hidden, labels: self._spoil(losses(hidden, labels))
+        elif target == "state":
+            stage = engine.stage
+            forward = stage.forward
+
+            def spoilt(*arguments: Any) -> Any:
+                hidden, states, auxiliary = forward(*arguments)
+                return hidden, [_map(state, self._spoil) for state in states], auxiliary
+
+            stage.forward = spoilt
+        else:
+            parameter = next(p for name, p in engine.parameters().items() if target in name)
+            parameter.register_hook(self._spoil)
+
+    def _spoil(self, tensor: Tensor) -> Tensor:
+        if not (self.active and self.guilty) or not tensor.is_floating_point() or not tensor.numel():
+            return tensor
+        spoilt = tensor.clone()
+        spoilt.view(-1)[0] = self.value
+        return spoilt
+
+
+def _map(state: Any, function: Any) -> Any:
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, dict):
+        return {key: _map(value, function) for key, value in state.items()}
+    return [_map(value, function) for value in state]
+
+
+def tensors(state: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(state, lambda tensor: found.append(tensor.clone()) or tensor)
+    return found
+
+
+def snapshot(engine: TrainingEngine, topology: Topology) -> dict[str, Any]:
+    """Whole weights, and this rank's masters, moments and step counts."""
+    weights = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
+    own: list[Tensor] = [
+        tensor.clone()
+        for parameter, moments in engine.optimizer.state.items()
+        for tensor in (parameter.detach(), *moments.values())
+    ]
+    states = [t for states in engine.carried.values() for state in states for t in tensors(state)]
+    model = [p.detach().clone() for p in engine.stage.parameters()]
+    return {"weights": weights, "own": own, "states": states, "model": model}
+
+
+def batches(config: RunConfig, topology: Topology, step: int) -> list[Batch]:
+    """The step's micro-batches; in streams mode the documents read on from step to step."""
+    found = local_batches(config, topology, step)
+    if config.data.feeding != "streams":
+        return found
+    return [Batch(b.tokens, b.labels, b.starts + step * LENGTH, b.sample_ids) for b in found]
+
+
+def spoilt_run(case: dict[str, Any], topology: Topology, config: RunConfig) -> dict[str, Any]:
+    """A run whose BAD_STEP is spoilt on the guilty rank."""
+    engine = TrainingEngine(config, topology)
+    spoiler = Spoiler(engine, topology.rank == GUILTY, case["target"], case["value"])
+    snapshots, bad, norms = [], [], []
+    for step in range(STEPS):
+        spoiler.active = step == BAD_STEP
+        result = engine.step(batches(config, topology, step), LR)
+        snapshots.append(snapshot(engine, topology))
+        bad.append(float(result.bad))
+        norms.append(float(result.grad_norm))
+    return {"snapshots": snapshots, "bad": bad, "norms": norms}
+
+
+def clean_run(topology: Topology, config: RunConfig) -> dict[str, Any]:
+    """The same run without the step that was spoilt."""
+    engine = TrainingEngine(config, topology)
+    for step in range(STEPS):
+        if step != BAD_STEP:
+            engine.step(batches(config, topology, step), LR)
+    return snapshot(engine, topology)
+
+
+def cases(todo: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each case's verdicts on this rank, as plain data."""
+    out = {}
+    for name, case in todo.items():
+        config = run_config(**case["config"])
+        topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=60)
+        spoilt, clean = spoilt_run(case, topology, config), clean_run(topology, config)
+        before, after = spoilt["snapshots"][BAD_STEP - 1], spoilt["snapshots"][BAD_STEP]
+        end = spoilt["snapshots"][-1]
+        checksum = torch.stack([w.double().sum() for w in end["weights"].values()])
+        out[name] = {
+            "bad": spoilt["bad"],
+            "norms": [norm if math.isfinite(norm) else None for norm in spoilt["norms"]],
+            "unchanged": {part: _equal(before[part], after[part]) for part in before},
+            "moved later": not _equal(after["weights"], spoilt["snapshots"][BAD_STEP + 1]["weights"]),
+            "as if the step had not been": {part: _equal(end[part], clean[part]) for part in end},
+            "finite": all(bool(t.isfinite().all()) for t in [*end["weights"].values(), *end["states"]]),
+            "states": len(end["states"]),
+            "moments": len(end["own"]),
+            "checksum": checksum.tolist(),
+        }
+        assert dist.is_initialized()
+    return out
+
+
+def _equal(a: Any, b: Any) -> bool:
+    a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def gathered() -> dict[str, list]:
+    """`gather_shards` over the two ranks of a tensor-parallel group."""
+    topology = Topology.start(2, device="cpu", timeout_s=60)
+    whole = torch.arange(24.0).view(4, 6)
+    out = {}
+    for axis in (0, 1, None):
+        local = whole if axis is None else whole.chunk(2, axis)[topology.tp_rank]
+        out[str(axis)] = gather_shards(local, axis, topology.tp_group).tolist()
+    return out

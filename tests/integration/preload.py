@@ -1,0 +1,14 @@
+"""Imported once by the process that all ranks are forked from: what costs seconds to import."""
+
+from megamem.hardware import avoid_broken_amx
+
+avoid_broken_amx()
+
+from megamem.parallel.libraries import prepare_libraries  # noqa: E402
+
+prepare_libraries()
+
+import matplotlib.pyplot  # noqa: E402, F401
+
+import megamem.cli  # noqa: E402
+import megamem.training.start  # noqa: E402, F401

@@ -1,0 +1,79 @@
+"""A value that is not finite on one rank: all ranks skip the step together, and nothing of it remains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.integration import bad_steps
+from tests.integration.ranks import Job
+
+pytestmark = pytest.mark.distributed
+
+TP2, DP2 = {"tp": 2}, {"tp": 1}
+STREAMS = {
+    "data": {"feeding": "streams", "short_documents": "drop"},
+    "model": {"memory": [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}}]},
+}
+
+
+def case(target, value, parallel, zero, precision="fp32", clip=0.0, **sections):
+    training = {"precision": precision, "bptt_chunks": 2, "micro_batch_size": 2}
+    config = {
+        "parallel": parallel | {"zero_stage": zero}, "training": training, "optimizer": {"clip": clip}, **sections
+    }  # fmt: skip
+    return {"config": config, "target": target, "value": value}
+
+
+CASES = {
+    "tp2-zero2-matrix": case("embedding", math.inf, TP2, 2, clip=1.0),
+    "dp2-zero3-matrix": case("embedding", math.inf, DP2, 3, clip=1.0),
+    "tp2-zero0-loss": case("loss", math.nan, TP2, 0),
+    "dp2-zero1-loss": case("loss", math.inf, DP2, 1),
+    "tp2-zero1-streams": case("state", math.nan, TP2, 1, **STREAMS),
+    "dp2-zero2-streams": case("loss", math.nan, DP2, 2, **STREAMS),
+}
+for layout, parallel in (("tp2", TP2), ("dp2", DP2)):
+    for zero in range(4):
+        # norms are replicated over tensor-parallel ranks and stand in the second parameter group, matrices in the first
+        CASES[f"{layout}-zero{zero}-norm"] = case("norm", math.nan, parallel, zero)
+    for zero in (1, 2):
+        CASES[f"{layout}-zero{zero}-bf16"] = case("norm", math.inf, parallel, zero, "bf16", clip=1.0)
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    with Job(tmp_path_factory.mktemp("bad-steps"), 2, bad_steps.cases, CASES) as job:
+        return job.results(300)
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestBadStep:
+    def test_all_ranks_agree(self, verdicts, name):
+        for rank in range(2):
+            found = verdicts[rank][name]
+            assert found["bad"] == [float(step == bad_steps.BAD_STEP) for step in range(bad_steps.STEPS)]
+            assert all(norm is not None for step, norm in enumerate(found["norms"]) if step != bad_steps.BAD_STEP)
+
+    def test_weights_moments_and_memory_stay(self, verdicts, name):
+        for rank in range(2):
+            found = verdicts[rank][name]
+            assert found["moments"] > 0
+            assert found["unchanged"] == {"weights": True, "own": True, "states": True, "model": True}
+            assert (found["states"] > 0) == ("streams" in name)
+
+    def test_the_run_goes_on_as_if_the_step_had_not_been(self, verdicts, name):
+        for rank in range(2):
+            found = verdicts[rank][name]
+            assert found["moved later"]
+            assert found["finite"]
+            assert all(found["as if the step had not been"].values())
+        assert verdicts[0][name]["checksum"] == verdicts[1][name]["checksum"]
+
+
+def test_gathering_shards(tmp_path):
+    with Job(tmp_path, 2, bad_steps.gathered) as job:
+        results = job.results()
+    whole = [[float(6 * row + column) for column in range(6)] for row in range(4)]
+    assert results == [{"0": whole, "1": whole, "None": whole}] * 2

@@ -1,0 +1,42 @@
+"""Choosing between the states before and after a step, on the device."""
+
+import math
+
+import torch
+
+from megamem.training.window import select_states
+
+GOOD, BAD = torch.tensor(True), torch.tensor(False)
+
+
+def state(value, past, open_tokens=0):
+    return {
+        "sums": torch.full((2, 3), value),
+        "past": [{"keys": torch.full((4, 1), value + i)} for i in range(past)],
+        "open": torch.full((open_tokens, 1), value),
+    }
+
+
+def leaves(states):
+    return [
+        tensor.tolist() for s in states for tensor in (s["sums"], s["open"], *(entry["keys"] for entry in s["past"]))
+    ]  # fmt: skip
+
+
+def test_a_good_step_keeps_the_new_states():
+    new = [state(5.0, past=3), state(6.0, past=0)]
+    assert leaves(select_states(GOOD, new, [state(1.0, past=1), state(2.0, past=0)])) == leaves(new)
+
+
+def test_a_bad_step_keeps_the_old_ones():
+    old = [state(1.0, past=2), state(2.0, past=0, open_tokens=3)]
+    new = [state(math.nan, past=2), state(math.inf, past=0, open_tokens=3)]
+    assert leaves(select_states(BAD, new, old)) == leaves(old)
+
+
+def test_what_has_grown_in_a_bad_step_becomes_zeros():
+    """Its length is known to the host, whether it is good is not: earlier entries stay, the step's own hold nothing."""
+    (chosen,) = select_states(BAD, [state(math.nan, past=3, open_tokens=2)], [state(1.0, past=1)])
+    assert chosen["sums"].tolist() == [[1.0] * 3] * 2
+    assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[1.0]] * 4, [[0.0]] * 4, [[0.0]] * 4]
+    assert chosen["open"].tolist() == [[0.0]] * 2
