@@ -12,6 +12,7 @@ Shapes: query [tokens, batch, heads, width]; keys and values [keys, batch, kv_he
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from torch import Tensor
 
 from megamem.errors import ConfigError
 from megamem.ops.merged_attention import merged_attention
+
+FLEX_SHAPES = 64
+"""Shapes FlexAttention may be compiled for: chunks of a document, with and without a graph."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,13 @@ def _flex_mask(tokens: int, keys: int, device: torch.device) -> Any:
 def _flex_kernel(compiled: bool) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention  # type: ignore[return-value]
+    if not compiled:
+        return flex_attention
+    # each length of the past is a shape of its own; beyond the limit, attention would materialise its scores
+    limits: Any = importlib.import_module("torch._dynamo").config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+    setattr(limits, name, max(getattr(limits, name), FLEX_SHAPES))
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
