@@ -176,6 +176,11 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        profile = self.logging.profile_steps
+        if profile and not profile[0] <= profile[1] <= self.steps:
+            raise ValueError(
+                f"logging.profile_steps {list(profile)} must be a first and a last step of the {self.steps} of the run"
+            )
         stride = self.evaluation.sliding_stride
         if stride and chunk % stride:
             raise ValueError(f"evaluation.sliding_stride {stride} does not divide model.chunk_size {chunk}")
