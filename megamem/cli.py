@@ -124,6 +124,11 @@ def main() -> None:
             sys.stderr.write(line)
             sys.stderr.flush()
         _leave(error.exit_code)
+    except RuntimeError as error:
+        if not inside_job() or "by peer" not in str(error):
+            raise
+        sys.stderr.write(f"megamem: rank {os.environ['RANK']}: lost its connection to another rank, which has ended\n")
+        _leave(MegamemError.exit_code)
 
 
 def _line(error: MegamemError) -> str | None:

@@ -78,9 +78,14 @@ class Watchdog:
         self._count = 0
         self._beats = 0
         self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self._heard: dict[int, str] = {}
+        self._lost = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # a store whose process is stopped may never answer: asking it and watching the clock are two threads
+        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         self._store = self._open() if topology.world_size > 1 else None
+        if self._store is not None:
+            self._threads.append(threading.Thread(target=self._talk, name="watchdog-store", daemon=True))
 
     def _open(self) -> TCPStore:
         host = os.environ.get("MASTER_ADDR", "localhost")
@@ -99,12 +104,14 @@ class Watchdog:
         self._count += 1
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         self._done.set()
-        self._thread.join(self.interval * 4)
+        for thread in self._threads:
+            thread.join(self.interval * 4)
         if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
 
@@ -115,30 +122,35 @@ class Watchdog:
         while time.monotonic() < deadline and self._store.add("left", 0) < self.topology.world_size - 1:
             time.sleep(0.02)
 
+    def _talk(self) -> None:
+        """Tell the others what this rank is at and hear what they are."""
+        assert self._store is not None
+        ranks = [rank for rank in range(self.topology.world_size) if rank != self.topology.rank]
+        try:
+            while not self._done.wait(self.interval):
+                self._store.set(f"rank/{self.topology.rank}", self._state())
+                for rank in ranks:
+                    if self._store.check([f"rank/{rank}"]):
+                        self._heard[rank] = self._store.get(f"rank/{rank}").decode()
+            if self.topology.rank != 0:
+                self._store.add("left", 1)
+        except Exception:  # rank 0 has ended, and its store with it
+            self._lost = True
+
     def _watch(self) -> None:
         now = time.monotonic()
         sightings = {rank: Sighting(beat_at=now, progress_at=now) for rank in range(self.topology.world_size)}
         while not self._done.wait(self.interval):
-            asked = time.monotonic()
-            try:
-                self._publish()
-                self._observe(sightings)
-            except Exception:  # the store is gone or silent: so is rank 0
-                if time.monotonic() - asked < self.timeout / 2:
-                    # gone: whatever ended it is reported there, and the launcher ends this rank
-                    reason, grace = ENDED, _GRACE_S
-                else:
-                    reason, grace = SILENT, 0.0
-                if not self._done.wait(grace):
-                    self._report(0, reason, sightings)
-                return
+            self._beats += 1
+            self._observe(sightings)
             found = diagnose(sightings, time.monotonic(), self.timeout)
+            if self._lost:
+                # whatever ended rank 0 is told there, and the launcher ends this rank
+                self._done.wait(_GRACE_S)
+                found = 0, ENDED
             if found is not None and not self._done.is_set():
                 self._report(*found, sightings)
                 return
-        if self._store is not None and self.topology.rank != 0:
-            with contextlib.suppress(Exception):
-                self._store.add("left", 1)
 
     def _state(self) -> str:
         """What is published: beats, progress, waiting or not, process, action."""
@@ -149,20 +161,9 @@ class Watchdog:
         files = [frame.f_code.co_filename for frame in sys._current_frames().values()]
         return any(part in file for file in files for part in _COLLECTIVES)
 
-    def _publish(self) -> None:
-        self._beats += 1
-        if self._store is not None:
-            self._store.set(f"rank/{self.topology.rank}", self._state())
-
     def _observe(self, sightings: dict[int, Sighting]) -> None:
-        for rank, seen in sightings.items():
-            if rank == self.topology.rank:
-                text = self._state()
-            elif self._store is not None and self._store.check([f"rank/{rank}"]):
-                text = self._store.get(f"rank/{rank}").decode()
-            else:
-                continue
-            now = time.monotonic()
+        for rank, text in {**self._heard, self.topology.rank: self._state()}.items():
+            seen, now = sightings[rank], time.monotonic()
             beat, progress, waiting, seen.process, action = text.split("|", 4)
             seen.waiting = waiting == "1"
             if beat != seen.beat:
@@ -183,6 +184,8 @@ class Watchdog:
             # a launcher would ask it to end and wait for that
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(pid), signal.SIGKILL)
+        if reason == STUCK:
+            time.sleep(2 * self.interval)  # the others find the same; ended at once, they would lose their connections
         self._end(StuckRankError.exit_code)
 
     def _first_to_tell(self, rank: int, reason: str) -> bool:
@@ -191,5 +194,5 @@ class Watchdog:
             return True
         try:
             return self._store.add("told", 1) == 1
-        except Exception:
+        except Exception:  # the store is gone
             return True

@@ -19,7 +19,7 @@ STREAMS = {
 
 
 def case(target, value, parallel, zero, precision="fp32", clip=0.0, **sections):
-    training = {"precision": precision, "bptt_chunks": 2, "micro_batch_size": 2}
+    training = {"precision": precision, "bptt_chunks": 2, "micro_batch_size": 2 * parallel["tp"]}
     config = {
         "parallel": parallel | {"zero_stage": zero}, "training": training, "optimizer": {"clip": clip}, **sections
     }  # fmt: skip

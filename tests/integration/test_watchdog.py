@@ -1,0 +1,141 @@
+"""A rank that is stopped or hangs is named with what it was at, and the job ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from megamem.errors import MegamemError, StuckRankError
+from megamem.training.watchdog import Sighting, diagnose
+from tests.integration.commands import run_tree, write_config
+from tests.integration.ranks import Job, command
+
+STALL_S = 4
+SLACK_S = 12
+"""Beyond the timeout: beats of a tenth of it, and the end of a Python process on a busy machine."""
+NAMES = {0: r"rank 0 \(dp 0, tp 0\)", 1: r"rank 1 \(dp 0, tp 1\)"}
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    tree = run_tree(
+        data,
+        tmp_path / "runs",
+        training={"steps": 100_000},
+        parallel={"tp": 2, "stall_timeout_s": STALL_S},
+        evaluation={"every": 0},
+        logging={"every": 1},
+    )
+    return write_config(tmp_path / "run.yaml", tree)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named(config, tmp_path, stopped):
+    survivor = 1 - stopped
+    with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
+        job.wait_for(r"step +2/")
+        job.send(stopped, signal.SIGSTOP)
+        begun = time.monotonic()
+        codes = job.codes(STALL_S + SLACK_S)
+        seconds = time.monotonic() - begun
+        assert codes[survivor] == StuckRankError.exit_code
+        # a stopped process would make a launcher wait
+        assert codes[stopped] == -signal.SIGKILL
+        assert STALL_S - 1 < seconds < STALL_S + SLACK_S
+        silence = r"stopped responding for \d+ s \(parallel\.stall_timeout_s 4\)"
+        line = rf"megamem: {NAMES[stopped]} {silence}, last at: (.*); the job ends\n"
+        found = re.fullmatch(line, job.output(survivor))
+        assert found, job.output(survivor)
+        assert re.match(r"step \d+: ", found[1])
+
+
+def asleep_in_step_3(*arguments: str) -> None:
+    """On a rank: the command, with rank 1 asleep in its third step."""
+    import os
+
+    from megamem.training.engine import TrainingEngine
+
+    backward, count = TrainingEngine.backward, 0
+
+    def sleepy(self, batches, watch=None):
+        nonlocal count
+        count += 1
+        if count == 3 and os.environ["RANK"] == "1":
+            watch("a nap")
+            time.sleep(600)
+        return backward(self, batches, watch)
+
+    TrainingEngine.backward = sleepy
+    command(*arguments)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_is_named_not_those_that_wait_for_it(config, tmp_path):
+    with Job(tmp_path / "job", 2, asleep_in_step_3, "train", str(config)) as job:
+        job.wait_for(r"step +2/")
+        begun = time.monotonic()
+        assert job.codes(STALL_S + SLACK_S) == [StuckRankError.exit_code] * 2
+        assert time.monotonic() - begun < STALL_S + SLACK_S
+        said = job.output(0) + job.output(1)
+        assert re.fullmatch(rf"megamem: {NAMES[1]} makes no progress for \d+ s .*, last at: step 3: a nap; .*\n", said)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_ends_takes_the_others_along(config, tmp_path):
+    with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
+        job.wait_for(r"step +2/")
+        job.send(1, signal.SIGKILL)
+        first, second = job.codes(STALL_S + SLACK_S)
+        assert (first, second) == (MegamemError.exit_code, -signal.SIGKILL)
+        assert job.output(0) == "megamem: rank 0: lost its connection to another rank, which has ended\n"
+
+
+class TestDiagnose:
+    """`timeout` is 10; times are seconds ago."""
+
+    NOW, TIMEOUT = 1000.0, 10.0
+
+    def diagnose(self, **ranks):
+        """ranks: r0=(progress, seconds since progress, seconds since a beat, waiting)."""
+        sightings = {
+            int(name[1:]): Sighting(
+                progress=progress, progress_at=self.NOW - idle, beat_at=self.NOW - silent, waiting=waiting
+            )
+            for name, (progress, idle, silent, waiting) in ranks.items()
+        }
+        return diagnose(sightings, self.NOW, self.TIMEOUT)
+
+    def test_all_is_well(self):
+        assert self.diagnose(r0=(5, 9.9, 1, True), r1=(5, 2, 1, False)) is None
+
+    def test_a_silent_thread_is_blamed_first(self):
+        found = self.diagnose(r0=(4, 11, 1, False), r1=(9, 11, 6, False), r2=(1, 11, 1, True))
+        assert found == (1, "stopped responding")
+
+    def test_silence_alone_is_no_stall(self):
+        """A thread may be late while the work goes on."""
+        assert self.diagnose(r0=(5, 1, 1, False), r1=(5, 3, 9, False)) is None
+
+    def test_who_does_not_wait_holds_the_others_up(self):
+        found = self.diagnose(r0=(5, 11, 1, True), r1=(5, 11, 1, False), r2=(4, 11, 1, True))
+        assert found == (1, "makes no progress")
+
+    def test_who_waits_is_not_blamed_while_the_culprit_may_still_show(self):
+        """Rank 1 came later to where it hangs."""
+        assert self.diagnose(r0=(5, 11, 1, True), r1=(5, 8, 1, False)) is None
+        assert self.diagnose(r0=(5, 14, 1, True), r1=(5, 10.1, 1, False)) == (1, "makes no progress")
+
+    def test_all_wait(self):
+        """Different collectives: whoever is furthest behind."""
+        assert self.diagnose(r0=(6, 12, 1, True), r1=(5, 11, 1, True)) == (1, "makes no progress")
+
+    def test_waiting_for_twice_the_time_is_a_stall_whatever_the_others_do(self):
+        assert self.diagnose(r0=(6, 21, 1, True), r1=(90, 1, 1, False)) == (0, "makes no progress")
+
+    def test_the_lowest_rank_of_equals(self):
+        found = self.diagnose(r1=(5, 11, 1, False), r0=(5, 11, 1, False))
+        assert found == (0, "makes no progress")
