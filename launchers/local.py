@@ -28,8 +28,7 @@ def run_local(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     command = ["--standalone", "--nproc-per-node", str(processes), "-m", "megamem", *arguments]
-    # the ranks have said what is wrong; torchrun would add its own traceback
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable()  # the ranks say what is wrong
     try:
         with _handlers_kept(), _threads_shared(processes):
             run(parse_args(command))
@@ -38,6 +37,8 @@ def run_local(processes: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         return exit_code({rank: failure.exitcode for rank, failure in failures})
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 
@@ -50,11 +51,11 @@ def exit_code(codes: dict[int, int]) -> int:
     for code in codes.values():
         if code in telling:
             return code
-    rank, code = next(iter(codes.items()))
-    if code < 0:
-        sys.stderr.write(f"megamem: rank {rank} was killed by {signal.Signals(-code).name}\n")
-        return 128 - code
-    return code
+    for rank, code in codes.items():
+        if code < 0:
+            sys.stderr.write(f"megamem: rank {rank} was killed by {signal.Signals(-code).name}\n")
+            return 128 - code
+    return next(iter(codes.values()))
 
 
 def _error_classes() -> Iterator[type[MegamemError]]:
