@@ -22,7 +22,7 @@ from megamem.evaluation.losses import LossReport, cut_documents, evaluate_losses
 from megamem.evaluation.probe import MemoryReport, memory_use
 from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
-from megamem.evaluation.sliding import SlidingReport, check_stride, default_stride, sliding_losses
+from megamem.evaluation.sliding import SlidingReport, sliding_losses
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from tokenization.tokenizer import Tokenizer
@@ -62,7 +62,6 @@ def final_evaluation(
         only rank 0 has; the others have None.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
-    check_stride(config.evaluation.sliding_stride or default_stride(stage.config.chunk_size), stage.config.chunk_size)
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     chosen = cut_documents(documents(), stage.config.chunk_size, config.evaluation.final_max_tokens, token_bytes)
     main = topology.rank == 0
