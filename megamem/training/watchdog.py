@@ -126,16 +126,19 @@ class Watchdog:
         """Tell the others what this rank is at and hear what they are."""
         assert self._store is not None
         ranks = [rank for rank in range(self.topology.world_size) if rank != self.topology.rank]
+        asked = time.monotonic()
         try:
             while not self._done.wait(self.interval):
+                asked = time.monotonic()
                 self._store.set(f"rank/{self.topology.rank}", self._state())
                 for rank in ranks:
                     if self._store.check([f"rank/{rank}"]):
                         self._heard[rank] = self._store.get(f"rank/{rank}").decode()
             if self.topology.rank != 0:
                 self._store.add("left", 1)
-        except Exception:  # rank 0 has ended, and its store with it
-            self._lost = True
+        except Exception:
+            # refused at once: rank 0 has ended, and its store with it; no answer: it is silent, as `diagnose` will see
+            self._lost = time.monotonic() - asked < self.timeout / 2
 
     def _watch(self) -> None:
         now = time.monotonic()
@@ -144,7 +147,7 @@ class Watchdog:
             self._beats += 1
             self._observe(sightings)
             found = diagnose(sightings, time.monotonic(), self.timeout)
-            if self._lost:
+            if found is None and self._lost:
                 # whatever ended rank 0 is told there, and the launcher ends this rank
                 self._done.wait(_GRACE_S)
                 found = 0, ENDED
