@@ -78,6 +78,7 @@ class Watchdog:
         self._count = 0
         self._beats = 0
         self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self._others = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._heard: dict[int, str] = {}
         self._lost = False
         self._done = threading.Event()
@@ -85,6 +86,9 @@ class Watchdog:
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         self._store = self._open() if topology.world_size > 1 else None
         if self._store is not None:
+            self._store.set(f"rank/{topology.rank}", self._state())
+            dist.barrier()  # from now on each rank can be found
+            self._heard = {rank: self._store.get(f"rank/{rank}").decode() for rank in self._others}
             self._threads.append(threading.Thread(target=self._talk, name="watchdog-store", daemon=True))
 
     def _open(self) -> TCPStore:
@@ -125,15 +129,13 @@ class Watchdog:
     def _talk(self) -> None:
         """Tell the others what this rank is at and hear what they are."""
         assert self._store is not None
-        ranks = [rank for rank in range(self.topology.world_size) if rank != self.topology.rank]
         asked = time.monotonic()
         try:
             while not self._done.wait(self.interval):
                 asked = time.monotonic()
                 self._store.set(f"rank/{self.topology.rank}", self._state())
-                for rank in ranks:
-                    if self._store.check([f"rank/{rank}"]):
-                        self._heard[rank] = self._store.get(f"rank/{rank}").decode()
+                for rank in self._others:
+                    self._heard[rank] = self._store.get(f"rank/{rank}").decode()
             if self.topology.rank != 0:
                 self._store.add("left", 1)
         except Exception:

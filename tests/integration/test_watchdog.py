@@ -38,19 +38,20 @@ def test_a_stopped_rank_is_named(config, tmp_path, stopped):
     survivor = 1 - stopped
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
         job.wait_for(r"step +2/")
+        time.sleep(STALL_S / 5)  # two beats: a rank says what it is at with each
         job.send(stopped, signal.SIGSTOP)
         begun = time.monotonic()
         codes = job.codes(STALL_S + SLACK_S)
         seconds = time.monotonic() - begun
-        assert codes[survivor] == StuckRankError.exit_code
-        # a stopped process would make a launcher wait
-        assert codes[stopped] == -signal.SIGKILL
-        assert STALL_S - 1 < seconds < STALL_S + SLACK_S
         silence = rf"stopped responding for \d+ s \(parallel\.stall_timeout_s {STALL_S}\)"
         line = rf"megamem: {NAMES[stopped]} {silence}, last at: (.*); the job ends\n"
         found = re.fullmatch(line, job.output(survivor))
         assert found, job.output(survivor)
         assert re.match(r"step \d+: ", found[1])
+        assert codes[survivor] == StuckRankError.exit_code
+        # a stopped process would make a launcher wait
+        assert codes[stopped] == -signal.SIGKILL
+        assert STALL_S - 1 < seconds < STALL_S + SLACK_S
 
 
 def asleep_in_step_3(*arguments: str) -> None:
@@ -139,3 +140,24 @@ class TestDiagnose:
     def test_the_lowest_rank_of_equals(self):
         found = self.diagnose(r1=(5, 11, 1, False), r0=(5, 11, 1, False))
         assert found == (0, "makes no progress")
+
+
+@pytest.mark.distributed
+def test_a_rank_stopped_before_its_first_beat_is_found(tmp_path):
+    with Job(tmp_path, 2, stopped_at_once) as job:
+        assert job.codes(STALL_S + SLACK_S) == [StuckRankError.exit_code, -signal.SIGKILL]
+        assert re.match(rf"megamem: {NAMES[1]} stopped responding for .* last at: starting; ", job.output(0))
+
+
+def stopped_at_once() -> None:
+    """On a rank: rank 1 stops itself as the watch begins."""
+    import os
+
+    from megamem.parallel.topology import Topology
+    from megamem.training.watchdog import Watchdog
+
+    topology = Topology.start(2, device="cpu", timeout_s=60)
+    with Watchdog(topology, STALL_S):
+        if topology.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
