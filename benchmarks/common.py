@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,23 @@ def random_batch(
     return Batch(tokens[:-1].contiguous(), tokens[1:].contiguous(), starts, tuple(range(rows)))
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each repetition of one run."""
+
+    wall: list[float]
+    processor: list[float]
+    """Of all threads of this process: what other processes take is not in it."""
+
+
 def interleaved(
     runs: Mapping[str, Callable[[], object]], repetitions: int, budget_s: float = float("inf"), warmup: bool = True
-) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turns (A B, B A, A B, ...) so that a busy machine slows all of them alike.
+) -> dict[str, Times]:
+    """Times of each run, taken in turns (A B, B A, A B, ...) so that a busy machine slows all of them alike.
 
     Ends after whole turns once `budget_s` is spent, but not before one turn. Warm-up turns are not recorded.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    times = {name: Times([], []) for name in runs}
     begun = time.perf_counter()
     if warmup:
         for run in runs.values():
@@ -58,13 +68,14 @@ def interleaved(
     for turn in range(repetitions):
         order = list(runs) if turn % 2 == 0 else list(reversed(runs))
         for name in order:
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             runs[name]()
-            seconds[name].append(time.perf_counter() - start)
+            times[name].wall.append(time.perf_counter() - start[0])
+            times[name].processor.append(time.process_time() - start[1])
         spent = time.perf_counter() - begun
         if spent * (turn + 2) / (turn + 1) > budget_s:
             break
-    return seconds
+    return times
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

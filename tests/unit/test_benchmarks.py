@@ -56,10 +56,10 @@ def test_backward_time_belongs_to_the_part_that_made_it():
 
 def test_runs_take_turns_in_alternating_order():
     order = []
-    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    times = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
-    assert [len(times) for times in seconds.values()] == [3, 3]
-    assert len(interleaved({"a": lambda: None}, 50, budget_s=0)["a"]) == 1
+    assert [len(t.wall) for t in times.values()] == [len(t.processor) for t in times.values()] == [3, 3]
+    assert len(interleaved({"a": lambda: None}, 50, budget_s=0)["a"].wall) == 1
 
 
 def test_ratios_are_of_the_same_turn():
