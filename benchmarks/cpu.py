@@ -37,7 +37,7 @@ from benchmarks.profiling import profile_table, seconds_by_part
 from megamem.config.model import ModelConfig
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.training.window import Window
+from megamem.pipeline.window import Window
 
 GOAL = 0.9
 ELASTIC, LOCAL, FULL = "elastic memory", "chunk-local attention", "full attention"

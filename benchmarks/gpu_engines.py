@@ -14,7 +14,7 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
-from megamem.training.window import Window
+from megamem.pipeline.window import Window
 
 LR = 1e-4
 
@@ -58,17 +58,17 @@ def missing_libraries() -> str | None:
 
 
 class Real:
-    """`megamem.training.engine.TrainingEngine` in one process: DeepSpeed ZeRO 1 over Megatron layers, NCCL on CUDA."""
+    """`megamem.pipeline.engine.WindowEngine` in one process: DeepSpeed ZeRO 1 over Megatron layers, NCCL on CUDA."""
 
-    description = "TrainingEngine, ZeRO 1"
+    description = "WindowEngine, ZeRO 1"
 
     def __init__(self, model: ModelConfig, length: int, rows: int, device: str) -> None:
         from megamem.parallel.topology import Topology
-        from megamem.training.engine import TrainingEngine
+        from megamem.pipeline.engine import build_engine
 
         self._model, self._device = model, device
         config = run_config(model, length, rows, device)
-        self._engine = TrainingEngine(config, Topology.start(device=device))
+        self._engine = build_engine(config, Topology.start(device=device))
         self.stage = self._engine.stage
 
     def resize(self, length: int, rows: int) -> None:

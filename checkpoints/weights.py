@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,14 +21,53 @@ from megamem.parallel.topology import Topology
 def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: Path) -> None:
     """Write FP32 master weights by global name, gathered tensor by tensor; rank 0 writes. All ranks must call it."""
     whole: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        value = whole_parameter(parameter, topology.tp_group)
+    values = ((name, whole_parameter(parameter, topology.tp_group)) for name, parameter in parameters.items())
+    if topology.pp_rank > 0:
+        _send(values, parameters, topology)
+        return
+    for name, value in values:
         if topology.rank == 0:
             whole[name] = value.detach().cpu().contiguous().clone()
     if topology.rank == 0:
+        for stage in range(1, topology.pp_size):
+            # the last stage's tied embedding is the first's
+            whole = {**dict(_receive(stage, topology)), **whole}
         temporary = path.with_suffix(".tmp")
         save_file(whole, temporary, metadata={"format": "megamem", "dtype": "fp32"})
         temporary.rename(path)
+
+
+def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:
+    """A later stage's tensors to the first stage: their names and shapes, then one after the other."""
+    speaks = topology.dp_rank == 0 and topology.tp_rank == 0
+    if speaks:
+        shapes = {name: _whole_shape(parameter, topology.tp_size) for name, parameter in parameters.items()}
+        header = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8).to(topology.device)
+        length = torch.tensor([header.numel()], device=topology.device)
+        dist.send(length, group=topology.pp_group, group_dst=0)
+        dist.send(header, group=topology.pp_group, group_dst=0)
+    for _, value in values:
+        if speaks:
+            dist.send(value.detach().contiguous(), group=topology.pp_group, group_dst=0)
+
+
+def _receive(stage: int, topology: Topology) -> Iterator[tuple[str, Tensor]]:
+    """What `_send` sends on `stage`, on the CPU."""
+    length = torch.zeros(1, dtype=torch.int64, device=topology.device)
+    dist.recv(length, group=topology.pp_group, group_src=stage)
+    header = torch.empty(int(length), dtype=torch.uint8, device=topology.device)
+    dist.recv(header, group=topology.pp_group, group_src=stage)
+    for name, shape in json.loads(bytes(header.tolist())).items():
+        value = torch.empty(shape, device=topology.device)
+        dist.recv(value, group=topology.pp_group, group_src=stage)
+        yield name, value.cpu()
+
+
+def _whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
+    shape, axis = list(parameter.shape), info(parameter).shard_axis
+    if axis is not None:
+        shape[axis] *= tp_size
+    return shape
 
 
 def load_weights(parameters: dict[str, nn.Parameter], path: Path, tp_size: int = 1, tp_rank: int = 0) -> None:

@@ -45,7 +45,7 @@ def train(
     if inside_job():
         count = int(os.environ["WORLD_SIZE"])
     else:
-        count = processes or settings.parallel.tp * (settings.parallel.dp or 1)
+        count = processes or settings.parallel.tp * settings.parallel.pp * (settings.parallel.dp or 1)
     if os.environ.get("RANK", "0") == "0":  # the others wait for rank 0 to join, and end with it
         (check_layout if dry_run else check_run)(settings, count)
     _prepare_processor(settings.training.precision)
@@ -136,7 +136,8 @@ def _line(error: MegamemError) -> str | None:
     rank = os.environ.get("RANK", "0") if inside_job() else "0"
     if isinstance(error, ConfigError | NonFiniteError):
         return f"megamem: {error}\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    return f"megamem: {error}\n" if rank == "0" else f"megamem: rank {rank}: {error}\n"
+    named = rank == "0" or str(error).startswith("rank ")
+    return f"megamem: {error}\n" if named else f"megamem: rank {rank}: {error}\n"
 
 
 def _leave(code: int) -> None:

@@ -46,3 +46,9 @@ class StuckRankError(MegamemError):
     """A rank made no progress for longer than the configured timeout."""
 
     exit_code = 6
+
+
+class ContractError(MegamemError):
+    """A mechanism does not keep to what it declares: a defect of the mechanism, found before any update."""
+
+    exit_code = 7

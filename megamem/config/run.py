@@ -19,6 +19,11 @@ class ParallelConfig(ConfigModel):
     """Tensor-parallel size: ranks that share each layer. Divides heads, kv_heads, ffn_size and vocab_size."""
     dp: PositiveInt | None = None
     """Data-parallel size; whatever the number of processes leaves if not given."""
+    pp: PositiveInt = 1
+    """Pipeline stages: ranks that hold different layers. ZeRO 0 and 1 only."""
+    placement: Literal["flops", "parameters", "measured"] | tuple[Annotated[int, Field(ge=0)], ...] = "flops"
+    """Layers of each stage: balanced by operations, by parameters or by the time each part takes on this machine (all
+    with embedding and output head), or a list of the number of layers of each stage."""
     sequence_parallel: bool = False
     """Split the tokens outside of attention and MLP over the tensor-parallel ranks too."""
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -193,6 +198,30 @@ class RunConfig(ConfigModel):
                 f"training.micro_batch_size {training.micro_batch_size} does not divide the {self.global_rows} "
                 "sequences of a batch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> RunConfig:
+        parallel, layers = self.parallel, self.model.layers
+        if parallel.pp > layers:
+            raise ValueError(f"parallel.pp {parallel.pp} is more than the {layers} layers of the model (model.layers)")
+        if parallel.pp > 1 and parallel.zero_stage > 1:
+            raise ValueError(
+                f"parallel.zero_stage {parallel.zero_stage} does not go with parallel.pp {parallel.pp}: it would "
+                "reduce and partition gradients after each of a stage's many backward passes; use zero_stage 0 or 1"
+            )
+        if isinstance(parallel.placement, tuple):
+            given = list(parallel.placement)
+            if len(given) != parallel.pp:
+                raise ValueError(
+                    f"parallel.placement {given} names {len(given)} stages, but parallel.pp is {parallel.pp}"
+                )
+            if 0 in given:
+                raise ValueError(f"parallel.placement {given} leaves stage {given.index(0)} without layers")
+            if sum(given) != layers:
+                raise ValueError(
+                    f"parallel.placement {given} places {sum(given)} layers, but the model has {layers} (model.layers)"
+                )
         return self
 
     @model_validator(mode="after")

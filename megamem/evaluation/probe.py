@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megamem.config.model import ModelConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.losses import Bucket, LossReport, cut_documents, first_slots, loss_report, whole_readings
 from megamem.evaluation.reading import Int64, Progress, Reader, Reading
@@ -34,9 +35,9 @@ class MemoryReport:
         return asdict(self)
 
 
-def has_memory(stage: Stage) -> bool:
+def has_memory(model: ModelConfig) -> bool:
     """Whether any layer declares a state that passes from chunk to chunk."""
-    specs = [spec for block in stage.blocks for spec in block.mixer.specs.values()]
+    specs = [spec for layer in range(model.layers) for spec in model.mixer_at(layer).state_specs(model).values()]
     return any(not isinstance(spec, TensorSpec) or spec.kind == "memory" for spec in specs)
 
 
@@ -76,7 +77,7 @@ def memory_use(
     if trained is None:
         trained = loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
     off = trained
-    if has_memory(stage):
+    if has_memory(stage.config):
         off = loss_report(chosen, reader.read(single_chunk_readings(chosen, size)), size)
     if off.tokens != trained.tokens:
         raise ValueError(f"`trained` reports {trained.tokens} tokens, but these documents have {off.tokens}")

@@ -23,6 +23,7 @@ from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.memory.base import Chunk, to_device
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
+from megamem.pipeline.channels import Borders, Shape
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -114,9 +115,10 @@ class Reader:
         rows: int,
         progress: Progress | None = None,
     ) -> None:
-        """stage: a whole model. dtype: of the activations. rows: readings side by side on each data-parallel rank."""
-        if not (stage.first and stage.last):
-            raise ValueError("evaluation needs all layers of the model on one rank (pipeline size 1)")
+        """stage: a whole model, or this rank's part of a pipeline (all stages make the same calls, chunks go up).
+
+        dtype: of the activations. rows: readings side by side on each data-parallel rank.
+        """
         self.stage = stage
         self.topology = topology
         self.device = device
@@ -149,20 +151,33 @@ class Reader:
         size = self.chunk_size
         nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
         states = self.stage.initial_states(len(lanes), self.device, self.dtype)
+        borders = self._borders([self.stage.border_shape(size, len(lanes))] * calls)
         for call, units in enumerate(islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)):
             texts = [unit[0].chunk(unit[1], size) if unit else nothing for unit in units]
             tokens = to_device(torch.stack([text[0] for text in texts], dim=1), self.device)
             labels = to_device(torch.stack([text[1] for text in texts], dim=1), self.device)
             chunk = Chunk(tuple(unit[1] * size if unit else 0 for unit in units))
-            hidden, states, _ = self.stage(tokens, states, chunk)
-            totals.add(
-                self.stage.token_losses(hidden, labels),
-                labels != IGNORED,
-                [unit[0].slot + unit[1] if unit else totals.unused for unit in units],
-                [unit[0].begin + unit[1] * size if unit else 0 for unit in units],
-            )
+            entered = borders.below.take() if borders and borders.below else tokens
+            hidden, states, _ = self.stage(entered, states, chunk)
+            if borders and borders.up:
+                borders.up.put(hidden)
+            else:
+                totals.add(
+                    self.stage.token_losses(hidden, labels),
+                    labels != IGNORED,
+                    [unit[0].slot + unit[1] if unit else totals.unused for unit in units],
+                    [unit[0].begin + unit[1] * size if unit else 0 for unit in units],
+                )
             if self.progress:
                 self.progress(call + 1, calls)
+        if borders:
+            borders.flush()
+
+    def _borders(self, shapes: list[Shape]) -> Borders | None:
+        """Channels to the stages below and above, if there are any."""
+        if self.topology is None or self.topology.pp_size == 1:
+            return None
+        return Borders(self.topology, shapes, self.dtype, backward=False)
 
 
 def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[tuple[Reading, int]]:
@@ -200,11 +215,13 @@ class _Totals:
         self.positions.index_add_(1, buckets.flatten(), both.flatten(1))
 
     def sums(self, topology: Topology | None) -> Sums:
-        """The sums over data-parallel ranks, on the host."""
+        """The sums over data-parallel ranks (and stages: all but the last have zeros), on the host."""
         parts = (self.slots[:, : self.unused], self.within, self.positions)
         flat = torch.cat([part.flatten() for part in parts])
         if topology is not None and topology.dp_size > 1:
             dist.all_reduce(flat, group=topology.dp_group)
+        if topology is not None and topology.pp_size > 1:
+            dist.all_reduce(flat, group=topology.pp_group)
         slots, within, positions = flat.cpu().split([part.numel() for part in parts])
         return Sums(
             slots.view(2, -1).numpy(), within.view(2, -1).numpy(), positions.view(2, -1).numpy(), self.host_edges

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megamem.errors import ContractError
+
 Axis = int | str
 State = dict[str, Any]
 Losses = dict[str, Tensor]
@@ -146,6 +148,17 @@ class Mixer(nn.Module, ABC):
         Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
         """
 
+    def check_state(self, state: State, rows: int) -> None:
+        """Raise ContractError if a tensor of `state`, as it stands at a chunk's border, is not as declared."""
+        names = {**self.sizes, "batch": rows, "open": 0}
+        for name, spec in self.specs.items():
+            if isinstance(spec, TensorSpec):
+                _check_tensor(name, spec, state[name], names, self.tp_size)
+            else:
+                for index, entry in enumerate(state[name]):
+                    for part, tensor in entry.items():
+                        _check_tensor(f"{name}[{index}].{part}", spec.entry[part], tensor, names, self.tp_size)
+
     def reset(self, state: State, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> State:
         """The state with fresh rows where documents start. Lists are left: their mixers look at positions."""
         fresh = chunk.fresh()
@@ -162,6 +175,15 @@ class Mixer(nn.Module, ABC):
                 rows = to_device(fresh, device, torch.bool).view(shape)
                 new[name] = torch.where(rows, initial[name], state[name])
         return new
+
+
+def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor, names: Mapping[str, int], tp_size: int) -> None:
+    declared = spec.sizes(names, tp_size)
+    if spec.kind == "memory" and tuple(tensor.shape) != declared:
+        raise ContractError(
+            f"state {name} has shape {list(tensor.shape)}, but its TensorSpec declares {list(spec.shape)} = "
+            f"{list(declared)} on this rank"
+        )
 
 
 def state_tensors(state: Any) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
+from megamem.errors import ContractError
 from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State
 from megamem.model.block import Block
 from megamem.model.layers import RMSNorm
@@ -57,6 +58,20 @@ class Stage(nn.Module):
     def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[State]:
         """Fresh states of this stage's layers."""
         return [block.mixer.initial_state(rows, device, dtype) for block in self.blocks]
+
+    def check_states(self, states: Sequence[State], rows: int) -> None:
+        """Raise ContractError naming the layer whose state, as it stands at a chunk's border, is not as declared."""
+        for (layer, block), state in zip(self.layers.items(), states, strict=True):
+            try:
+                cast(Block, block).mixer.check_state(state, rows)
+            except ContractError as error:
+                kind = self.config.mixer_at(int(layer)).kind
+                raise ContractError(f"model.layers.{layer} ({kind}): {error}") from None
+
+    def border_shape(self, tokens: int, rows: int) -> tuple[int, int, int]:
+        """Shape of the hidden chunk that passes from stage to stage, on this rank."""
+        split = self.linears.tp_size if self.linears.sequence_parallel else 1
+        return tokens // split, rows, self.config.hidden_size
 
     def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
         """One call over some tokens.

@@ -39,6 +39,10 @@ def data_parallel_size(world_size: int, tp: int, pp: int, dp: int | None) -> int
 class Topology:
     """Sizes, this process's coordinates, and its groups."""
 
+    # forward_group and backward_group have the members of pp_group. What crosses a border between stages has one
+    # group for each direction: on NCCL the calls of a pair of ranks run in the order of their issue, and the two sides
+    # issue sends of one direction and receives of the other in different orders.
+
     pp_size: int
     dp_size: int
     tp_size: int
@@ -46,6 +50,16 @@ class Topology:
     device: torch.device
     tp_group: ProcessGroup
     dp_group: ProcessGroup
+    pp_group: ProcessGroup
+    """The stages of this rank's pipeline, in order."""
+    model_group: ProcessGroup
+    """All ranks that hold parts of one model: PP x TP."""
+    forward_group: ProcessGroup | None
+    """For hidden chunks on their way up; None without a pipeline."""
+    backward_group: ProcessGroup | None
+    """For gradients on their way down."""
+    ends_group: ProcessGroup | None
+    """First and last stage of this rank's pipeline, which share tied embeddings; None elsewhere."""
 
     @property
     def world_size(self) -> int:
@@ -68,9 +82,9 @@ class Topology:
         return self.rank // (self.tp_size * self.dp_size)
 
     def name(self, rank: int | None = None) -> str:
-        """A rank in words: `rank 3 (dp 1, tp 1)`."""
+        """A rank in words: `rank 3 (stage 0, dp 1, tp 1)`; the stage only where there are several."""
         rank = self.rank if rank is None else rank
-        parts = [f"pp {rank // (self.tp_size * self.dp_size)}"] if self.pp_size > 1 else []
+        parts = [f"stage {rank // (self.tp_size * self.dp_size)}"] if self.pp_size > 1 else []
         parts += [f"dp {rank // self.tp_size % self.dp_size}", f"tp {rank % self.tp_size}"]
         return f"rank {rank} ({', '.join(parts)})"
 
@@ -104,10 +118,14 @@ class Topology:
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
+        forward, backward, ends = _border_groups(pp, dp * tp, rank, timeout)
         topology = Topology(
             pp, dp, tp, rank, chosen,
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_data_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_model_parallel_group(),
+            forward, backward, ends,
         )  # fmt: skip
         topology._assert_order()
         return topology
@@ -124,9 +142,35 @@ class Topology:
         assert parallel_state.get_data_parallel_rank() == self.dp_rank
         assert parallel_state.get_tensor_model_parallel_rank() == self.tp_rank
 
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank holds the output head."""
+        return self.pp_rank == self.pp_size - 1
+
     def mpu(self) -> DeepSpeedGroups:
         """The groups as DeepSpeed asks for them."""
         return DeepSpeedGroups(self)
+
+
+def _border_groups(
+    stages: int, pipelines: int, rank: int, timeout: timedelta
+) -> tuple[ProcessGroup | None, ProcessGroup | None, ProcessGroup | None]:
+    """This rank's (forward, backward, ends) groups. All ranks make all groups, in the same order."""
+    mine: dict[str, ProcessGroup | None] = dict.fromkeys(("forward", "backward", "ends"))
+    if stages == 1:
+        return None, None, None
+    for pipeline in range(pipelines):
+        members = [pipeline + stage * pipelines for stage in range(stages)]
+        for name, ranks in {"forward": members, "backward": members, "ends": [members[0], members[-1]]}.items():
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                mine[name] = group
+    return mine["forward"], mine["backward"], mine["ends"]
 
 
 def _device(wanted: str | None) -> torch.device:
@@ -152,20 +196,28 @@ class DeepSpeedGroups:
         self._topology = topology
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        """Ranks that hold different parts of one model."""
-        return self._topology.tp_group
+        """Ranks that hold different parts of one model, stages included: gradient norms are summed over them."""
+        return self._topology.model_group
 
     def get_model_parallel_rank(self) -> int:
         """Rank in `get_model_parallel_group`."""
-        return self._topology.tp_rank
+        return self._topology.model_group.rank()
 
     def get_model_parallel_world_size(self) -> int:
         """Size of `get_model_parallel_group`."""
-        return self._topology.tp_size
+        return self._topology.model_group.size()
 
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        """Ranks that share each layer."""
+        return self._topology.tp_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Rank in `get_tensor_model_parallel_group`; DeepSpeed counts replicated parameters on rank 0 only."""
+        return self._topology.tp_rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Size of `get_tensor_model_parallel_group`."""
+        return self._topology.tp_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Ranks that hold the same parameters."""

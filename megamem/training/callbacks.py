@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.errors import NonFiniteError
-from megamem.training.engine import StepResult
+from megamem.pipeline.base import StepResult
 from megamem.training.sinks import Sink
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megamem.training.run_folder import check_run_folder
 def check_layout(config: RunConfig, processes: int) -> int:
     """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
     check_backend(config.model.attention)
-    dp = data_parallel_size(processes, config.parallel.tp, 1, config.parallel.dp)
+    dp = data_parallel_size(processes, config.parallel.tp, config.parallel.pp, config.parallel.dp)
     try:
         config.accumulation_steps(dp)
     except ValueError as error:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.optimizer import learning_rate
 from megamem.training.callbacks import Callback
-from megamem.training.engine import TrainingEngine
-from megamem.training.optimizer import learning_rate
 
 
 class Trainer:

@@ -24,12 +24,15 @@ from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
 from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.costs import flop_costs, parameter_costs
+from megamem.pipeline.engine import build_engine
+from megamem.pipeline.schedule import bubble, peak_units
 from megamem.planning.devices import device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.training.callbacks import BadSteps, Callback, Metrics, Profiler, Validation, peak_memory
 from megamem.training.checks import open_feeder
-from megamem.training.engine import TrainingEngine
 from megamem.training.loop import Trainer
 from megamem.training.run_folder import create_run_folder
 from megamem.training.sinks import Sink, Wandb, open_sinks
@@ -42,6 +45,7 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
     training, counts = config.training, parameter_counts(config.model)
     accumulation = config.accumulation_steps(dp_size)
     tokens = config.steps * training.batch_tokens
+    pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
     return [
         f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
         f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
@@ -49,9 +53,26 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
         f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
         f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
         f"budget: {config.steps:,} steps = {tokens:,} tokens",
-        f"layout: TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
+        f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",
     ]
+
+
+def describe_stages(engine: TrainingEngine) -> list[str]:
+    """What each stage of a pipeline holds and idles, a line each; nothing without a pipeline."""
+    config, stages = engine.config, len(engine.placement)
+    if stages == 1:
+        return []
+    costs = flop_costs(config.model, config.data.sequence_length).by_stage([len(layers) for layers in engine.placement])
+    parameters = parameter_costs(config.model).by_stage([len(layers) for layers in engine.placement])
+    lines = [
+        f"stage {stage}: layers {layers.start}-{layers.stop - 1}{', embedding' if stage == 0 else ''}"
+        f"{', head' if stage == stages - 1 else ''}: {parameters[stage]:,.0f} parameters, "
+        f"{costs[stage] / sum(costs):.1%} of the operations, at most "
+        f"{peak_units(stage, stages, engine.accumulation, config.chunks, config.bptt_chunks)} chunks in flight"
+        for stage, layers in enumerate(engine.placement)
+    ]
+    return [*lines, f"bubble: {bubble(stages, engine.accumulation, config.chunks):.1%} of the working time"]
 
 
 def dry_run(config: RunConfig, console: Console) -> None:
@@ -61,7 +82,10 @@ def dry_run(config: RunConfig, console: Console) -> None:
         console.print(dump_yaml(config), highlight=False)
         for line in describe(config, topology.dp_size):
             console.print(line, highlight=False)
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
+    if topology.rank == 0:
+        for line in describe_stages(engine):
+            console.print(line, highlight=False)
     begun = time.monotonic()
     result = engine.step(mock_batches(config, topology), config.optimizer.lr)
     loss, predicted, bad = torch.stack([result.loss_sum, result.predicted, result.bad.double()]).tolist()
@@ -90,7 +114,7 @@ def mock_batches(config: RunConfig, topology: Topology) -> list[Batch]:
 def start_topology(config: RunConfig) -> Topology:
     """Join the job's processes."""
     parallel = config.parallel
-    return Topology.start(parallel.tp, parallel.dp, device=parallel.device, timeout_s=parallel.timeout_s)
+    return Topology.start(parallel.tp, parallel.dp, parallel.pp, device=parallel.device, timeout_s=parallel.timeout_s)
 
 
 def device_name(device: torch.device) -> str:
@@ -156,7 +180,10 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
         for line in [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]:
             console.print(line, highlight=False)
     dist.barrier()
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
+    if chief:
+        for line in describe_stages(engine):
+            console.print(line, highlight=False)
     sinks = open_sinks(config, folder, console) if chief else []
     with closing_all(sinks), Watchdog(topology, config.parallel.stall_timeout_s) as watchdog:
         progress = Progress()

@@ -22,10 +22,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from megamem.errors import StuckRankError
+from megamem.errors import MegamemError, StuckRankError
 from megamem.parallel.topology import Topology
 
-_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/core/tensor_parallel/")
+_COLLECTIVES = (
+    "torch/distributed/",
+    "deepspeed/comm/",
+    "megatron/core/tensor_parallel/",
+    "megamem/pipeline/channels.py",
+)
 SILENT, STUCK, ENDED = "stopped responding", "makes no progress", "ended"
 _GRACE_S = 10.0
 """What the launcher gets to end this rank after rank 0 has ended."""
@@ -112,10 +117,14 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, error: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, *_: object) -> None:
         self._done.set()
         for thread in self._threads:
             thread.join(self.interval * 4)
+        if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
+            raise MegamemError(
+                f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
+            ) from error
         if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
 

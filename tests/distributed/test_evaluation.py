@@ -67,10 +67,10 @@ def training_batch(rank):
 
 def under_zero_3(topology):
     """Figures before training, calls of the model, and the loss of two training steps with an evaluation between."""
-    from megamem.training.engine import TrainingEngine
+    from megamem.pipeline.engine import build_engine
 
     config = run_config(topology.dp_size)
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     calls = []
     engine.stage.register_forward_pre_hook(lambda *_: calls.append(engine.stage.training))
     before = figures(engine.stage, topology)

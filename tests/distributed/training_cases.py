@@ -13,7 +13,7 @@ from megamem.model.stage import Stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
-from megamem.training.engine import TrainingEngine
+from megamem.pipeline.engine import build_engine
 
 ROWS, LENGTH, CHUNK, VOCABULARY = 4, 64, 16, 64
 MODEL = {
@@ -105,7 +105,7 @@ def train_case(case: dict) -> dict:
     """One rank's run of a case: gathered gradients and norm of step 0, loss of each step, weights at the end."""
     config = run_config(**case["config"])
     topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=45)
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     out: dict = {"losses": []}
     for step in range(case["steps"]):
         if step == 0:
@@ -123,7 +123,7 @@ def train_case(case: dict) -> dict:
 
 def _gradients(config: RunConfig, topology: Topology) -> dict[str, torch.Tensor]:
     """Gathered gradients of step 0, from an engine of its own so that the run's is left alone."""
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     engine.backward(local_batches(config, topology, 0))
     return {name: whole_gradient(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
 

@@ -15,9 +15,9 @@ from megamem.memory.base import LABEL_IGNORED, State
 from megamem.model.compiled import compile_pointwise
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.base import StepResult
+from megamem.pipeline.window import Window, select_states
 from megamem.training.callbacks import BadSteps, Callback, Metrics
-from megamem.training.engine import StepResult
-from megamem.training.window import Window, select_states
 from tests.distributed.training_cases import CHUNK, LENGTH, ROWS, VOCABULARY, run_config
 
 CHUNKS = LENGTH // CHUNK
@@ -113,7 +113,7 @@ def memory_after_steps(device: torch.device, dtype: torch.dtype, steps: int) -> 
 def train(payload: dict[str, Any]) -> dict[str, Any]:
     """Steps of the real engine on one batch: losses, gradient norms, and where the host waited (CUDA only)."""
     from megamem.parallel.topology import Topology
-    from megamem.training.engine import TrainingEngine
+    from megamem.pipeline.engine import build_engine
     from tests.distributed.training_cases import local_batches
 
     device = payload["device"]
@@ -124,7 +124,7 @@ def train(payload: dict[str, Any]) -> dict[str, Any]:
         data={"feeding": "streams", "short_documents": "drop"} if payload.get("feeding") == "streams" else {},
     )
     topology = Topology.start(device=device)
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     batches = [b.to(topology.device) for b in local_batches(config, topology, 0)]
     losses, norms, waits = [], [], set()
     for step in range(payload["steps"]):

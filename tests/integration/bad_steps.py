@@ -13,7 +13,8 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.parallel.gather import gather_shards, whole_parameter
 from megamem.parallel.topology import Topology
-from megamem.training.engine import TrainingEngine
+from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.engine import build_engine
 from tests.distributed.training_cases import LENGTH, local_batches, run_config
 
 BAD_STEP, STEPS, GUILTY = 1, 3, 1
@@ -88,7 +89,7 @@ def batches(config: RunConfig, topology: Topology, step: int) -> list[Batch]:
 
 def spoilt_run(case: dict[str, Any], topology: Topology, config: RunConfig) -> dict[str, Any]:
     """A run whose BAD_STEP is spoilt on the guilty rank."""
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     spoiler = Spoiler(engine, topology.rank == GUILTY, case["target"], case["value"])
     snapshots, bad, norms = [], [], []
     for step in range(STEPS):
@@ -102,7 +103,7 @@ def spoilt_run(case: dict[str, Any], topology: Topology, config: RunConfig) -> d
 
 def clean_run(topology: Topology, config: RunConfig) -> dict[str, Any]:
     """The same run without the step that was spoilt."""
-    engine = TrainingEngine(config, topology)
+    engine = build_engine(config, topology)
     for step in range(STEPS):
         if step != BAD_STEP:
             engine.step(batches(config, topology, step), LR)

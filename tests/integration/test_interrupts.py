@@ -112,7 +112,7 @@ class TestWorkers:
 
 def hold_at_step_3(*arguments: str) -> None:
     """On a rank: the command, with a third step that lasts."""
-    from megamem.training.engine import TrainingEngine
+    from megamem.pipeline.base import TrainingEngine
 
     step, count = TrainingEngine.step, 0
 
@@ -146,7 +146,7 @@ def pid_of_rank(launcher: int, rank: int) -> int:
 def with_bad_steps(bad: list[int], *arguments: str) -> None:
     """On a rank: the command, with a NaN among rank 1's losses in some steps (from 1)."""
     from megamem.model.stage import Stage
-    from megamem.training.engine import TrainingEngine
+    from megamem.pipeline.base import TrainingEngine
 
     step, losses, count = TrainingEngine.step, Stage.token_losses, 0
 

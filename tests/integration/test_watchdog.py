@@ -58,9 +58,9 @@ def asleep_in_step_3(*arguments: str) -> None:
     """On a rank: the command, with rank 1 asleep in its third step."""
     import os
 
-    from megamem.training.engine import TrainingEngine
+    from megamem.pipeline.engine import WindowEngine
 
-    backward, count = TrainingEngine.backward, 0
+    backward, count = WindowEngine.backward, 0
 
     def sleepy(self, batches, watch=None):
         nonlocal count
@@ -70,7 +70,7 @@ def asleep_in_step_3(*arguments: str) -> None:
             time.sleep(600)
         return backward(self, batches, watch)
 
-    TrainingEngine.backward = sleepy
+    WindowEngine.backward = sleepy
     command(*arguments)
 
 
@@ -92,7 +92,8 @@ def test_a_rank_that_ends_takes_the_others_along(config, tmp_path):
         job.send(1, signal.SIGKILL)
         first, second = job.codes(STALL_S + SLACK_S)
         assert (first, second) == (MegamemError.exit_code, -signal.SIGKILL)
-        assert job.output(0) == "megamem: rank 0: lost its connection to another rank, which has ended\n"
+        lost = rf"megamem: {NAMES[0]} lost its connection to another rank, which has ended, at: step \d+: .*\n"
+        assert re.fullmatch(lost, job.output(0))
 
 
 class TestDiagnose:

@@ -11,7 +11,7 @@ from megamem.model.layers import rms_norm
 from megamem.model.stage import Stage
 from megamem.ops.rotary import turn
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.training.window import Window
+from megamem.pipeline.window import Window
 
 CHUNKS, CHUNK, ROWS = 8, 16, 2
 MODEL = {

@@ -41,8 +41,8 @@ def test_a_report_at_hand_saves_the_first_pass():
 
 def test_a_model_without_memory_is_not_read_twice():
     stage, texts = make_stage("attention"), documents(*LENGTHS)
-    assert not has_memory(stage)
-    assert has_memory(make_stage("elastic_memory"))
+    assert not has_memory(stage.config)
+    assert has_memory(make_stage("elastic_memory").config)
     assert has_memory(make_stage("full_attention"))
     trained = evaluate_losses(stage, texts, **HOW)
     report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))

@@ -8,7 +8,7 @@ from torch import nn
 
 from megamem.config.run import OptimizerConfig
 from megamem.parallel.linears import constant, declare
-from megamem.training.optimizer import AgreeingAdamW, learning_rate, parameter_groups
+from megamem.pipeline.optimizer import AgreeingAdamW, learning_rate, parameter_groups
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megamem.training.window import select_states
+from megamem.pipeline.window import select_states
 
 GOOD, BAD = torch.tensor(True), torch.tensor(False)
 

@@ -1,8 +1,9 @@
-"""The model under DeepSpeed: builds both, and runs one optimizer step over a schedule of windows."""
+"""A rank's part of the model under DeepSpeed: what all engines share, and one optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,18 +19,22 @@ from megamem.model.stage import Stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
-from megamem.pipeline.schedule import window_schedule
-from megamem.training.optimizer import AgreeingAdamW, parameter_groups
-from megamem.training.window import Window, select_states
+from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
+from megamem.pipeline.window import select_states
 
+Watch = Callable[[str], None]
+"""Told in a few words what this rank is at, often enough for a watchdog to see progress."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def build_stage(config: RunConfig, topology: Topology) -> Stage:
-    """The model of this rank on its device, in FP32, initialised the same whatever the layout."""
+def build_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:
+    """This rank's part of the model on its device, in FP32, initialised the same whatever the layout.
+
+    layers: those of its stage; all if not given.
+    """
     linears = MegatronLinears(topology.tp_group, config.parallel.sequence_parallel)
     with topology.device:
-        stage = Stage(config.model, linears)
+        stage = Stage(config.model, linears, layers)
     initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
     if config.training.compile:
@@ -37,13 +42,16 @@ def build_stage(config: RunConfig, topology: Topology) -> Stage:
     return stage
 
 
-def deepspeed_config(config: RunConfig, windows: int) -> dict[str, Any]:
-    """What DeepSpeed is told; everything it would otherwise assume is written out."""
+def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
+    """What DeepSpeed is told; everything it would otherwise assume is written out.
+
+    backwards: calls of its `backward` in an optimizer step.
+    """
     parallel, training = config.parallel, config.training
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": windows,
-        "gradient_clipping": config.optimizer.clip,
+        "gradient_accumulation_steps": backwards,
+        "gradient_clipping": config.optimizer.clip if parallel.zero_stage else 0.0,  # see _clip_plain
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,
@@ -66,7 +74,7 @@ class StepResult:
     """What a step leaves on the device; reading a tensor's value makes the host wait."""
 
     loss_sum: Tensor
-    """Summed cross-entropy of this rank's tokens, nats, float64 scalar."""
+    """Summed cross-entropy of this data-parallel rank's tokens, nats, float64 scalar; the same on all stages."""
     predicted: Tensor
     """Predicted tokens over all ranks, float64 scalar."""
     bad: Tensor
@@ -75,77 +83,66 @@ class StepResult:
     """Global gradient norm before clipping, as DeepSpeed or torch gives it."""
 
 
-class TrainingEngine:
-    """One rank's model, optimizer and, in streams mode, memory states carried from step to step."""
+class TrainingEngine(ABC):
+    """One rank's layers, optimizer and, in streams mode, memory states carried from step to step."""
 
-    def __init__(self, config: RunConfig, topology: Topology) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, layers: range | None, backwards: int) -> None:
+        """layers: those of this rank's stage, all if None. backwards: see `deepspeed_config`."""
         import deepspeed
 
         self.config = config
         self.topology = topology
         self.accumulation = config.accumulation_steps(topology.dp_size)
-        self.windows = self.accumulation * (config.chunks // config.bptt_chunks)
         self.dtype = DTYPES[config.training.precision]
-        self.stage = build_stage(config, topology)
+        self.stage = build_stage(config, topology, layers)
         self.optimizer = AgreeingAdamW(
             parameter_groups(self.stage.parameters(), config.optimizer.weight_decay), config.optimizer
         )
         self.engine, *_ = deepspeed.initialize(
-            model=Window(self.stage),
+            model=self.module(),
             optimizer=self.optimizer,
-            config=deepspeed_config(config, self.windows),
+            config=deepspeed_config(config, backwards),
             mpu=topology.mpu(),
             dist_init_required=False,
         )
         self.carried: dict[int, list[State]] = {}
+        self.placement = [range(config.model.layers)]
+        """Layers of each stage."""
+
+    def module(self) -> torch.nn.Module:
+        """What DeepSpeed is given."""
+        return self.stage
+
+    @abstractmethod
+    def backward(
+        self, batches: Sequence[Batch], watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+        """Forward and backward of a whole step, gradients reduced over data-parallel ranks.
+
+        Args:
+            batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
+            watch: called with a few words before each action.
+        Returns: summed cross-entropy of this data-parallel rank, predicted tokens of all ranks, the states of this
+            rank's layers at the end.
+        """
 
     def fresh_states(self, rows: int) -> list[State]:
         """States of documents not begun."""
         return self.stage.initial_states(rows, self.topology.device, self.dtype)
 
-    def backward(self, batches: Sequence[Batch], watch: Any = None) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
-        """Forward and backward of all windows of a step.
-
-        Args:
-            batches: this rank's micro-batches, on its device.
-            watch: called with a few words before each window.
-        Returns: summed cross-entropy of this rank, predicted tokens of all ranks, the states at the end.
-        """
-        config = self.config
+    def predicted_tokens(self, batches: Sequence[Batch]) -> Tensor:
+        """Predicted tokens of the step over all data-parallel ranks, float64 scalar."""
         predicted = sum((b.labels != LABEL_IGNORED).sum() for b in batches).double()  # type: ignore[union-attr]
         dist.all_reduce(predicted, group=self.topology.dp_group)
-        # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
-        scale = (self.topology.dp_size * self.windows / predicted.clamp(min=1)).float()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        states: dict[int, list[State]] = {}
-        passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
-        for index, window in enumerate(passes):
-            if watch is not None:
-                watch(f"micro-batch {window.sequence}, chunks {window.first}-{window.last}")
-            if window.begins:
-                states[window.sequence] = self._states_before(window.sequence, batches[window.sequence])
-            batch = batches[window.sequence]
-            size = config.model.chunk_size
-            tokens = slice(window.first * size, (window.last + 1) * size)
-            loss, nats, states[window.sequence] = self.engine(
-                batch.tokens[tokens],
-                batch.labels[tokens],
-                batch.starts[window.first : window.last + 1],
-                states[window.sequence],
-                scale,
-            )
-            self.engine.backward(loss)
-            if index < len(passes) - 1:
-                self.engine.step()  # counts the micro-step; updates nothing before the last
-            loss_sum += nats
-        return loss_sum, predicted, states
+        return predicted
 
-    def _states_before(self, sequence: int, batch: Batch) -> list[State]:
+    def states_before(self, sequence: int, batch: Batch) -> list[State]:
+        """States before a micro-batch: fresh, or in streams mode as the step before left them."""
         if self.config.data.feeding == "streams" and sequence in self.carried:
             return self.carried[sequence]
         return self.fresh_states(batch.tokens.shape[1])
 
-    def step(self, batches: Sequence[Batch], lr: float, watch: Any = None) -> StepResult:
+    def step(self, batches: Sequence[Batch], lr: float, watch: Watch | None = None) -> StepResult:
         """One optimizer step. If the loss or a gradient of any rank is not finite, no rank updates anything."""
         loss_sum, predicted, states = self.backward(batches, watch)
         if watch is not None:
@@ -154,7 +151,7 @@ class TrainingEngine:
             group["lr"] = lr
         own_bad = torch.maximum(1 - loss_sum.isfinite().float(), self._bad_partitions())
         self.optimizer.own_bad, self.optimizer.bad = own_bad, None
-        norm = self._plain_norm() if self.config.parallel.zero_stage == 0 else None
+        norm = self._clip_plain() if self.config.parallel.zero_stage == 0 else None
         self.engine.step()
         # DeepSpeed may have refused the update itself (ZeRO's norm check), then the optimizer never saw it
         refused = bool(getattr(self.engine.optimizer, "overflow", False))
@@ -178,16 +175,26 @@ class TrainingEngine:
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(partitions)])
         return 1 - norms.isfinite().all().float()
 
-    def _plain_norm(self) -> Tensor:
-        """Global gradient norm without ZeRO: shards are summed over tensor-parallel ranks, replicas counted once."""
+    def _clip_plain(self) -> Tensor:
+        """Global gradient norm without ZeRO; clips to the configured norm.
+
+        Shards are summed over the ranks of the model, what several ranks hold is counted once. (DeepSpeed's own
+        clipping counts replicated parameters on the model's first rank only: those of later stages would be missed.)
+        """
         total = torch.zeros((), device=self.topology.device)
+        gradients = []
         for parameter in self.stage.parameters():
             if parameter.grad is None:
                 continue
-            mine = parameter.tensor_model_parallel or self.topology.tp_rank == 0  # type: ignore[attr-defined]
-            total += parameter.grad.float().square().sum() if mine else 0.0
-        dist.all_reduce(total, group=self.topology.tp_group)
-        return total.sqrt()
+            gradients.append(parameter.grad)
+            sharded: bool = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+            if (sharded or self.topology.tp_rank == 0) and not getattr(parameter, "ds_pipe_replicated", False):
+                total += parameter.grad.float().square().sum()
+        dist.all_reduce(total, group=self.topology.model_group)
+        norm = total.sqrt()
+        if self.config.optimizer.clip:
+            torch._foreach_mul_(gradients, (self.config.optimizer.clip / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by global name."""

@@ -1,4 +1,4 @@
-"""One window: the chunks that a single backward pass spans, run forward through the model in order."""
+"""Without a pipeline: whole windows forward, then backward as one, through DeepSpeed's engine under any ZeRO stage."""
 
 from __future__ import annotations
 

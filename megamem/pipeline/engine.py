@@ -1,0 +1,146 @@
+"""The two engines: whole windows on ranks that hold the whole model, and chunks through a pipeline of stages.
+
+Both run the schedules of `megamem.pipeline.schedule` and leave ZeRO, BF16 and the update to a plain DeepSpeedEngine.
+DeepSpeed's own PipelineEngine is not used: it runs its own instruction list over micro-batches, knows no state between
+them, and sends shapes and dtypes before tensors; what it would add to ZeRO 0 and 1 is the reduction of tied weights
+and norms over stages, which are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamem.config.run import RunConfig
+from megamem.data.batch import Batch
+from megamem.memory.base import State
+from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine, Watch
+from megamem.pipeline.channels import Borders, warm_up
+from megamem.pipeline.costs import place
+from megamem.pipeline.executor import StageExecutor
+from megamem.pipeline.placement import contiguous
+from megamem.pipeline.schedule import stage_order, window_schedule
+from megamem.pipeline.window import Window
+
+
+def build_engine(config: RunConfig, topology: Topology) -> TrainingEngine:
+    """The engine for the topology's pipeline size."""
+    if topology.pp_size == 1:
+        return WindowEngine(config, topology)
+    return PipelineEngine(config, topology)
+
+
+class WindowEngine(TrainingEngine):
+    """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
+
+    def __init__(self, config: RunConfig, topology: Topology) -> None:
+        self.windows = config.accumulation_steps(topology.dp_size) * (config.chunks // config.bptt_chunks)
+        self._checked = False
+        super().__init__(config, topology, None, self.windows)
+
+    def module(self) -> nn.Module:
+        """See `TrainingEngine.module`."""
+        return Window(self.stage)
+
+    def backward(
+        self, batches: Sequence[Batch], watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+        """See `TrainingEngine.backward`."""
+        config = self.config
+        predicted = self.predicted_tokens(batches)
+        # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
+        scale = (self.topology.dp_size * self.windows / predicted.clamp(min=1)).float()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.topology.device)
+        states: dict[int, list[State]] = {}
+        passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
+        for index, window in enumerate(passes):
+            if watch is not None:
+                watch(f"micro-batch {window.sequence}, chunks {window.first}-{window.last}")
+            if window.begins:
+                states[window.sequence] = self.states_before(window.sequence, batches[window.sequence])
+            batch = batches[window.sequence]
+            size = config.model.chunk_size
+            tokens = slice(window.first * size, (window.last + 1) * size)
+            loss, nats, states[window.sequence] = self.engine(
+                batch.tokens[tokens],
+                batch.labels[tokens],
+                batch.starts[window.first : window.last + 1],
+                states[window.sequence],
+                scale,
+            )
+            if not self._checked:
+                self.stage.check_states(states[window.sequence], batch.tokens.shape[1])
+            self.engine.backward(loss)
+            if index < len(passes) - 1:
+                self.engine.step()  # counts the micro-step; updates nothing before the last
+            loss_sum += nats
+        self._checked = True
+        return loss_sum, predicted, states
+
+
+class PipelineEngine(TrainingEngine):
+    """One stage of a pipeline, ZeRO 0 or 1: chunks up, gradients down, memory stays."""
+
+    def __init__(self, config: RunConfig, topology: Topology) -> None:
+        counts = place(config, topology)
+        layers = contiguous(counts)
+        super().__init__(config, topology, layers[topology.pp_rank], 1)
+        self.placement = layers
+        self.order = stage_order(
+            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks
+        )
+        self.executor = StageExecutor(self.stage, topology.pp_rank, config.model.chunk_size, config.bptt_chunks)
+        warm_up(topology)
+
+    def module(self) -> nn.Module:
+        """See `TrainingEngine.module`."""
+        if self.config.model.tie_embeddings and self.topology.last_stage:
+            # the first stage's copy is the one that counts in norms
+            weight: Any = self.stage.embedding.weight
+            weight.ds_pipe_replicated = True
+        return self.stage
+
+    def backward(
+        self, batches: Sequence[Batch], watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+        """See `TrainingEngine.backward`."""
+        topology = self.topology
+        watch = watch or (lambda action: None)
+        watch("counting predicted tokens")
+        predicted = self.predicted_tokens(batches)
+        # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks
+        scale = (topology.dp_size / predicted.clamp(min=1)).float()
+        shape = self.stage.border_shape(self.config.model.chunk_size, batches[0].tokens.shape[1])
+        shapes = [shape] * (len(batches) * self.config.chunks)
+        loss_sum, states = self.executor.run(
+            self.order,
+            batches,
+            {sequence: self.states_before(sequence, batch) for sequence, batch in enumerate(batches)},
+            scale,
+            Borders(topology, shapes, self.dtype, backward=True),
+            watch,
+            self._before_backward,
+        )
+        watch("reduction of gradients and losses over stages")
+        dist.all_reduce(loss_sum, group=topology.pp_group)
+        self._sum_tied_gradients()
+        self.engine.allreduce_gradients()
+        return loss_sum, predicted, states
+
+    def _before_backward(self) -> None:
+        """Under BF16, DeepSpeed's hooks add each backward's gradients to FP32 sums; the BF16 ones are done with."""
+        clear = getattr(self.engine.optimizer, "clear_lp_grads", None)
+        if clear is not None:
+            clear(set_to_none=True)
+
+    def _sum_tied_gradients(self) -> None:
+        """First and last stage each hold the tied embedding and a part of its gradient."""
+        group = self.topology.ends_group
+        if self.config.model.tie_embeddings and group is not None:
+            weight: Any = self.stage.embedding.weight
+            dist.all_reduce(getattr(weight, "_hp_grad", weight.grad), group=group)

@@ -1,0 +1,67 @@
+"""Law 4: on 1, 2 and 4 real stages, with windows of 1, 2 and all chunks, everything equals one autograd graph."""
+
+from functools import cache
+
+import pytest
+
+from megamem.memory.base import state_tensors
+from tests.contract.driver import largest, within
+from tests.contract.stages import LAYERS, STAGES, WINDOWS, one_graph, world
+from tests.distributed.harness import PARALLEL, WorldError, run_distributed
+
+pytestmark = pytest.mark.distributed
+
+# float64: the sum over units is taken in another order
+TOLERANCE = 1e-12
+reference = cache(one_graph)
+
+
+@cache
+def run_world():
+    """Every rank's results, or the error: a world that fails is not started again by each test."""
+    try:
+        return run_distributed(max(STAGES), f"{world.__module__}:{world.__name__}", preload=PARALLEL)
+    except WorldError as error:
+        return error
+
+
+@pytest.fixture(params=WINDOWS, ids=lambda window: f"bptt{window}")
+def window(request):
+    return request.param
+
+
+@pytest.fixture(params=STAGES, ids=lambda stages: f"pp{stages}")
+def stages(request, case, window):
+    """What each stage found, first to last, and the reference."""
+    ranks = run_world()
+    if isinstance(ranks, WorldError):
+        raise ranks
+    key = f"{request.param}/{case.id}/{window}"
+    found = [rank[key] for rank in ranks if key in rank]
+    assert len(found) == request.param
+    return found, reference(case, window)
+
+
+def test_every_gradient_is_that_of_one_graph(stages):
+    found, expected = stages
+    grads = {name: grad for stage in found for name, grad in stage["grads"].items()}
+    assert grads.keys() == expected["grads"].keys()
+    for name, exact in expected["grads"].items():
+        assert largest(exact) > 0, f"{name} has no gradient: the comparison would be empty"
+        within("4 PP: gradients", largest(grads[name] - exact) / largest(exact), TOLERANCE)
+
+
+def test_loss_and_states_agree(stages):
+    found, expected = stages
+    assert [stage["nats"] for stage in found[:-1]] == [0.0] * (len(found) - 1)
+    within("4 PP: loss", abs(found[-1]["nats"] / expected["nats"] - 1), TOLERANCE)
+    for sequence, theirs in enumerate(expected["states"]):
+        ours = [state for stage in found for state in stage["states"][sequence]]
+        assert len(ours) == len(theirs) == LAYERS
+        for a, b in zip(state_tensors(ours), state_tensors(theirs), strict=True):
+            within("4 PP: states", largest(a - b) / max(largest(b), 1e-3), TOLERANCE)
+
+
+def test_no_more_units_are_held_than_the_formula_says(stages):
+    for stage in stages[0]:
+        assert stage["peak"] == stage["formula"]
