@@ -15,12 +15,14 @@ from rich.console import Console
 
 from launchers.local import inside_job, run_local
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
+from megamem.cli_plan import plan
 from megamem.errors import STOPPED, ConfigError, MegamemError, NonFiniteError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_app, name="corpus")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(shards_app, name="shards")
+app.command()(plan)
 console = Console(soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]

@@ -102,6 +102,8 @@ class LoggingConfig(ConfigModel):
     """Also write TensorBoard event files to the run folder."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of a torch.profiler trace, written to the run folder by each rank."""
+    record_step: PositiveInt | None = None
+    """Step whose actions on each pipeline stage are recorded with their times; `megamem plan --recorded` draws them."""
 
 
 class EvaluationConfig(ConfigModel):
@@ -185,6 +187,12 @@ class RunConfig(ConfigModel):
         if profile and not profile[0] <= profile[1] <= self.steps:
             raise ValueError(
                 f"logging.profile_steps {list(profile)} must be a first and a last step of the {self.steps} of the run"
+            )
+        record = self.logging.record_step
+        if record and (self.parallel.pp == 1 or record > self.steps):
+            raise ValueError(
+                f"logging.record_step {record} needs a pipeline (parallel.pp {self.parallel.pp}) and must be one of "
+                f"the {self.steps} steps of the run"
             )
         stride = self.evaluation.sliding_stride
         if stride and chunk % stride:

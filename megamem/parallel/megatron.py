@@ -39,21 +39,21 @@ class _Column(ColumnParallelLinear):
 
 
 class _Row(RowParallelLinear):
-    split = False
+    linears: MegatronLinears
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.split:
+        if self.linears.sequence_parallel:
             return reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
         out: Tensor = super().forward(x)[0]
         return out
 
 
 class _Embedding(VocabParallelEmbedding):
-    split = False
+    linears: MegatronLinears
 
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = super().forward(tokens)
-        return split_tokens(out, self.tp_group) if self.split else out
+        return split_tokens(out, self.tp_group) if self.linears.sequence_parallel else out
 
 
 class MegatronLinears:
@@ -98,7 +98,7 @@ class MegatronLinears:
             skip_bias_add=False,
             tp_group=self.group,
         )
-        layer.split = self.sequence_parallel
+        layer.linears = self
         declare(layer.weight, init, shard_axis=1)
         return layer
 
@@ -111,7 +111,7 @@ class MegatronLinears:
             config=self._config,
             tp_group=self.group,
         )
-        layer.split = self.sequence_parallel
+        layer.linears = self
         declare(layer.weight, init, shard_axis=0)
         return layer
 

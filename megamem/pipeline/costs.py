@@ -16,7 +16,8 @@ from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
-from megamem.pipeline.placement import balance
+from megamem.pipeline.placement import balance, contiguous
+from megamem.pipeline.simulate import Cost
 
 REPEATS = 3
 
@@ -64,6 +65,33 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
         products = 6.0 * (shared + mixer.projection_parameters(model))
         layers.append(products + sum(flops.forward + flops.backward for flops in mixing))
     return PartCosts(tuple(layers), 0.0, 6.0 * model.vocab_size * model.hidden_size)
+
+
+def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
+    """FLOPs per token of each action on each stage, by the chunk's index: a memory that grows costs more later on.
+
+    counts: layers of each stage. A chunk's share is what a sequence that ends with it costs more than one that ends
+    before it.
+    """
+    products = 2.0 * 3 * model.hidden_size * model.ffn
+    forward = [[0.0] * chunks for _ in counts]
+    backward = [[0.0] * chunks for _ in counts]
+    for stage, layers in enumerate(contiguous(counts)):
+        for layer in layers:
+            mixer = model.mixer_at(layer)
+            before = [0.0, 0.0]
+            for chunk in range(chunks):
+                mixing = mixer.mixing_flops(model, (chunk + 1) * model.chunk_size, True).values()
+                total = [(chunk + 1) * sum(f.forward for f in mixing), (chunk + 1) * sum(f.backward for f in mixing)]
+                linear = products + 2.0 * mixer.projection_parameters(model)
+                forward[stage][chunk] += linear + total[0] - before[0]
+                backward[stage][chunk] += 2 * linear + total[1] - before[1]
+                before = total
+    head = 2.0 * model.vocab_size * model.hidden_size
+    for chunk in range(chunks):
+        forward[-1][chunk] += head
+        backward[-1][chunk] += 2 * head
+    return lambda stage, action: (forward if action.kind == "forward" else backward)[stage][action.chunk]
 
 
 def measured_costs(config: RunConfig, device: torch.device) -> PartCosts:

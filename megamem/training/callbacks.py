@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megamem.errors import NonFiniteError
 from megamem.pipeline.base import StepResult
+from megamem.pipeline.engine import PipelineEngine
+from megamem.pipeline.record import write_record
 from megamem.training.sinks import Sink
 
 if TYPE_CHECKING:
@@ -196,3 +198,25 @@ class Profiler(Callback):
         self._profile.__exit__(None, None, None)
         self._profile.export_chrome_trace(str(self.folder / f"trace-rank{trainer.topology.rank}.json"))
         self._profile = None
+
+
+class ScheduleRecorder(Callback):
+    """Records one step action by action, on one rank of each stage."""
+
+    def __init__(self, step: int, engine: PipelineEngine) -> None:
+        self.step, self.engine = step, engine
+
+    def start(self, trainer: Trainer) -> None:
+        """See `Callback.start`."""
+        self.after_step(trainer, None)
+
+    def after_step(self, trainer: Trainer, result: StepResult | None) -> None:
+        """See `Callback.after_step`. While it records, the host waits for the device around each action."""
+        topology, executor = trainer.topology, self.engine.executor
+        if topology.dp_rank or topology.tp_rank:
+            return
+        if trainer.step == self.step - 1:
+            executor.events = []
+        elif executor.events is not None:
+            write_record(trainer.config.run_folder, topology.pp_rank, topology.pp_size, executor.events)
+            executor.events = None

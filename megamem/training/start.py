@@ -26,12 +26,20 @@ from megamem.evaluation.run import Watch, final_evaluation
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.costs import flop_costs, parameter_costs
-from megamem.pipeline.engine import build_engine
+from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.schedule import bubble, peak_units
 from megamem.planning.devices import device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
-from megamem.training.callbacks import BadSteps, Callback, Metrics, Profiler, Validation, peak_memory
+from megamem.training.callbacks import (
+    BadSteps,
+    Callback,
+    Metrics,
+    Profiler,
+    ScheduleRecorder,
+    Validation,
+    peak_memory,
+)
 from megamem.training.checks import open_feeder
 from megamem.training.loop import Trainer
 from megamem.training.run_folder import create_run_folder
@@ -225,6 +233,8 @@ def standard_callbacks(
     if config.data.validation and config.evaluation.every:
         documents = held_out(config)
         callbacks.append(Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks))
+    if config.logging.record_step and isinstance(engine, PipelineEngine):
+        callbacks.append(ScheduleRecorder(config.logging.record_step, engine))
     if config.logging.profile_steps:
         callbacks.append(Profiler(*config.logging.profile_steps, config.run_folder))
     return callbacks

@@ -1,4 +1,4 @@
-"""Evaluation on two processes: data parallel, tensor parallel and ZeRO-3 give the figures of one process."""
+"""Evaluation and generation on two processes, in every kind of layout, give the figures and texts of one."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
+from megamem.evaluation.generate import Sampling, generate
 from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.probe import memory_use
 from megamem.evaluation.run import final_evaluation
@@ -21,6 +22,7 @@ from tests.unit.evaluation_helpers import CHUNK, CPU, documents, make_stage, mod
 
 pytestmark = pytest.mark.distributed
 
+LAYOUTS = ["dp", "tp", "tp, tokens split", "pp"]
 LENGTHS = (5, 50, 19, 32, 8, 1, 27)
 BOUND = 96
 """Cuts the long documents."""
@@ -53,8 +55,22 @@ def run_config(dp) -> RunConfig:
     )
 
 
+PROMPTS = [[3], [5, 9, 2, 7], list(range(2 * CHUNK + 3))]
+
+
+def continued(stage, topology, dtype=torch.float32):
+    """Greedy and sampled continuations, across chunk borders, with an early end."""
+    how = {"topology": topology, "device": CPU, "dtype": dtype}
+    return [
+        generate(stage, PROMPTS, CHUNK + 2, **how),
+        generate(stage, PROMPTS, CHUNK + 2, **how, sampling=Sampling(0.7, seed=3)),
+        generate(stage, PROMPTS[:1], CHUNK + 2, **how, end_token=generate(stage, PROMPTS[:1], 3, **how)[0][-1]),
+    ]
+
+
 def built(topology, split_tokens=False):
-    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens))
+    layers = range(topology.pp_rank, topology.pp_rank + 1) if topology.pp_size == 2 else None
+    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
     initialize_parameters(stage, 1, topology.tp_size, topology.tp_rank)
     return stage
 
@@ -90,9 +106,11 @@ def under_zero_3(topology):
 
 def all_layouts(payload):
     results = {}
-    for name, tp in (("dp", 1), ("tp", 2), ("tp, tokens split", 2)):
-        topology = Topology.start(tp=tp, device="cpu")
-        results[name] = json.dumps(figures(built(topology, "split" in name), topology))
+    for name, tp, pp in (("dp", 1, 1), ("tp", 2, 1), ("tp, tokens split", 2, 1), ("pp", 1, 2)):
+        topology = Topology.start(tp=tp, pp=pp, device="cpu")
+        stage = built(topology, "split" in name)
+        results[name] = json.dumps(figures(stage, topology))
+        results[f"{name}: texts"] = continued(stage, topology)
         if name == "dp":
             results["zero3"] = under_zero_3(topology)
     return results
@@ -127,10 +145,18 @@ def alone():
     return figures(make_stage("elastic_memory", torch.float32), None)
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "tp, tokens split"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_give_the_figures_of_one(world, alone, layout):
     assert world[0][layout] == world[1][layout], "the report is the same on both ranks, to the last bit"
     assert_same(world[0][layout], alone)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_write_the_texts_of_one(world, layout):
+    expected = continued(make_stage("elastic_memory", torch.float32), None)
+    assert len(expected[2][0]) <= 3
+    for rank in world:
+        assert rank[f"{layout}: texts"] == expected
 
 
 def test_the_bound_does_not_depend_on_the_layout(world, alone):

@@ -13,20 +13,20 @@ from megamem.model.stage import Stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
-from megamem.pipeline.engine import build_engine
+from megamem.pipeline.engine import PipelineEngine, build_engine
+from tests.contract.cases import CASES
 
-ROWS, LENGTH, CHUNK, VOCABULARY = 4, 64, 16, 64
+ROWS, LENGTH, CHUNK, VOCABULARY = 8, 64, 16, 64
+MIXERS = {case.kind: {"kind": case.kind, **case.options} for case in reversed(CASES)}
+"""Every registered mechanism once, with the options of its first contract case."""
 MODEL = {
-    "layers": 3,
+    "layers": max(4, len(MIXERS)),
     "hidden_size": 32,
     "heads": 4,
     "kv_heads": 2,
     "vocab_size": VOCABULARY,
     "chunk_size": CHUNK,
-    "memory": [
-        {"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}},
-        {"layers": [2], "mixer": "full_attention"},
-    ],
+    "memory": [{"layers": [layer], "mixer": MIXERS[kind]} for layer, kind in enumerate(sorted(MIXERS))],
 }
 
 
@@ -84,17 +84,19 @@ def reference(steps: int, bptt_chunks: int, lr: float, tied: bool, uneven: bool)
     for step in range(steps):
         tokens, labels, starts = step_data(step, uneven)
         states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
-        total = torch.zeros(())
+        total, nats = torch.zeros(()), 0.0
         for c in range(LENGTH // CHUNK):
             if c % bptt_chunks == 0:
                 states = [detach(state) for state in states]
             part = slice(c * CHUNK, (c + 1) * CHUNK)
-            hidden, states, _ = stage(tokens[part], states, Chunk(tuple(starts[c].tolist())))
-            total = total + stage.token_losses(hidden, labels[part]).sum()
-        loss = total / (labels != -100).sum()
+            hidden, states, auxiliary = stage(tokens[part], states, Chunk(tuple(starts[c].tolist())))
+            here = stage.token_losses(hidden, labels[part]).sum()
+            nats += here.item()
+            total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())
+        predicted = (labels != -100).sum()
         optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
+        (total / predicted).backward()
+        losses.append(nats / predicted.item())
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in stage.named_parameters()}
         optimizer.step()
@@ -104,7 +106,7 @@ def reference(steps: int, bptt_chunks: int, lr: float, tied: bool, uneven: bool)
 def train_case(case: dict) -> dict:
     """One rank's run of a case: gathered gradients and norm of step 0, loss of each step, weights at the end."""
     config = run_config(**case["config"])
-    topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=45)
+    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
     engine = build_engine(config, topology)
     out: dict = {"losses": []}
     for step in range(case["steps"]):
@@ -116,8 +118,10 @@ def train_case(case: dict) -> dict:
         if step == 0:
             out["grad_norm"] = float(result.grad_norm)
     weights = {name: whole_parameter(p, topology.tp_group) for name, p in engine.parameters().items()}
-    if topology.rank == 0:
+    if topology.tp_rank == topology.dp_rank == 0:
         out |= {"gradients": gradients, "weights": weights}
+    if isinstance(engine, PipelineEngine):
+        out["peak_units"] = engine.executor.peak_units
     return out
 
 

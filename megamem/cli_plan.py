@@ -1,0 +1,117 @@
+"""`megamem plan`: what a configuration will cost, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megamem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megamem.planning.schedules import ScheduleReport
+
+console = Console(soft_wrap=True)
+Size = Annotated[int | None, typer.Option(min=1)]
+
+
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a run; its layout, costs and batch")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")] = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
+    draw_schedule: Annotated[Path | None, typer.Option(help="draw the schedule beside 1F1B to this picture")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="run folder whose recorded step (logging.record_step) is drawn too")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="pipeline stages, if no configuration is given")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a sequence")] = None,
+    bptt_chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a window; all if not given")] = None,
+    dp: Annotated[int, typer.Option(min=1, help="data-parallel size, for a configuration's micro-batches")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Bubble and peak memory of a pipeline's schedule, chunk by chunk and over whole sequences, and their picture."""
+    if not (schedule or draw_schedule):
+        raise ConfigError("plan: nothing to plan; give --schedule or --draw-schedule FILE")
+    if recorded is not None and draw_schedule is None:
+        raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
+    report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
+    figures: dict[str, Any] = report.as_dict()
+    if draw_schedule is not None:
+        figures["picture"] = str(_draw(report, draw_schedule, recorded))
+    if as_json:
+        console.file.write(json.dumps(figures) + "\n")
+        return
+    console.print(_table(report))
+    if draw_schedule is not None:
+        console.print(f"picture: {draw_schedule}", highlight=False)
+
+
+def _report(
+    config: Path | None,
+    overrides: list[str],
+    stages: int | None,
+    sequences: int | None,
+    chunks: int | None,
+    bptt_chunks: int | None,
+    dp: int,
+) -> ScheduleReport:
+    from megamem.planning.schedules import compare, compare_for
+
+    sizes = {"--stages": stages, "--sequences": sequences, "--chunks": chunks}
+    try:
+        if config is not None:
+            if given := [name for name, size in {**sizes, "--bptt-chunks": bptt_chunks}.items() if size is not None]:
+                raise ConfigError(f"plan: {given[0]} does not go with a configuration, which says it itself")
+            from megamem.config.load import load_config
+            from megamem.config.run import RunConfig
+
+            return compare_for(load_config(RunConfig, config, overrides), dp)
+        if stages is None or sequences is None or chunks is None:
+            missing = next(name for name, size in sizes.items() if size is None)
+            raise ConfigError(f"plan: {missing} is missing; give a configuration or --stages, --sequences and --chunks")
+        return compare(stages, sequences, chunks, bptt_chunks or chunks)
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> Path:
+    from megamem.pipeline.record import read_record
+    from megamem.planning.gantt import draw_schedules, note
+
+    ours = f"chunk by chunk, gradients over {report.bptt_chunks} chunks"
+    timelines = {ours: report.ours, "1F1B over whole sequences": report.one_f_one_b}
+    notes = {
+        ours: note(report.ours.bubble, report.peaks()),
+        "1F1B over whole sequences": note(report.one_f_one_b.bubble, report.one_f_one_b_peaks()),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if recorded is None:
+        draw_schedules(timelines, notes, path)
+        return path
+    # seconds and simulated time share no axis: the recorded run gets a picture of its own
+    timeline = read_record(recorded)
+    title = f"recorded in {recorded}, in seconds"
+    peaks = [timeline.peak_units(stage) for stage in range(timeline.stages)]
+    draw_schedules(timelines, notes, path.with_stem(f"{path.stem}-planned"))
+    draw_schedules({title: timeline}, {title: note(timeline.bubble, peaks)}, path)
+    return path
+
+
+def _table(report: ScheduleReport) -> Table:
+    table = Table(title=f"{report.stages} stages, {report.sequences} micro-batches of {report.chunks} chunks")
+    for column in ("", "chunk by chunk", "1F1B over whole sequences"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = report.as_dict()
+    table.add_row("bubble", f"{rows['bubble']:.1%}", f"{rows['1f1b']['bubble']:.1%}")
+    for stage in range(report.stages):
+        table.add_row(
+            f"most chunks in flight, stage {stage}",
+            str(rows["peak_units"][stage]),
+            str(rows["1f1b"]["peak_units"][stage]),
+        )
+    return table

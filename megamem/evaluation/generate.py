@@ -1,0 +1,156 @@
+"""Continues prompts token by token, memory carried along: the same calls as training, on any layout.
+
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamem.memory.base import Chunk, to_device
+from megamem.model.stage import Stage
+from megamem.parallel.gather import gather_shards
+from megamem.parallel.topology import Topology
+from megamem.pipeline.channels import Borders
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_k: int | None = None
+    """Only so many of the likeliest tokens; all if not given."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability (Holtzman et al. 2020)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the value that makes no sense."""
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature} is negative")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k} leaves no token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} is not in (0, 1]")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Next token of each row [B] from logits [B, V] on the CPU."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.double() / self.temperature
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, index = logits.softmax(-1).sort(-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the first token that reaches it is kept
+            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def generate(
+    stage: Stage,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    topology: Topology | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    sampling: Sampling | None = None,
+    end_token: int | None = None,
+) -> list[list[int]]:
+    """Continue each prompt by at most `new_tokens` tokens.
+
+    A collective call: all tensor-parallel ranks and stages of a model make it with the same arguments (data-parallel
+    ranks may each have prompts of their own) and get the same answer.
+
+    Args:
+        stage: a whole model, or this rank's part of a pipeline.
+        prompts: token ids, of any lengths; read side by side, the shorter ones padded on the left.
+        topology: None in a single process.
+        dtype: of the activations (that of the parameters).
+        sampling: the likeliest token if not given.
+        end_token: a row ends with it.
+    Returns: the new tokens of each row, the end token included.
+    Raises: ValueError for an empty prompt.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("generation needs at least one prompt, and none may be empty")
+    decoder = _Decoder(stage, topology, device, dtype, len(prompts))
+    sampling = sampling or Sampling()
+    generator = torch.Generator().manual_seed(sampling.seed)
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]).T
+    chunk = Chunk(tuple(len(prompt) - longest for prompt in prompts))
+    rows: list[list[int]] = [[] for _ in prompts]
+    with _generating(stage):
+        for begin in range(0, longest, stage.config.chunk_size):
+            logits = decoder.read(padded[begin : begin + stage.config.chunk_size], chunk.after(begin))
+        for made in range(new_tokens):
+            tokens = decoder.agree(None if logits is None else sampling.choose(logits, generator))
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                if not row or row[-1] != end_token:
+                    row.append(token)
+            if made == new_tokens - 1 or all(row[-1] == end_token for row in rows):
+                break
+            logits = decoder.read(tokens[None], chunk.after(longest + made))
+    return rows
+
+
+@contextmanager
+def _generating(stage: Stage) -> Iterator[None]:
+    """Evaluation mode, no gradients, and tokens whole on every rank: single ones cannot be split."""
+    training, split = stage.training, stage.linears.sequence_parallel
+    stage.eval()
+    stage.linears.sequence_parallel = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        stage.linears.sequence_parallel = split
+        stage.train(training)
+
+
+class _Decoder:
+    """Runs calls through this rank's layers and keeps their states."""
+
+    def __init__(
+        self, stage: Stage, topology: Topology | None, device: torch.device, dtype: torch.dtype, rows: int
+    ) -> None:
+        self.stage, self.topology, self.device, self.dtype, self.rows = stage, topology, device, dtype, rows
+        self.states = stage.initial_states(rows, device, dtype)
+
+    def read(self, tokens: Tensor, chunk: Chunk) -> Tensor | None:
+        """Read tokens [tokens, B]; the last one's logits [B, V] in float32 on the CPU of the last stage."""
+        borders = None
+        if self.topology is not None and self.topology.pp_size > 1:
+            shape = self.stage.border_shape(*tokens.shape)
+            borders = Borders(self.topology, [shape], self.dtype, backward=False)
+        entered = borders.below.take() if borders and borders.below else to_device(tokens, self.device)
+        hidden, self.states, _ = self.stage(entered, self.states, chunk)
+        if borders and borders.up:
+            borders.up.put(hidden)
+            borders.flush()
+            return None
+        local = self.stage.logits(hidden[-1:])[0].float()
+        whole = gather_shards(local, 1, self.topology.tp_group) if self.topology else local
+        return whole.cpu()
+
+    def agree(self, tokens: Tensor | None) -> Tensor:
+        """The last stage's tokens [B] on every stage."""
+        if self.topology is None or self.topology.pp_size == 1:
+            assert tokens is not None
+            return tokens
+        on_device = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        if tokens is not None:
+            on_device = tokens.to(self.device)
+        dist.broadcast(on_device, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
+        return on_device.cpu()

@@ -1,0 +1,56 @@
+"""What a run under any layout must agree on with one process without DeepSpeed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training_cases import reference
+
+STEPS, LR = 20, 1e-3
+
+
+def case(tp: int, zero: int, bptt: int = 4, micro: int = 1, **more: Any) -> dict[str, Any]:
+    """A case for `train_case`; `more` are sections of the configuration, and `steps`."""
+    training = {"bptt_chunks": bptt, "micro_batch_size": micro, **more.pop("training", {})}
+    parallel = {"tp": tp, "zero_stage": zero, **more.pop("parallel", {})}
+    steps = more.pop("steps", 3)
+    return {"config": {"training": training, "parallel": parallel, **more}, "steps": steps, "lr": LR}
+
+
+known = cache(reference)
+
+
+def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """(gradients, losses, weights) of one process with one autograd graph per window, after as many steps."""
+    config = case["config"]
+    tied = config.get("model", {}).get("tie_embeddings", False)
+    uneven = config.get("data", {}).get("short_documents", "pack") == "pack"
+    return known(case["steps"], config["training"]["bptt_chunks"], LR, tied, uneven)
+
+
+def assert_gradients(case: dict[str, Any], found: dict[str, Any]) -> None:
+    """Every gathered gradient, and the global norm."""
+    gradients, _, _ = expected(case)
+    global_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert found["gradients"].keys() == gradients.keys()
+    for parameter, exact in gradients.items():
+        # FP32 sums in another order: 1e-5 of the gradient, or of a small share of the whole for tiny ones
+        limit = 1e-5 * max(exact.norm(), 1e-3 * global_norm / len(gradients) ** 0.5)
+        error = (found["gradients"][parameter] - exact).norm()
+        assert error <= limit, f"{parameter}: {error:.2e} over {limit:.2e}"
+    assert found["grad_norm"] == pytest.approx(global_norm.item(), rel=1e-5)
+
+
+def assert_losses_and_weights(case: dict[str, Any], found: dict[str, Any]) -> None:
+    """Loss of each step and the weights after the last."""
+    _, losses, weights = expected(case)
+    # 20 AdamW steps may amplify FP32 rounding of near-zero gradients to about lr * 1e-2 per weight
+    assert found["losses"] == pytest.approx(losses, abs=1e-4)
+    assert found["weights"].keys() == weights.keys()
+    for parameter, exact in weights.items():
+        error = (found["weights"][parameter] - exact).norm() / exact.norm()
+        assert error < 1e-3, f"{parameter}: {error:.2e}"

@@ -1,0 +1,84 @@
+"""Pipelines of real processes under DeepSpeed: gradients, losses and weights against one process without it."""
+
+import pytest
+
+from megamem.pipeline.schedule import peak_units
+from tests.distributed.harness import run_distributed
+from tests.distributed.parity import assert_gradients, assert_losses_and_weights, case
+from tests.distributed.training_cases import CHUNK, LENGTH, ROWS
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {2: [(2, 1, 1)], 4: [(2, 2, 1), (2, 1, 2), (4, 1, 1)]}
+"""World size -> (PP, TP, DP)."""
+
+
+def staged(pp, tp, dp, bptt, accumulation, zero, **more):
+    parallel = {"pp": pp, **more.pop("parallel", {})}
+    return case(tp, zero, bptt, ROWS // dp // accumulation, parallel=parallel, **more)
+
+
+def grid(world):
+    """Windows of 1, 2 and all 4 chunks, 1, 2 and 4 micro-batches; ZeRO 0 and 1 in turn."""
+    cells = [(layout, b, a) for layout in LAYOUTS[world] for b in (1, 2, 4) for a in (1, 2, 4)]
+    return {
+        f"pp{pp}-tp{tp}-dp{dp}-bptt{b}-micro-batches{a}-zero{i % 2}": staged(pp, tp, dp, b, a, i % 2)
+        for i, ((pp, tp, dp), b, a) in enumerate(cells)
+    }
+
+
+WORLDS = {
+    2: {
+        **grid(2),
+        "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
+        "tied-zero1": staged(2, 1, 1, 4, 2, 1, model={"tie_embeddings": True}),
+        "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
+        "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),
+        "placed-by-measurement": staged(2, 1, 1, 4, 2, 0, parallel={"placement": "measured"}),
+    },
+    4: {
+        **grid(4),
+        "sequence-parallel": staged(2, 2, 1, 4, 2, 1, parallel={"sequence_parallel": True}),
+        "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
+    },
+}
+NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """Per world and case, what all ranks found, parameters of all stages in one."""
+    worlds = {}
+    for size, cases in WORLDS.items():
+        ranks = run_distributed(size, "tests.distributed.training_cases:train_cases", cases, timeout_s=400)
+        worlds[size] = {name: merged([rank[name] for rank in ranks]) for name in cases}
+    return worlds
+
+
+def merged(ranks):
+    whole = {**ranks[0], "peaks": [rank["peak_units"] for rank in ranks]}
+    for part in ("gradients", "weights"):
+        whole[part] = {name: value for rank in ranks if part in rank for name, value in rank[part].items()}
+    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks), "the loss is the same on all ranks"
+    assert all(rank["grad_norm"] == ranks[0]["grad_norm"] for rank in ranks), "the norm is the same on all ranks"
+    return whole
+
+
+@pytest.mark.parametrize(("world", "name"), NAMES)
+def test_every_gradient_agrees(worlds, world, name):
+    assert_gradients(WORLDS[world][name], worlds[world][name])
+
+
+@pytest.mark.parametrize(("world", "name"), NAMES)
+def test_losses_and_weights_agree(worlds, world, name):
+    assert_losses_and_weights(WORLDS[world][name], worlds[world][name])
+
+
+@pytest.mark.parametrize(("world", "name"), NAMES)
+def test_live_units_are_those_of_the_formula(worlds, world, name):
+    config, stages = WORLDS[world][name]["config"], WORLDS[world][name]["config"]["parallel"]["pp"]
+    per_stage = world // stages
+    sequences = ROWS // config["training"]["micro_batch_size"] // (per_stage // config["parallel"]["tp"])
+    for rank, peak in enumerate(worlds[world][name]["peaks"]):
+        formula = peak_units(rank // per_stage, stages, sequences, LENGTH // CHUNK, config["training"]["bptt_chunks"])
+        assert peak == formula
