@@ -1,0 +1,151 @@
+"""The real executor's idle time: four processes whose stages sleep, so that neither cores nor cache matter."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamem.data.batch import Batch
+from megamem.parallel.topology import Topology
+from megamem.pipeline.channels import Borders, warm_up
+from megamem.pipeline.executor import StageExecutor
+from megamem.pipeline.schedule import bubble, chunk_schedule, peak_units, stage_order
+from megamem.pipeline.simulate import Timeline, even_cost, simulate
+from tests.distributed.harness import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+STAGES, SEQUENCES, CHUNKS = 4, 4, 8
+FORWARD_S, BACKWARD_S = 0.08, 0.16
+"""Of a chunk: long against the executor's own work on it, some 0.5 ms."""
+ATTEMPTS = 3
+"""What else the machine does can only add idle time: a measurement that is too long is taken again."""
+
+
+class Nap(torch.autograd.Function):
+    """Identity that takes its time in both directions."""
+
+    @staticmethod
+    def forward(context, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        context.seconds = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient: Tensor):
+        time.sleep(context.seconds)
+        return gradient, None, None
+
+
+class SleepingStage(nn.Module):
+    """Behaves like a `Stage` without layers; units take `chunks` chunks' time."""
+
+    def __init__(self, topology: Topology, chunks: float) -> None:
+        super().__init__()
+        self.first, self.last = topology.first_stage, topology.last_stage
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seconds = chunks * FORWARD_S, chunks * BACKWARD_S
+
+    def forward(self, x, states, chunk):
+        hidden = x[..., None] * self.weight if self.first else x
+        return Nap.apply(hidden, *self.seconds), list(states), {}
+
+    def token_losses(self, hidden, labels):
+        return hidden.sum(-1)
+
+    def check_states(self, states, rows):
+        pass
+
+
+def timed_run(topology, chunks, bptt_chunks, duration):
+    """One step of SEQUENCES sequences in `chunks` units each, of `duration` chunks' time: events, peak, result."""
+    stage = SleepingStage(topology, duration)
+    executor = StageExecutor(stage, topology.pp_rank, 1, bptt_chunks)
+    executor.events = []
+    starts = np.arange(chunks)[:, None]
+    batches = [Batch(torch.ones(chunks, 1), torch.zeros(chunks, 1), starts, (0,)) for _ in range(SEQUENCES)]
+    order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks)
+    borders = Borders(topology, [(1, 1, 1)] * (SEQUENCES * chunks), torch.float32, backward=True)
+    torch.distributed.barrier()
+    executor.run(order, batches, {sequence: [] for sequence in range(SEQUENCES)}, torch.ones(()), borders)
+    timeline = Timeline(STAGES, tuple(executor.events))
+    return {
+        "events": timeline.as_dict(),
+        "bubble": bubble_of(timeline),
+        "peak": executor.peak_units,
+        "gradient": float(stage.weight.grad or 0),
+    }
+
+
+def world(payload):
+    topology = Topology.start(pp=STAGES, device="cpu")
+    warm_up(topology)
+    results = {}
+    for name, units in payload.items():
+        for _ in range(ATTEMPTS):
+            run = timed_run(topology, *units)
+            if name not in results or run["bubble"] < results[name]["bubble"]:
+                results[name] = run
+            if run["bubble"] < 1.08 * bubble(STAGES, SEQUENCES, units[0]):
+                break
+    return results
+
+
+def bubble_of(timeline):
+    """`Timeline.bubble` over all ranks' events, the same on each."""
+    last, first = max(e.end for e in timeline.events), min(e.start for e in timeline.events)
+    whole = torch.tensor([last, -first, timeline.busy(timeline.events[0].stage)], dtype=torch.float64)
+    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX)
+    return ((whole[0] + whole[1] - whole[2]) / whole[2]).item()
+
+
+@pytest.fixture(scope="module")
+def measured():
+    # 1F1B's units are whole sequences; a quarter of the time is long enough for its large bubble
+    cases = {"bptt1": (CHUNKS, 1, 1), "bptt8": (CHUNKS, CHUNKS, 1), "1f1b": (1, 1, CHUNKS / 4)}
+    ranks = run_distributed(STAGES, "tests.distributed.test_bubble:world", cases)
+    results = {}
+    for name in cases:
+        results[name] = joined([rank[name] for rank in ranks])
+        print(f"{name}: bubble {results[name].timeline.bubble:.4f}, peaks {results[name].peaks}")
+    return results
+
+
+def joined(ranks):
+    events = [event for rank in ranks for event in Timeline.from_dict(rank["events"]).events]
+    return SimpleNamespace(
+        timeline=Timeline(STAGES, tuple(events)),
+        peaks=[rank["peak"] for rank in ranks],
+        gradient=ranks[0]["gradient"],
+    )
+
+
+@pytest.mark.parametrize("bptt_chunks", [1, CHUNKS])
+def test_the_measured_bubble_is_the_simulated_one(measured, bptt_chunks):
+    orders = chunk_schedule(STAGES, SEQUENCES, CHUNKS, bptt_chunks)
+    expected = simulate(orders, bptt_chunks, even_cost(FORWARD_S, BACKWARD_S)).bubble
+    assert expected == pytest.approx(bubble(STAGES, SEQUENCES, CHUNKS))
+    found = measured[f"bptt{bptt_chunks}"].timeline.bubble
+    assert found == pytest.approx(expected, rel=0.1)
+    assert found < measured["1f1b"].timeline.bubble / 4
+
+
+def test_1f1b_measured_the_same_way(measured):
+    assert measured["1f1b"].timeline.bubble == pytest.approx(bubble(STAGES, SEQUENCES, 1), rel=0.1)
+
+
+@pytest.mark.parametrize("bptt_chunks", [1, CHUNKS])
+def test_measured_peaks_are_those_of_the_formula(measured, bptt_chunks):
+    result = measured[f"bptt{bptt_chunks}"]
+    formula = [peak_units(stage, STAGES, SEQUENCES, CHUNKS, bptt_chunks) for stage in range(STAGES)]
+    assert result.peaks == formula == [result.timeline.peak_units(stage) for stage in range(STAGES)]
+
+
+def test_nothing_was_skipped(measured):
+    for name, result in measured.items():
+        units = SEQUENCES * (1 if name == "1f1b" else CHUNKS)
+        assert result.gradient == units
+        assert len(result.timeline.events) == 2 * STAGES * units
