@@ -101,13 +101,18 @@ class StageExecutor:
             if action.kind == "forward":
                 entered = self._enter(action)
                 with self._recorded(action):
-                    self._forward(action, entered)
+                    hidden = self._forward(action, entered)
+                if self._borders.up is not None:
+                    self._borders.up.put(hidden)
                 self.peak_units = max(self.peak_units, len(self._units))
             else:
                 gradient = self._gradient_from_above(action)
                 before_backward()
                 with self._recorded(action):
-                    self._backward(action, gradient)
+                    entered = self._backward(action, gradient)
+                if self._borders.down is not None:
+                    assert entered.grad is not None
+                    self._borders.down.put(entered.grad)
         watch("waiting for the last sends to leave")
         borders.flush()
         self._checked = True
@@ -130,7 +135,8 @@ class StageExecutor:
         self._watch(f"{action}: waiting for the gradient of the stage above")
         return self._borders.above.take()
 
-    def _forward(self, action: Action, entered: Tensor) -> None:
+    def _forward(self, action: Action, entered: Tensor) -> Tensor:
+        """Run a chunk and keep what its backward needs; returns the hidden chunk."""
         batch, tokens = self._batches[action.sequence], self._tokens(action)
         chunk = Chunk(tuple(batch.starts[action.chunk].tolist()))
         hidden, states, auxiliary = self.stage(entered, self._states[action.sequence], chunk)
@@ -143,9 +149,6 @@ class StageExecutor:
             nats = self.stage.token_losses(hidden, batch.labels[tokens]).sum()
             losses.append(nats * self._scale)
             self._nats += nats.detach()
-        else:
-            assert self._borders.up is not None
-            self._borders.up.put(hidden)
         unit = Unit(entered, None if self.stage.last else hidden, losses)
         if (action.chunk + 1) % self.bptt_chunks:
             self._states[action.sequence] = self._alias(states, unit, self._aliases.setdefault(action.sequence, {}))
@@ -153,6 +156,7 @@ class StageExecutor:
             self._states[action.sequence] = [detach(state) for state in states]
             self._aliases.pop(action.sequence, None)
         self._units[action.sequence, action.chunk] = unit
+        return hidden
 
     @staticmethod
     def _alias(states: list[State], unit: Unit, known: dict[int, Tensor]) -> list[State]:
@@ -168,7 +172,8 @@ class StageExecutor:
 
         return [map_state(alias, state) for state in states]
 
-    def _backward(self, action: Action, gradient: Tensor | None) -> None:
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor:
+        """Run a chunk's backward; returns the input, whose gradient goes down."""
         unit = self._units.pop((action.sequence, action.chunk))
         roots: list[Tensor] = list(unit.losses)
         gradients: list[Tensor | None] = [None] * len(roots)
@@ -180,10 +185,7 @@ class StageExecutor:
                 roots.append(written)
                 gradients.append(read.grad)
         torch.autograd.backward(roots, gradients)
-        if not self.stage.first:
-            assert self._borders.down is not None
-            assert unit.entered.grad is not None
-            self._borders.down.put(unit.entered.grad)
+        return unit.entered
 
     @contextmanager
     def _recorded(self, action: Action) -> Iterator[None]:

@@ -86,6 +86,7 @@ class Watchdog:
         self._others = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._heard: dict[int, str] = {}
         self._lost = False
+        self._failed = False
         self._done = threading.Event()
         # a store whose process is stopped may never answer: asking it and watching the clock are two threads
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
@@ -98,7 +99,8 @@ class Watchdog:
 
     def _open(self) -> TCPStore:
         host = os.environ.get("MASTER_ADDR", "localhost")
-        timeout = timedelta(seconds=self.timeout)
+        # longer than it takes to find a silent rank: a store that gives up complains on stderr
+        timeout = timedelta(seconds=4 * self.timeout)
         store = None
         port = torch.zeros((), dtype=torch.int64)
         if self.topology.rank == 0:
@@ -118,10 +120,13 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: object, *_: object) -> None:
+        self._failed = error is not None  # rank 0, and the store with it, may be gone
         self._done.set()
         for thread in self._threads:
             thread.join(self.interval * 4)
         if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
+            if self._told():
+                self._end(StuckRankError.exit_code)
             raise MegamemError(
                 f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
@@ -145,7 +150,7 @@ class Watchdog:
                 self._store.set(f"rank/{self.topology.rank}", self._state())
                 for rank in self._others:
                     self._heard[rank] = self._store.get(f"rank/{rank}").decode()
-            if self.topology.rank != 0:
+            if self.topology.rank != 0 and not self._failed:
                 self._store.add("left", 1)
         except Exception:
             # refused at once: rank 0 has ended, and its store with it; no answer: it is silent, as `diagnose` will see
@@ -199,8 +204,15 @@ class Watchdog:
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(pid), signal.SIGKILL)
         if reason == STUCK:
-            time.sleep(2 * self.interval)  # the others find the same; ended at once, they would lose their connections
+            # the others find the same; ended at once, they would lose their connections, and the store with rank 0
+            time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
+
+    def _told(self) -> bool:
+        """Whether a rank has said which one is stuck, and ended for that."""
+        with contextlib.suppress(Exception):  # the store may be gone
+            return self._store is not None and self._store.add("told", 0) > 0
+        return False
 
     def _first_to_tell(self, rank: int, reason: str) -> bool:
         """All ranks find the same; one speaks. Where rank 0 is lost, and the store with it, each does."""

@@ -54,6 +54,70 @@ def test_a_stopped_rank_is_named(config, tmp_path, stopped):
         assert STALL_S - 1 < seconds < STALL_S + SLACK_S
 
 
+STAGES = {0: r"rank 0 \(stage 0, dp 0, tp 0\)", 1: r"rank 1 \(stage 1, dp 0, tp 0\)"}
+ACTION = r"step \d+: (forward|backward) of micro-batch \d+, chunk \d+: waiting for the .* of the stage (above|below)"
+"""What a rank is at while its neighbour does not answer."""
+PIPELINE = ("parallel.tp=1", "parallel.pp=2")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_stage_is_named(config, tmp_path, stopped):
+    survivor = 1 - stopped
+    with Job(tmp_path / "job", 2, command, "train", str(config), *PIPELINE) as job:
+        job.wait_for(r"step +2/")
+        time.sleep(STALL_S / 5)
+        job.send(stopped, signal.SIGSTOP)
+        assert job.codes(STALL_S + SLACK_S)[survivor] == StuckRankError.exit_code
+        line = rf"megamem: {STAGES[stopped]} stopped responding for \d+ s .*, last at: step \d+: .*; the job ends\n"
+        assert re.fullmatch(line, job.output(survivor)), job.output(survivor)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_stage_takes_the_others_along(config, tmp_path, killed):
+    survivor = 1 - killed
+    with Job(tmp_path / "job", 2, command, "train", str(config), *PIPELINE) as job:
+        job.wait_for(r"step +2/")
+        job.send(killed, signal.SIGKILL)
+        codes = job.codes(STALL_S + SLACK_S)
+        said = job.output(survivor)
+        assert codes[killed] == -signal.SIGKILL
+        assert codes[survivor] == MegamemError.exit_code, said
+        lost = rf"megamem: {STAGES[survivor]} lost its connection to another rank, which has ended, at: step \d+: .*\n"
+        # where rank 0 has ended, c10d may complain about its store first
+        assert re.search(rf"(?:^|\n){lost}$", said), said
+
+
+def asleep_in_a_chunk(*arguments: str) -> None:
+    """On a rank: the command, with stage 1 asleep in the middle of its third step."""
+    import os
+
+    from megamem.pipeline.executor import StageExecutor
+
+    forward, count = StageExecutor._forward, 0
+
+    def sleepy(self, action, entered):
+        nonlocal count
+        count += action.sequence == 1 and action.chunk == 2
+        if count == 3 and os.environ["RANK"] == "1":
+            time.sleep(600)
+        return forward(self, action, entered)
+
+    StageExecutor._forward = sleepy
+    command(*arguments)
+
+
+@pytest.mark.distributed
+def test_a_stage_that_hangs_is_named_with_its_action(config, tmp_path):
+    with Job(tmp_path / "job", 2, asleep_in_a_chunk, "train", str(config), *PIPELINE) as job:
+        job.wait_for(r"step +2/")
+        assert job.codes(STALL_S + SLACK_S) == [StuckRankError.exit_code] * 2
+        said = job.output(0) + job.output(1)
+        at = "step 3: forward of micro-batch 1, chunk 2"
+        assert re.fullmatch(rf"megamem: {STAGES[1]} makes no progress for \d+ s .*, last at: {at}.*\n", said), said
+
+
 def asleep_in_step_3(*arguments: str) -> None:
     """On a rank: the command, with rank 1 asleep in its third step."""
     import os

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megamem.config.load import merge, parse_config
+from megamem.config.load import dump_yaml, merge, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 
@@ -69,6 +70,59 @@ REFUSALS = {
         {"parallel": {"zero_stage": 3}, "training": {"recompute": True}, "data": {"feeding": "streams"}},
         ["parallel.zero_stage 3", "training.recompute true", "use zero_stage 2 or recompute false"],
     ),
+    "more stages than layers": (
+        {"parallel": {"pp": 3}}, ["parallel.pp 3 is more than the 2 layers of the model (model.layers)"],
+    ),
+    "no stages": ({"parallel": {"pp": 0}}, ["parallel.pp: should be greater than 0 (got 0)"]),
+    "ZeRO 2 and stages": (
+        {"parallel": {"pp": 2, "zero_stage": 2}},
+        ["parallel.zero_stage 2 does not go with parallel.pp 2", "use zero_stage 0 or 1"],
+    ),
+    "ZeRO 3 and stages": (
+        {"parallel": {"pp": 2, "zero_stage": 3}},
+        ["parallel.zero_stage 3 does not go with parallel.pp 2", "use zero_stage 0 or 1"],
+    ),
+    "placement of too few stages": (
+        {"parallel": {"pp": 2, "placement": [2]}},
+        ["parallel.placement [2] names 1 stages, but parallel.pp is 2"],
+    ),
+    "placement of too many stages": (
+        {"parallel": {"placement": [1, 1]}},
+        ["parallel.placement [1, 1] names 2 stages, but parallel.pp is 1"],
+    ),
+    "placement of nothing": (
+        {"parallel": {"placement": []}}, ["parallel.placement [] names 0 stages, but parallel.pp is 1"],
+    ),
+    "placement of too few layers": (
+        {"model": {"layers": 4}, "parallel": {"pp": 2, "placement": [1, 2]}},
+        ["parallel.placement [1, 2] places 3 layers, but the model has 4 (model.layers)"],
+    ),
+    "placement of too many layers": (
+        {"parallel": {"pp": 2, "placement": [1, 2]}},
+        ["parallel.placement [1, 2] places 3 layers, but the model has 2 (model.layers)"],
+    ),
+    "placement without layers on a stage": (
+        {"parallel": {"pp": 2, "placement": [2, 0]}}, ["parallel.placement [2, 0] leaves stage 1 without layers"],
+    ),
+    "negative placement": (
+        {"parallel": {"pp": 2, "placement": [3, -1]}},
+        ["parallel.placement", "greater than or equal to 0 (got -1)"],
+    ),
+    "unknown placement": (
+        {"parallel": {"pp": 2, "placement": "even"}},
+        ["parallel.placement", "'flops', 'parameters' or 'measured' (got 'even')", "expected a list (got 'even')"],
+    ),
+    "record without stages": (
+        {"logging": {"record_step": 3}}, ["logging.record_step 3 needs a pipeline (parallel.pp 1)"],
+    ),
+    "record after the end": (
+        {"parallel": {"pp": 2}, "logging": {"record_step": 11}},
+        ["logging.record_step 11", "must be one of the 10 steps of the run"],
+    ),
+    "record before the start": (
+        {"parallel": {"pp": 2}, "logging": {"record_step": 0}},
+        ["logging.record_step: should be greater than 0 (got 0)"],
+    ),
     "stall after the collectives": (
         {"parallel": {"timeout_s": 60, "stall_timeout_s": 60}},
         ["parallel.stall_timeout_s 60 must be below parallel.timeout_s 60"],
@@ -99,6 +153,33 @@ def test_arithmetic():
     assert [run.accumulation_steps(dp) for dp in (1, 2, 4)] == [4, 2, 1]
     assert run.run_folder == Path("somewhere/case")
     assert config().bptt_chunks == 4
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"pp": 2}},
+        {"parallel": {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True}},
+        {"parallel": {"pp": 2, "zero_stage": 0}, "training": {"precision": "fp32"}},
+        {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}, "training": {"recompute": True, "bptt_chunks": 1}},
+        {"parallel": {"pp": 2, "placement": "measured"}},
+        {"parallel": {"pp": 2, "placement": "parameters"}},
+        {"parallel": {"pp": 2, "placement": [1, 1]}},
+        {"parallel": {"pp": 3, "placement": [1, 4, 1]}, "model": {"layers": 6}},
+        {"parallel": {"placement": [2]}},
+        {"parallel": {"pp": 2}, "logging": {"record_step": 1}},
+        {"parallel": {"pp": 2}, "logging": {"record_step": 10}},
+        {"parallel": {"zero_stage": 3}},
+    ],
+    ids=str,
+)
+def test_stages_that_fit(sections):
+    """And they come back from the YAML that is saved with the run."""
+    run = config(**sections)
+    assert run.parallel.pp == sections["parallel"].get("pp", 1)
+    placement = sections["parallel"].get("placement", "flops")
+    assert run.parallel.placement == (tuple(placement) if isinstance(placement, list) else placement)
+    assert parse_config(RunConfig, yaml.safe_load(dump_yaml(run)), "saved") == run
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (512, 1), (513, 2), (5120, 10)])

@@ -1,0 +1,146 @@
+"""`megamem train` through a pipeline of stages: the real command, and the same runs with and without stages."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megamem.pipeline.record import read_record
+from megamem.pipeline.schedule import stage_order
+from tests.integration.commands import finish, megamem, run_tree, write_config
+from tests.integration.ranks import Job
+from tests.integration.test_train import losses, train_all
+
+pytestmark = pytest.mark.distributed
+
+MODEL = {
+    "layers": 4,
+    "memory": [
+        {"layers": [1, 3], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}},
+        {"layers": [2], "mixer": "full_attention"},
+    ],
+}
+BF16 = {"precision": "bf16"}
+RUNS = {
+    1: {
+        "one": {},
+        "one-streams": {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}},
+        "one-tied": {"model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2}},
+    },
+    2: {
+        "pp2": {"parallel": {"pp": 2}},
+        "pp2-streams": {
+            "parallel": {"pp": 2}, "data": {"feeding": "streams"}, "training": {"bptt_chunks": 2},
+        },
+        "pp2-tied": {
+            "parallel": {"pp": 2, "zero_stage": 0}, "model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2},
+        },
+        "tp2-bf16": {"parallel": {"tp": 2}, "training": BF16},
+    },
+    4: {
+        "pp2-tp2": {"parallel": {"pp": 2, "tp": 2, "sequence_parallel": True}},
+        "pp2-tp2-bf16": {"parallel": {"pp": 2, "tp": 2}, "training": BF16},
+        "pp4-tied": {"parallel": {"pp": 4}, "model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2}},
+    },
+}  # fmt: skip
+
+
+def tree(data, runs, name, sections):
+    return run_tree(data, runs, name=name, **{**sections, "model": {**MODEL, **sections.get("model", {})}})
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """Folder of all runs, and their final figures."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    figures = {}
+    for world, cases in RUNS.items():
+        trees = {name: tree(data, folder / "runs", name, sections) for name, sections in cases.items()}
+        with Job(folder / f"world{world}", world, train_all, trees) as job:
+            figures |= job.results(200)[0]
+            assert [job.output(rank) for rank in range(world)] == [""] * world
+    return folder / "runs", figures
+
+
+@pytest.mark.parametrize(
+    ("staged", "whole"),
+    [
+        ("pp2", "one"),
+        ("pp2-tp2", "one"),
+        ("pp2-streams", "one-streams"),
+        ("pp2-tied", "one-tied"),
+        ("pp4-tied", "one-tied"),
+    ],
+)
+def test_a_pipeline_trains_and_evaluates_as_one_process(runs, staged, whole):
+    """Six steps with clipping, validation between them, the final evaluation and the saved weights."""
+    folder, figures = runs
+    # FP32 sums in another order, carried through 6 AdamW steps
+    assert losses(folder / staged) == pytest.approx(losses(folder / whole), abs=1e-4)
+    for name in ("val_loss", "beyond_first_chunk_loss", "memory_off_beyond_first_chunk_loss", "sliding_perplexity"):
+        assert figures[staged][name] == pytest.approx(figures[whole][name], rel=1e-4), name
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in (staged, whole))
+    assert ours.keys() == theirs.keys()
+    for name, exact in theirs.items():
+        assert (ours[name] - exact).norm() <= 1e-3 * exact.norm(), name
+
+
+def test_bf16_through_a_pipeline_follows_bf16_without(runs):
+    folder, figures = runs
+    exact, whole, staged = (losses(folder / name) for name in ("one", "tp2-bf16", "pp2-tp2-bf16"))
+    # BF16 keeps 8 bits: a relative 2^-9 per operation moves a loss of 5.8 nats by a few hundredths at most
+    assert staged == pytest.approx(whole, abs=0.05)
+    assert staged == pytest.approx(exact, abs=0.05)
+    assert staged[6] < staged[1] - 0.1
+    assert figures["pp2-tp2-bf16"]["val_loss"] == pytest.approx(figures["tp2-bf16"]["val_loss"], abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def command(data, tmp_path_factory):
+    """The command a user types, two stages; (folder of the run, stdout)."""
+    folder = tmp_path_factory.mktemp("staged")
+    config = write_config(folder / "run.yaml", tree(data, folder / "runs", "staged", {}))
+    arguments = ["parallel.pp=2", "logging.record_step=2", "training.bptt_chunks=2", "parallel.placement=[3,1]"]
+    code, out, err = finish(megamem("train", str(config), *arguments))
+    assert (code, err) == (0, "")
+    return folder / "runs" / "staged", out
+
+
+def test_stages_are_printed(command):
+    _, out = command
+    assert "layout: PP 2 x TP 1 x DP 1, ZeRO 1, FP32" in out
+    first = r"stage 0: layers 0-2, embedding: [\d,]+ parameters, \d+\.\d% of the operations, at most 3 chunks in flight"
+    last = r"stage 1: layers 3-3, head: [\d,]+ parameters, \d+\.\d% of the operations, at most 2 chunks in flight"
+    assert re.search(first, out)
+    assert re.search(last, out)
+    # one stage waits for the other at both ends of 2 micro-batches of 4 chunks
+    assert "bubble: 12.5% of the working time" in out
+
+
+def test_a_recorded_step_is_the_schedule_as_it_ran(command, tmp_path):
+    folder, _ = command
+    timeline = read_record(folder)
+    for stage in range(2):
+        actions = [event.action for event in sorted(timeline.events, key=lambda e: e.start) if event.stage == stage]
+        assert actions == stage_order(stage, 2, 2, 4, 2)
+    ended = {(event.stage, event.action): event.end for event in timeline.events}
+    for event in timeline.events:
+        before = event.stage - 1 if event.action.kind == "forward" else event.stage + 1
+        assert ended.get((before, event.action), 0.0) <= event.start, "nothing starts before its input is there"
+    picture = tmp_path / "schedule.png"
+    sizes = ["--stages", "2", "--sequences", "2", "--chunks", "4", "--bptt-chunks", "2"]
+    code, out, _ = finish(megamem("plan", *sizes, "--draw-schedule", str(picture), "--recorded", str(folder)))
+    assert code == 0
+    assert f"picture: {picture}" in out
+    for path in (picture, tmp_path / "schedule-planned.png"):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_saved_weights_are_those_of_all_stages(command, runs):
+    folder, _ = command
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(runs[0] / "one" / "model.safetensors")
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    assert all(torch.isfinite(value).all() for value in ours.values())
