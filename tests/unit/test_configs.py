@@ -141,7 +141,7 @@ def test_baseline_differs_in_the_model_alone(size: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    MODELS + [path for path in RECIPES if path.stem != "demo"],
+    MODELS + RECIPES,
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_every_value_is_commented(path: Path) -> None:

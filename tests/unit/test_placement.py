@@ -115,7 +115,7 @@ def test_balance_by_hand(layer_costs, stages, extras, counts):
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="^3 stages for 2 layers$"):
+    with pytest.raises(ValueError, match=r"^3 stages for 2 layers$"):
         balance([1.0, 1.0], 3)
 
 

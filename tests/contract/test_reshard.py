@@ -1,0 +1,50 @@
+"""Law 9: a state saved under one tensor-parallel size and loaded under another continues identically."""
+
+from functools import cache
+
+import pytest
+
+from tests.contract.driver import largest, within
+from tests.contract.observe import TP_SIZES
+from tests.contract.reshard import straight
+from tests.distributed.harness import PARALLEL, run_distributed
+
+pytestmark = pytest.mark.distributed
+
+# float64: the ranks' partial sums are added in another order
+TOLERANCE = 1e-12
+reference = cache(straight)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    return run_distributed(max(TP_SIZES), "tests.contract.reshard:world", str(folder), preload=PARALLEL)
+
+
+@pytest.mark.parametrize("saved", TP_SIZES, ids=lambda tp: f"saved-tp{tp}")
+@pytest.mark.parametrize("read", TP_SIZES, ids=lambda tp: f"read-tp{tp}")
+def test_another_size_reads_on(ranks, case, saved, read):
+    expected = reference(case)
+    for rank in ranks:
+        found = rank[f"{case.id}/{saved}/{read}"]
+        within("9 reshard: outputs", largest(found - expected) / largest(expected), TOLERANCE)
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+def test_the_same_size_gets_its_state_back_bitwise(ranks, case, tp):
+    assert all(rank[f"{case.id}/{tp}: same"] for rank in ranks)
+
+
+def test_the_experiment_has_states_to_lose(case):
+    """The memory matters after the place of saving: reading on with fresh states gives something else."""
+    from megamem.parallel.linears import PlainLinears
+    from tests.contract.driver import CPU, has_memory
+    from tests.contract.reshard import SAVED, TOKENS, built, read
+
+    stage = built(case, PlainLinears())
+    memories = [mixer for mixer in stage.mixers if has_memory(mixer)]
+    fresh = stage.initial_states(2, CPU, reference(case).dtype)
+    output, _ = read(stage, fresh, SAVED, TOKENS)
+    differs = largest(output - reference(case)) > 1e-3
+    assert differs == bool(memories)
