@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megamem.planning.schedules import ScheduleReport
 
 console = Console(soft_wrap=True)
-Size = Annotated[int | None, typer.Option(min=1)]
 
 
 def plan(
@@ -31,7 +30,7 @@ def plan(
     sequences: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a sequence")] = None,
     bptt_chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a window; all if not given")] = None,
-    dp: Annotated[int, typer.Option(min=1, help="data-parallel size, for a configuration's micro-batches")] = 1,
+    dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Bubble and peak memory of a pipeline's schedule, chunk by chunk and over whole sequences, and their picture."""
@@ -41,14 +40,14 @@ def plan(
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
     report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
     figures: dict[str, Any] = report.as_dict()
-    if draw_schedule is not None:
-        figures["picture"] = str(_draw(report, draw_schedule, recorded))
+    pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
+    figures |= {name: str(path) for name, path in pictures.items()}
     if as_json:
         console.file.write(json.dumps(figures) + "\n")
         return
     console.print(_table(report))
-    if draw_schedule is not None:
-        console.print(f"picture: {draw_schedule}", highlight=False)
+    for name, path in pictures.items():
+        console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
 
 
 def _report(
@@ -58,7 +57,7 @@ def _report(
     sequences: int | None,
     chunks: int | None,
     bptt_chunks: int | None,
-    dp: int,
+    dp: int | None,
 ) -> ScheduleReport:
     from megamem.planning.schedules import compare, compare_for
 
@@ -70,7 +69,10 @@ def _report(
             from megamem.config.load import load_config
             from megamem.config.run import RunConfig
 
-            return compare_for(load_config(RunConfig, config, overrides), dp)
+            settings = load_config(RunConfig, config, overrides)
+            return compare_for(settings, dp or settings.parallel.dp or 1)
+        if dp is not None:
+            raise ConfigError("plan: --dp divides a configuration's batch; without one give --sequences")
         if stages is None or sequences is None or chunks is None:
             missing = next(name for name, size in sizes.items() if size is None)
             raise ConfigError(f"plan: {missing} is missing; give a configuration or --stages, --sequences and --chunks")
@@ -79,7 +81,8 @@ def _report(
         raise ConfigError(f"plan: {error}") from None
 
 
-def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> Path:
+def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> dict[str, Path]:
+    """Draw the planned schedules and, to a picture of its own, a recorded step; paths by what they show."""
     from megamem.pipeline.record import read_record
     from megamem.planning.gantt import draw_schedules, note
 
@@ -89,17 +92,17 @@ def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> Path:
         ours: note(report.ours.bubble, report.peaks()),
         "1F1B over whole sequences": note(report.one_f_one_b.bubble, report.one_f_one_b_peaks()),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if recorded is None:
-        draw_schedules(timelines, notes, path)
-        return path
-    # seconds and simulated time share no axis: the recorded run gets a picture of its own
-    timeline = read_record(recorded)
+    path = path if path.suffix else path.with_suffix(".png")
+    timeline = read_record(recorded) if recorded is not None else None
+    draw_schedules(timelines, notes, path)
+    if timeline is None:
+        return {"picture": path}
+    # seconds and simulated time share no axis
     title = f"recorded in {recorded}, in seconds"
     peaks = [timeline.peak_units(stage) for stage in range(timeline.stages)]
-    draw_schedules(timelines, notes, path.with_stem(f"{path.stem}-planned"))
-    draw_schedules({title: timeline}, {title: note(timeline.bubble, peaks)}, path)
-    return path
+    other = path.with_stem(f"{path.stem}-recorded")
+    draw_schedules({title: timeline}, {title: note(timeline.bubble, peaks)}, other)
+    return {"picture": path, "recorded_picture": other}
 
 
 def _table(report: ScheduleReport) -> Table:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
 from megamem.config.data import DataConfig
 from megamem.config.model import ModelConfig
+
+
+def _placement_is_plain(value: Any) -> Any:
+    """One line for what is neither a rule nor a list of numbers, in the place of one per member of the union."""
+    layers = isinstance(value, list | tuple) and all(isinstance(n, int) and n >= 0 for n in value)
+    if not layers and value not in ("flops", "parameters", "measured"):
+        raise ValueError(f"{value!r} is neither flops, parameters or measured nor a list of layers per stage")
+    return value
 
 
 class ParallelConfig(ConfigModel):
@@ -21,7 +29,10 @@ class ParallelConfig(ConfigModel):
     """Data-parallel size; whatever the number of processes leaves if not given."""
     pp: PositiveInt = 1
     """Pipeline stages: ranks that hold different layers. ZeRO 0 and 1 only."""
-    placement: Literal["flops", "parameters", "measured"] | tuple[Annotated[int, Field(ge=0)], ...] = "flops"
+    placement: Annotated[
+        Literal["flops", "parameters", "measured"] | tuple[Annotated[int, Field(ge=0)], ...],
+        BeforeValidator(_placement_is_plain),
+    ] = "flops"
     """Layers of each stage: balanced by operations, by parameters or by the time each part takes on this machine (all
     with embedding and output head), or a list of the number of layers of each stage."""
     sequence_parallel: bool = False
@@ -189,11 +200,10 @@ class RunConfig(ConfigModel):
                 f"logging.profile_steps {list(profile)} must be a first and a last step of the {self.steps} of the run"
             )
         record = self.logging.record_step
-        if record and (self.parallel.pp == 1 or record > self.steps):
-            raise ValueError(
-                f"logging.record_step {record} needs a pipeline (parallel.pp {self.parallel.pp}) and must be one of "
-                f"the {self.steps} steps of the run"
-            )
+        if record and self.parallel.pp == 1:
+            raise ValueError(f"logging.record_step {record} needs a pipeline, but parallel.pp is 1")
+        if record and record > self.steps:
+            raise ValueError(f"logging.record_step {record} is beyond the {self.steps} steps of the run")
         stride = self.evaluation.sliding_stride
         if stride and chunk % stride:
             raise ValueError(f"evaluation.sliding_stride {stride} does not divide model.chunk_size {chunk}")
@@ -248,7 +258,7 @@ class RunConfig(ConfigModel):
         if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "parallel.zero_stage 0 cannot keep FP32 master weights for training.precision bf16; "
-                "use zero_stage 1, 2 or 3, or precision fp32"
+                f"use zero_stage {'1, 2 or 3' if self.parallel.pp == 1 else '1'}, or precision fp32"
             )
         if self.parallel.zero_stage == 3 and model.tie_embeddings:
             raise ValueError(

@@ -119,7 +119,7 @@ def _measure(config: RunConfig, device: torch.device, layer: int, with_head: boo
         stage.first = False
         initialize_parameters(stage, 0)
         stage.to(dtype)
-        x = torch.randn(size, rows, model.hidden_size).to(dtype).requires_grad_()
+        x = torch.ones(size, rows, model.hidden_size).to(dtype).requires_grad_()
         labels = torch.zeros(size, rows, dtype=torch.int64)
 
     def once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from math import inf
 
 
 def contiguous(counts: Sequence[int]) -> list[range]:
@@ -30,21 +31,32 @@ def balance(layer_costs: Sequence[float], stages: int, first_extra: float = 0.0,
         raise ValueError(f"{stages} stages for {layers} layers")
     prefix = [0.0, *accumulate(layer_costs)]
 
+    def ends(stage: int, begin: int) -> range:
+        return range(begin + 1, layers - (stages - 1 - stage) + 1)
+
     def cost(stage: int, begin: int, end: int) -> float:
         extra = (first_extra if stage == 0 else 0.0) + (last_extra if stage == stages - 1 else 0.0)
         return prefix[end] - prefix[begin] + extra
 
     @cache
-    def best(stage: int, begin: int) -> tuple[float, float, tuple[int, ...]]:
-        """(dearest stage, sum of squares, negated counts) of stages `stage`.. over layers `begin`.."""
+    def dearest(stage: int, begin: int) -> float:
+        """Of stages `stage`.. over layers `begin`.., as cheap as can be."""
+        if stage == stages - 1:
+            return cost(stage, begin, layers)
+        return min(max(cost(stage, begin, end), dearest(stage + 1, end)) for end in ends(stage, begin))
+
+    @cache
+    def best(stage: int, begin: int) -> tuple[float, tuple[int, ...]]:
+        """(sum of squares, negated counts) of these stages where none is dearer than `limit`."""
         if stage == stages - 1:
             own = cost(stage, begin, layers)
-            return own, own * own, (begin - layers,)
+            return (own * own if own <= limit else inf), (begin - layers,)
         found = []
-        for end in range(begin + 1, layers - (stages - 1 - stage) + 1):
+        for end in ends(stage, begin):
             own = cost(stage, begin, end)
-            worst, squares, counts = best(stage + 1, end)
-            found.append((max(own, worst), own * own + squares, (begin - end, *counts)))
+            squares, counts = best(stage + 1, end)
+            found.append((own * own + squares if own <= limit else inf, (begin - end, *counts)))
         return min(found)
 
-    return [-count for count in best(0, 0)[2]]
+    limit = dearest(0, 0)
+    return [-count for count in best(0, 0)[1]]

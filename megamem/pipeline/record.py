@@ -22,14 +22,19 @@ def read_record(folder: Path) -> Timeline:
     first = folder / NAME.format(stage=0)
     if not first.is_file():
         raise DataError(f"{first}: no recorded step in this run folder; train with logging.record_step=N")
-    events: list[Event] = []
-    stage, stages = 0, 1
-    while stage < stages:
-        path = folder / NAME.format(stage=stage)
-        try:
-            timeline = Timeline.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a readable record of a stage ({error})") from None
-        events += timeline.events
-        stage, stages = stage + 1, timeline.stages
-    return Timeline(stages, tuple(events))
+    stages = _read_stage(first, 0, None).stages
+    parts = [_read_stage(folder / NAME.format(stage=stage), stage, stages) for stage in range(stages)]
+    return Timeline(stages, tuple(event for part in parts for event in part.events))
+
+
+def _read_stage(path: Path, stage: int, stages: int | None) -> Timeline:
+    """One stage's file, which must say so and agree on the number of stages."""
+    try:
+        timeline = Timeline.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a readable record of a stage ({error})") from None
+    if not timeline.events or not isinstance(timeline.stages, int) or {e.stage for e in timeline.events} != {stage}:
+        raise DataError(f"{path}: not a record of stage {stage}")
+    if stages is not None and timeline.stages != stages:
+        raise DataError(f"{path}: of a run with {timeline.stages} stages, but stage 0 is of one with {stages}")
+    return timeline

@@ -46,9 +46,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time over working time, of the stage that works most."""
-        busy = max(self.busy(stage) for stage in range(self.stages))
-        return (self.makespan - busy) / busy
+        """Idle time over working time, of all stages together: what an uneven placement loses is in it."""
+        busy = sum(event.end - event.start for event in self.events)
+        return (self.stages * self.makespan - busy) / busy
 
     def peak_units(self, stage: int) -> int:
         """Most units between the start of their forward and the end of their backward at any time."""

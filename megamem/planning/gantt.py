@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megamem.errors import ConfigError
 from megamem.pipeline.simulate import Timeline
 
 SEQUENCE_COLOURS = ("#4878a8", "#e08a3c", "#5fa05a", "#b8524e", "#8a6fae", "#8c6d5a", "#d07bb0", "#7f7f7f")
@@ -21,12 +22,17 @@ def draw_schedules(timelines: dict[str, Timeline], notes: dict[str, str], path: 
         timelines: by title.
         notes: by title, what the line under it says (bubble, peak memory).
         path: of the picture; its suffix chooses the format.
+    Raises: ConfigError for a path that cannot be written or a format that cannot be drawn.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    formats = plt.figure().canvas.get_supported_filetypes()
+    plt.close("all")
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigError(f"{path}: cannot draw this format; use one of .{', .'.join(sorted(formats))}")
     heights = [timeline.stages + 1.2 for timeline in timelines.values()]
     figure, axes = plt.subplots(
         len(timelines), 1, sharex=True, squeeze=False, figsize=(13, 0.42 * sum(heights) + 1.2),
@@ -36,8 +42,13 @@ def draw_schedules(timelines: dict[str, Timeline], notes: dict[str, str], path: 
         _draw(axis, timeline)
         axis.set_title(f"{title}: {notes[title]}", loc="left", fontsize=10)
     axes[-1, 0].set_xlabel("time (solid: forward, light: backward; a colour per micro-batch, numbers are chunks)")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        plt.close(figure)
 
 
 def _draw(axis: Any, timeline: Timeline) -> None:

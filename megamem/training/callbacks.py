@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.errors import NonFiniteError
+from megamem.parallel.topology import Topology
 from megamem.pipeline.base import StepResult
 from megamem.pipeline.engine import PipelineEngine
 from megamem.pipeline.record import write_record
@@ -132,7 +133,7 @@ class Metrics(Callback):
             "tokens_per_second_per_device": per_device,
             "mfu": per_device * self.flops_per_token / self.peak if self.peak else None,
             "data_wait": (trainer.data_wait - self._waited) / seconds,
-            "memory_gib": peak_memory(trainer.topology.device) / 2**30,
+            "memory_gib": max(peak_memory_by_rank(trainer.topology)) / 2**30,
             "eta_s": (config.steps - trainer.step) * seconds / max(steps, 1),
             "elapsed_s": now - self._begun,
         }
@@ -143,6 +144,14 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_memory_by_rank(topology: Topology) -> list[float]:
+    """`peak_memory` of every rank, on every rank. A collective; the host waits for the device."""
+    peaks = torch.zeros(topology.world_size, dtype=torch.float64, device=topology.device)
+    peaks[topology.rank] = peak_memory(topology.device)
+    dist.all_reduce(peaks)
+    return [float(peak) for peak in peaks.tolist()]
 
 
 class Validation(Callback):

@@ -25,12 +25,13 @@ from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
-from megamem.pipeline.costs import flop_costs, parameter_costs
+from megamem.pipeline.costs import chunk_flops, flop_costs, parameter_costs
 from megamem.pipeline.engine import PipelineEngine, build_engine
-from megamem.pipeline.schedule import bubble, peak_units
+from megamem.pipeline.schedule import peak_units
 from megamem.planning.devices import device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
+from megamem.planning.schedules import compare
 from megamem.training.callbacks import (
     BadSteps,
     Callback,
@@ -39,6 +40,7 @@ from megamem.training.callbacks import (
     ScheduleRecorder,
     Validation,
     peak_memory,
+    peak_memory_by_rank,
 )
 from megamem.training.checks import open_feeder
 from megamem.training.loop import Trainer
@@ -80,7 +82,13 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
         f"{peak_units(stage, stages, engine.accumulation, config.chunks, config.bptt_chunks)} chunks in flight"
         for stage, layers in enumerate(engine.placement)
     ]
-    return [*lines, f"bubble: {bubble(stages, engine.accumulation, config.chunks):.1%} of the working time"]
+    cost = chunk_flops(config.model, config.chunks, [len(layers) for layers in engine.placement])
+    plan = compare(stages, engine.accumulation, config.chunks, config.bptt_chunks, cost)
+    return [
+        *lines,
+        f"bubble: {plan.ours.bubble:.1%} of the working time, {plan.one_f_one_b.bubble:.1%} over whole sequences "
+        "(simulated with each stage's operations)",
+    ]
 
 
 def dry_run(config: RunConfig, console: Console) -> None:
@@ -206,7 +214,12 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
             return None
-        figures = {"run_dir": str(folder), "steps": trainer.step, "tokens_per_second": progress.tokens_per_second()}
+        figures = {
+            "run_dir": str(folder),
+            "steps": trainer.step,
+            "tokens_per_second": progress.tokens_per_second(),
+            "memory_gib_by_rank": [round(peak / 2**30, 3) for peak in peak_memory_by_rank(topology)],
+        }
         return _evaluate(figures, engine, sinks, console, watchdog.at)
 
 

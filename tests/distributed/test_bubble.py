@@ -95,11 +95,13 @@ def world(payload):
 
 
 def bubble_of(timeline):
-    """`Timeline.bubble` over all ranks' events, the same on each."""
+    """`Timeline.bubble` from each rank's own events, the same on all."""
     last, first = max(e.end for e in timeline.events), min(e.start for e in timeline.events)
-    whole = torch.tensor([last, -first, timeline.busy(timeline.events[0].stage)], dtype=torch.float64)
-    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX)
-    return ((whole[0] + whole[1] - whole[2]) / whole[2]).item()
+    ends = torch.tensor([last, -first], dtype=torch.float64)
+    busy = torch.tensor(timeline.busy(timeline.events[0].stage), dtype=torch.float64)
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(busy)
+    return (STAGES * ends.sum() / busy - 1).item()
 
 
 @pytest.fixture(scope="module")

@@ -80,9 +80,6 @@ def test_no_placement_has_a_cheaper_dearest_stage():
         assert max(stage_costs(layer_costs, found, first, last)) == best, (layer_costs, stages, first, last)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="balance takes the best of the rest by its own dearest stage, not by that of all"
-)
 def test_among_these_the_squares_decide_then_layers_in_front():
     """As `balance` promises. Its answer for ([7, 1, 9, 5, 5, 1], 5, 9, 2) has squares of 427, not 415."""
 

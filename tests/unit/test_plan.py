@@ -100,7 +100,8 @@ def test_costs_are_those_of_the_layers():
     assert last > first, "it holds the head: it works all the time that its first sequence is there"
     # of 8 chunks a sequence and 4 sequences; 1e-12: the order of some hundred float64 additions
     assert report.one_f_one_b.makespan == pytest.approx(8 * (first + 4 * last), rel=1e-12)
-    assert report.one_f_one_b.bubble == pytest.approx(first / (4 * last), rel=1e-12)
+    busy = 4 * (first + last)
+    assert report.one_f_one_b.bubble == pytest.approx(2 * (first + 4 * last) / busy - 1, rel=1e-12)
     assert report.ours.busy(1) == pytest.approx(8 * 4 * last, rel=1e-12)
 
 
@@ -122,7 +123,6 @@ def test_data_parallel_ranks_share_the_micro_batches():
     assert "4 data-parallel ranks; use a multiple of 8" in error(ConfigError, "--schedule", DEMO, "--dp", 4)
 
 
-@pytest.mark.xfail(strict=True, reason="only --dp counts; parallel.dp of the configuration is not looked at")
 def test_the_configuration_s_data_parallel_size_counts():
     given = ("parallel.pp=2", "training.batch_tokens=16384", "parallel.dp=2")
     assert json.loads(plan("--schedule", "--json", DEMO, *given))["sequences"] == 2
@@ -224,27 +224,26 @@ def test_other_formats_are_chosen_by_suffix(tmp_path):
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.xfail(strict=True, reason="matplotlib's ValueError becomes a traceback")
 def test_a_format_that_cannot_be_drawn_is_refused(tmp_path):
     assert "picture.docx" in error(ConfigError, "--draw-schedule", tmp_path / "picture.docx", *sizes(2, 1, 2))
 
 
-@pytest.mark.xfail(strict=True, reason="matplotlib appends .png, the command names the path without it")
 def test_the_picture_is_where_the_command_says(tmp_path):
     figures = json.loads(plan("--draw-schedule", tmp_path / "picture", *sizes(2, 1, 2), "--json"))
     assert Path(figures["picture"]).is_file()
 
 
-def test_many_bars_are_drawn_without_numbers(tmp_path):
-    """Numbers on thin bars would cover their colours."""
-    few, many = (simulate(chunk_schedule(2, sequences, 8, 8), 8) for sequences in (5, 6))
-    areas = []
-    for name, timeline in (("few", few), ("many", many)):
-        path = tmp_path / f"{name}.png"
-        draw_schedules({"title": timeline}, {"title": "a note"}, path)
-        areas.append(pixels(path, "white") + pixels(path, "black"))
-    assert (len(few.events), len(many.events)) == (160, 192)
-    assert areas[1] < areas[0]
+@pytest.mark.parametrize(("sequences", "bars", "numbered"), [(5, 160, True), (6, 192, False)])
+def test_many_bars_are_drawn_without_numbers(tmp_path, sequences, bars, numbered):
+    """Numbers on thin bars would run into each other. An SVG names the texts it draws in comments."""
+    timeline = simulate(chunk_schedule(2, sequences, 8, 8), 8)
+    assert len(timeline.events) == bars
+    path = tmp_path / "picture.svg"
+    draw_schedules({"title": timeline}, {"title": "a note"}, path)
+    text = path.read_text(encoding="utf-8")
+    assert "<!-- title: a note -->" in text
+    numbers = {chunk: text.count(f"<!-- {chunk} -->") for chunk in range(1, 8)}
+    assert numbers == dict.fromkeys(range(1, 8), bars // 8 if numbered else 0)
 
 
 def test_note():
@@ -284,9 +283,10 @@ def test_a_recorded_step_is_drawn(tmp_path, recorded):
     picture = tmp_path / "picture.png"
     plan("--draw-schedule", picture, "--recorded", recorded, *sizes(2, 2, 2))
     # it has one micro-batch, the plan beside it two
-    assert pixels(picture, SEQUENCE_COLOURS[0]) > 1000
-    assert pixels(picture, SEQUENCE_COLOURS[1]) == 0
-    assert pixels(tmp_path / "picture-planned.png", SEQUENCE_COLOURS[1]) > 1000
+    own = tmp_path / "picture-recorded.png"
+    assert pixels(own, SEQUENCE_COLOURS[0]) > 1000
+    assert pixels(own, SEQUENCE_COLOURS[1]) == 0
+    assert pixels(picture, SEQUENCE_COLOURS[1]) > 1000
 
 
 def test_a_run_without_a_record(tmp_path):
@@ -329,7 +329,6 @@ def test_a_damaged_stage_is_named(recorded, stage, damage):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="what JSON holds is compared and drawn without a look at it")
 @pytest.mark.parametrize("text", ['{"stages": "2", "events": []}', '{"stages": 1, "events": []}'])
 def test_a_record_of_nothing_is_damaged(tmp_path, recorded, text):
     (recorded / "schedule-stage0.json").write_text(text, encoding="utf-8")
@@ -337,7 +336,6 @@ def test_a_record_of_nothing_is_damaged(tmp_path, recorded, text):
     assert "schedule-stage0.json" in said
 
 
-@pytest.mark.xfail(strict=True, reason="each file's number of stages is believed in turn")
 def test_stages_of_different_runs_do_not_go_together(recorded, timeline):
     """Files of a run with four stages and of one with two in one folder."""
     write_record(recorded, 0, 4, [event for event in timeline.events if event.stage == 0])

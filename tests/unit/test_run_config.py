@@ -106,18 +106,18 @@ REFUSALS = {
     ),
     "negative placement": (
         {"parallel": {"pp": 2, "placement": [3, -1]}},
-        ["parallel.placement", "greater than or equal to 0 (got -1)"],
+        ["parallel.placement: [3, -1] is neither flops, parameters or measured nor a list of layers per stage"],
     ),
     "unknown placement": (
         {"parallel": {"pp": 2, "placement": "even"}},
-        ["parallel.placement", "'flops', 'parameters' or 'measured' (got 'even')", "expected a list (got 'even')"],
+        ["parallel.placement: 'even' is neither flops, parameters or measured nor a list of layers per stage"],
     ),
     "record without stages": (
-        {"logging": {"record_step": 3}}, ["logging.record_step 3 needs a pipeline (parallel.pp 1)"],
+        {"logging": {"record_step": 3}}, ["logging.record_step 3 needs a pipeline, but parallel.pp is 1"],
     ),
     "record after the end": (
         {"parallel": {"pp": 2}, "logging": {"record_step": 11}},
-        ["logging.record_step 11", "must be one of the 10 steps of the run"],
+        ["logging.record_step 11", "is beyond the 10 steps of the run"],
     ),
     "record before the start": (
         {"parallel": {"pp": 2}, "logging": {"record_step": 0}},
