@@ -19,6 +19,7 @@ class Window(nn.Module):
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.stage = stage
+        self._checked = False
 
     def forward(
         self,
@@ -35,6 +36,7 @@ class Window(nn.Module):
             starts: [chunks, batch] host integers, position of each chunk's first token in its document.
             states: one per layer.
             scale: factor of the summed loss (scalar).
+        Raises: ContractError, in the first window, where a layer's state is not as it declares.
         Returns: the scaled loss to run backward, auxiliary losses included; the summed cross-entropy in nats, off the
             graph; the new states, off the graph.
         """
@@ -45,10 +47,13 @@ class Window(nn.Module):
         for c, row in enumerate(starts):
             part = slice(c * size, (c + 1) * size)
             hidden, current, auxiliary = self.stage(tokens[part], current, Chunk(tuple(row.tolist())))
+            if not self._checked:
+                self.stage.check_states(current, len(row))
             total = total + self.stage.token_losses(hidden, labels[part]).sum()
             for value in auxiliary.values():
                 # a mean over this chunk's tokens and rows, weighted as many predicted tokens
                 extra = extra + value * tokens[part].numel()
+        self._checked = True
         loss = (total + extra) * scale
         return loss, total.detach(), [detach(state) for state in current]
 

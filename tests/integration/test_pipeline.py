@@ -7,11 +7,15 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from megamem.cli import app
+from megamem.errors import ConfigError, ContractError
 from megamem.pipeline.record import read_record
 from megamem.pipeline.schedule import stage_order
 from tests.integration.commands import finish, megamem, run_tree, write_config
 from tests.integration.ranks import Job
+from tests.integration.ranks import command as in_process
 from tests.integration.test_train import losses, train_all
 
 pytestmark = pytest.mark.distributed
@@ -96,6 +100,52 @@ def test_bf16_through_a_pipeline_follows_bf16_without(runs):
     assert staged == pytest.approx(exact, abs=0.05)
     assert staged[6] < staged[1] - 0.1
     assert figures["pp2-tp2-bf16"]["val_loss"] == pytest.approx(figures["tp2-bf16"]["val_loss"], abs=0.05)
+
+
+def swelling(*arguments: str) -> None:
+    """On a rank: the command, with an Elastic Memory that gains a coefficient with every chunk."""
+    from megamem.memory.elastic_memory import ElasticMemory
+
+    forward = ElasticMemory.forward
+
+    def grows(self, hidden, state, chunk):
+        output, new, losses = forward(self, hidden, state, chunk)
+        return output, {**new, "coefficients": torch.cat((new["coefficients"], new["coefficients"][:, :1]), 1)}, losses
+
+    ElasticMemory.forward = grows
+    in_process(*arguments)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_mechanism_that_breaks_its_declaration_ends_the_run_in_one_line(data, tmp_path, stages):
+    config = write_config(tmp_path / "run.yaml", tree(data, tmp_path / "runs", "run", {}))
+    with Job(tmp_path / "job", stages, swelling, "train", str(config), f"parallel.pp={stages}") as job:
+        assert ContractError.exit_code in job.codes(60)
+        said = "".join(job.output(rank) for rank in range(stages))
+    line = r"model\.layers\.[13] \(elastic_memory\): state coefficients has shape \[2, 9, .* declares \['batch', 8, .*"
+    assert re.search(rf"megamem: (rank \d: )?{line}\n", said)
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["parallel.pp=5"], "parallel.pp 5 is more than the 4 layers of the model (model.layers)"),
+        (["parallel.pp=2", "parallel.placement=[4,0]"], "parallel.placement [4, 0] leaves stage 1 without layers"),
+        (["parallel.pp=2", "training.bptt_chunks=3"], "training.bptt_chunks 3 does not divide the 4 chunks"),
+        (["parallel.pp=2", "parallel.zero_stage=2"], "parallel.zero_stage 2 does not go with parallel.pp 2"),
+        (["parallel.pp=2", "parallel.zero_stage=3"], "parallel.zero_stage 3 does not go with parallel.pp 2"),
+        (["parallel.pp=2", "--processes", "3"], "3 processes cannot be split into TP 1 x PP 2"),
+        (["parallel.pp=2", "parallel.dp=2", "--processes", "2"], "parallel.dp: 2 x TP 1 x PP 2 needs 4 processes"),
+    ],
+)
+def test_impossible_pipelines_are_refused_before_anything_starts(data, tmp_path, arguments, line):
+    config = write_config(tmp_path / "run.yaml", tree(data, tmp_path / "runs", "run", {}))
+    result = CliRunner().invoke(app, ["train", str(config), *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert line in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture(scope="module")
