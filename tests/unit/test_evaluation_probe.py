@@ -43,7 +43,7 @@ def test_a_model_without_memory_is_not_read_twice():
     stage, texts = make_stage("attention"), documents(*LENGTHS)
     assert not has_memory(stage.config)
     assert has_memory(make_stage("elastic_memory").config)
-    assert has_memory(make_stage("full_attention"))
+    assert has_memory(make_stage("full_attention").config)
     trained = evaluate_losses(stage, texts, **HOW)
     report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))
     assert report.gain == 0

@@ -20,7 +20,10 @@ from megamem.parallel.topology import Topology
 from tests.unit.evaluation_helpers import CHUNK, CPU, HOW, documents, make_stage, model_config
 from tokenization.train import train
 
-TOPOLOGY = Topology(pp_size=1, dp_size=1, tp_size=1, rank=0, device=CPU, tp_group=None, dp_group=None)
+NO_GROUPS = dict.fromkeys(
+    ("tp_group", "dp_group", "pp_group", "model_group", "forward_group", "backward_group", "ends_group")
+)
+TOPOLOGY = Topology(pp_size=1, dp_size=1, tp_size=1, rank=0, device=CPU, **NO_GROUPS)
 METRICS = [
     {"step": 1, "tokens": 100, "loss": 4.0, "lr": 1e-3},
     {"step": 2, "tokens": 200, "loss": 9.0},
@@ -112,7 +115,7 @@ def test_without_a_tokenizer_there_are_no_bytes():
 
 
 def test_only_rank_0_compresses_and_writes(tmp_path):
-    other = Topology(pp_size=1, dp_size=1, tp_size=2, rank=1, device=CPU, tp_group=None, dp_group=None)
+    other = Topology(pp_size=1, dp_size=1, tp_size=2, rank=1, device=CPU, **NO_GROUPS)
     result = evaluate(topology=other, folder=tmp_path)
     assert result["lzma_bits_per_byte"] is result["picture"] is None
     assert list(tmp_path.iterdir()) == []
