@@ -14,14 +14,16 @@ import typer
 from rich.console import Console
 
 from launchers.local import inside_job, run_local
+from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
 from megamem.cli_plan import plan
-from megamem.errors import STOPPED, ConfigError, MegamemError, NonFiniteError
+from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_app, name="corpus")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(shards_app, name="shards")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
 console = Console(soft_wrap=True)
 
@@ -36,14 +38,23 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print everything, run one mock step, write nothing")
     ] = False,
-    processes: Annotated[int | None, typer.Option(help="local processes; TP x DP if not given")] = None,
+    processes: Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, none or a checkpoint; as checkpoint.resume")] = None,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="skip damaged checkpoints; as checkpoint.fallback")
+    ] = False,
 ) -> None:
     """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
     from megamem.training.checks import check_layout, check_run
 
-    settings = load_config(RunConfig, config, overrides or [])
+    overrides = [
+        *(overrides or []),
+        *([f"checkpoint.resume={resume}"] if resume else []),
+        *(["checkpoint.fallback=true"] if fallback else []),
+    ]
+    settings = load_config(RunConfig, config, overrides)
     if inside_job():
         count = int(os.environ["WORLD_SIZE"])
     else:
@@ -55,7 +66,7 @@ def train(
         _rank(settings, dry_run)
         return
     flags = ["--dry-run"] if dry_run else []
-    raise typer.Exit(run_local(count, ["train", str(config), *(overrides or []), *flags]))
+    raise typer.Exit(run_local(count, ["train", str(config), *overrides, *flags]))
 
 
 def _prepare_processor(precision: str) -> None:
@@ -77,7 +88,7 @@ def _rank(settings: object, dry: bool) -> None:
     chief = os.environ.get("RANK", "0") == "0"
     if figures is None:
         if chief:
-            console.print("stopped by a signal at a step border; the weights are saved")
+            console.print("stopped by a signal at a step border; the checkpoint is saved, and the same command goes on")
         raise typer.Exit(STOPPED)
     if chief:
         console.file.write(json.dumps(figures) + "\n")
@@ -94,6 +105,40 @@ def demo(
     from megamem.demo import run_demo
 
     raise typer.Exit(run_demo(folder, config, overrides or [], console))
+
+
+@app.command("verify-resume")
+def verify_resume(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps of each run; even")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Train some steps straight and in two halves with fresh processes; exit code 0 only if they agree bit for bit."""
+    import subprocess
+
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.verify_resume import verify_resume as check
+
+    if steps % 2:
+        raise ConfigError(f"verify-resume: --steps {steps} has no half; give an even number")
+    settings = load_config(RunConfig, config, overrides or [])
+
+    def run(arguments: list[str]) -> int:
+        command = [sys.executable, "-m", "megamem", *arguments]
+        return subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
+
+    report = check(config, overrides or [], settings, steps, run)
+    if as_json:
+        found = {"bitwise_equal": report.bitwise_equal, "tensors_compared": report.tensors_compared}
+        console.file.write(json.dumps({**found, "steps": steps, "differences": report.differences}) + "\n")
+    else:
+        for line in report.differences:
+            console.print(line, highlight=False)
+        equal = "equal, bit for bit" if report.bitwise_equal else "NOT EQUAL"
+        console.print(f"{report.tensors_compared} tensors after {steps} steps: {equal}", highlight=False)
+    raise typer.Exit(int(not report.bitwise_equal))
 
 
 @app.command()
@@ -136,7 +181,7 @@ def main() -> None:
 def _line(error: MegamemError) -> str | None:
     """What this process says of an error; of what all ranks of a job find, the first speaks for all."""
     rank = os.environ.get("RANK", "0") if inside_job() else "0"
-    if isinstance(error, ConfigError | NonFiniteError):
+    if isinstance(error, ConfigError | NonFiniteError | CheckpointError | RunFolderError):
         return f"megamem: {error}\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None
     named = rank == "0" or str(error).startswith("rank ")
     return f"megamem: {error}\n" if named else f"megamem: rank {rank}: {error}\n"

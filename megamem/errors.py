@@ -52,3 +52,9 @@ class ContractError(MegamemError):
     """A mechanism does not keep to what it declares: a defect of the mechanism, found before any update."""
 
     exit_code = 7
+
+
+class CheckpointError(MegamemError):
+    """A checkpoint that is missing, damaged, of another run, or that could not be written."""
+
+    exit_code = 8

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
+from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
 from megamem.config.model import ModelConfig
 
@@ -73,6 +74,8 @@ class TrainingConfig(ConfigModel):
     """Optimizer steps. Give this or `tokens`."""
     tokens: PositiveInt | None = None
     """Token budget, rounded up to whole steps. Give this or `steps`."""
+    stop_after: PositiveInt | None = None
+    """End after this step as if by a signal, with a checkpoint: the schedule stays that of all steps."""
     batch_tokens: PositiveInt
     """Tokens of one optimizer step over all ranks; a multiple of data.sequence_length."""
     micro_batch_size: PositiveInt = 1
@@ -153,6 +156,8 @@ class RunConfig(ConfigModel):
     """AdamW and its schedule."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved to go on from."""
     logging: LoggingConfig = LoggingConfig()
     """Metrics and traces."""
 

@@ -48,20 +48,36 @@ class BadSteps(Callback):
         self.total = 0
         self._pending: list[tuple[int, Tensor]] = []
         self._streak: list[int] = []
+        self._worst: list[int] = []
+
+    def counters(self) -> dict[str, Any]:
+        """For a checkpoint; reads device values."""
+        self._count()
+        return {"total": self.total, "streak": self._streak}
+
+    def set_counters(self, saved: dict[str, Any]) -> None:
+        """Go on counting from a checkpoint's."""
+        self.total, self._streak = saved["total"], list(saved["streak"])
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`."""
         self._pending.append((trainer.step, result.bad))
 
-    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Add `skipped`; raise NonFiniteError with steps and samples if as many as allowed were bad in a row."""
+    def _count(self) -> None:
+        """Look at the steps that were not looked at yet."""
+        if not self._pending:
+            return
         flags = torch.stack([bad for _, bad in self._pending]).tolist()
-        worst: list[int] = []
         for (step, _), bad in zip(self._pending, flags, strict=True):
             self._streak = [*self._streak, step] if bad else []
             self.total += int(bad)
-            worst = max(worst, self._streak, key=len)
+            self._worst = max(self._worst, self._streak, key=len)
         self._pending.clear()
+
+    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Add `skipped`; raise NonFiniteError with steps and samples if as many as allowed were bad in a row."""
+        self._count()
+        worst, self._worst = self._worst, []
         record["skipped"] = self.total
         if len(worst) >= self.limit:
             first, last, rows = worst[0], worst[-1], trainer.config.global_rows
@@ -161,6 +177,8 @@ class Validation(Callback):
         self.every = every
         self.evaluate = evaluate
         self.sinks = sinks
+        self.last: tuple[int, float] | None = None
+        """Step and loss of the last validation."""
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`. A validation is a pause: its time is not the training's."""
@@ -168,6 +186,7 @@ class Validation(Callback):
             return
         with trainer.pause(f"validation after step {trainer.step}"):
             losses = self.evaluate()
+        self.last = trainer.step, losses["val_loss"]
         record = {"step": trainer.step, "tokens": trainer.step * trainer.config.training.batch_tokens, **losses}
         for sink in self.sinks:
             sink.write(record)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoints.saver import Saver
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.parallel.topology import Topology
@@ -43,6 +44,9 @@ class Trainer:
         self.data_wait = 0.0
         self.paused = 0.0
         self.stopped = False
+        self.clock_says_save = False
+        """This rank's clock asks for a checkpoint; after a step: some rank's did."""
+        self.saver: Saver | None = None
         self._signal: int | None = None
 
     def fit(self) -> None:
@@ -52,7 +56,7 @@ class Trainer:
                 callback.start(self)
             while self.step < self.config.steps and not self.stopped:
                 self._one_step(batches)
-                self.stopped = self._someone_wants_to_stop()
+                self._agree()
             for callback in self.callbacks:
                 callback.finish(self)
 
@@ -79,12 +83,19 @@ class Trainer:
     def _batches(self) -> Any:
         return self.feeder.prefetch(self.step, pin_memory=self.topology.device.type == "cuda")
 
-    def _someone_wants_to_stop(self) -> bool:
-        """Whether any rank got a signal; agreed between hosts, the devices are not asked."""
-        flag = torch.tensor(int(self._signal is not None))
+    def _agree(self) -> None:
+        """Whether any rank got a signal, its clock asks for a checkpoint, or a save has failed.
+
+        Agreed between hosts; the devices are not asked. Raises CheckpointError on all ranks if a save failed on one.
+        """
+        failed = self.saver is not None and self.saver.failed()
+        flags = torch.tensor([self._signal is not None, self.clock_says_save, failed], dtype=torch.int64)
         if self.topology.world_size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        stopped, self.clock_says_save, failed = (bool(flag) for flag in flags)
+        self.stopped |= stopped or self.step == self.config.training.stop_after
+        if failed and self.saver is not None:
+            self.saver.wait()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -15,14 +15,17 @@ from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
 
+RESULTS = ("result.json", "model.safetensors")
+"""What a run leaves at its end."""
 FREE_BYTES = 64 * 2**20
 """Room asked for besides the weights: metrics, traces, pictures."""
 
 
-def check_run_folder(folder: Path, needed_bytes: int) -> None:
-    """Raise RunFolderError if the folder holds a run, cannot be written or its disk is too full."""
-    if (folder / "config.yaml").exists():
-        raise RunFolderError(f"{folder}: already holds a run; choose another `name` or remove the folder")
+def check_run_folder(config: RunConfig, needed_bytes: int) -> None:
+    """Raise RunFolderError if the folder holds a run that cannot be gone on with, cannot be written or has no room."""
+    folder = config.run_folder
+    if (folder / "config.yaml").exists() and not goes_on(config):
+        raise RunFolderError(_taken(config))
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder}: is a file, not a folder; choose another `name` or `runs_folder`")
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -42,15 +45,45 @@ def check_run_folder(folder: Path, needed_bytes: int) -> None:
         )
 
 
+def goes_on(config: RunConfig) -> bool:
+    """Whether the run folder holds the beginning of this run: checkpoints, or the same run ended before its first."""
+    folder = config.run_folder
+    if config.checkpoint.resume != "auto":
+        return False
+    if any((folder / "checkpoints").glob("step-*")):
+        return True
+    same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
+    return same and not any((folder / result).exists() for result in RESULTS)
+
+
+def _text(config: RunConfig) -> str:
+    return f"# resolved configuration, hash {config_hash(config)}\n{dump_yaml(config)}"
+
+
+def _taken(config: RunConfig) -> str:
+    why = "" if config.checkpoint.resume == "none" else ", without a checkpoint to go on from"
+    return f"{config.run_folder}: already holds another run{why}; choose another `name` or remove the folder"
+
+
 def create_run_folder(config: RunConfig) -> Path:
-    """Make the folder with `config.yaml` and `environment.json`. Raises RunFolderError if another run was faster."""
+    """Make the folder with `config.yaml` and `environment.json`. Raises RunFolderError if another run was faster.
+
+    A run that goes on keeps the configuration it had before as `config-before-N.yaml` if it has changed.
+    """
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
+    text = _text(config)
+    path = folder / "config.yaml"
     try:
-        with (folder / "config.yaml").open("x", encoding="utf-8") as file:
-            file.write(f"# resolved configuration, hash {config_hash(config)}\n{dump_yaml(config)}")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
     except FileExistsError:
-        raise RunFolderError(f"{folder}: already holds a run; choose another `name` or remove the folder") from None
+        if not goes_on(config):
+            raise RunFolderError(_taken(config)) from None
+        if path.read_text(encoding="utf-8") != text:
+            earlier = len(list(folder.glob("config-before-*.yaml")))
+            path.rename(folder / f"config-before-{earlier + 1}.yaml")
+            path.write_text(text, encoding="utf-8")
     (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,13 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object a line, flushed at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step: int = 0) -> None:
+        """step: where the run goes on; records of later steps, which are made again, are dropped."""
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            path.with_suffix(".tmp").write_text("".join(kept), encoding="utf-8")
+            path.with_suffix(".tmp").replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -88,10 +95,11 @@ def _shown(name: str, value: Any) -> str:
 class TensorBoard:
     """Event files in the run folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        # readers drop what an earlier part of the run wrote for later steps
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def write(self, record: Record) -> None:
         """See `Sink.write`."""
@@ -110,7 +118,12 @@ class Wandb:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         import wandb
 
+        identity = folder / "wandb-run-id"  # a run that goes on is one run
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
         self._run: Any = wandb.init(
+            id=identity.read_text(encoding="utf-8").strip(),
+            resume="allow",
             project=config.logging.wandb.project,
             group=config.logging.wandb.group,
             name=config.name,
@@ -135,11 +148,11 @@ class Wandb:
         self._run.finish()
 
 
-def open_sinks(config: RunConfig, folder: Path, console: Console) -> list[Sink]:
-    """The sinks of rank 0."""
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl"), ConsoleLines(console, config.steps)]
+def open_sinks(config: RunConfig, folder: Path, console: Console, step: int = 0) -> list[Sink]:
+    """The sinks of rank 0. step: where the run goes on."""
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", step), ConsoleLines(console, config.steps)]
     if config.logging.tensorboard:
-        sinks.append(TensorBoard(folder))
+        sinks.append(TensorBoard(folder, step))
     if config.logging.wandb.mode != "disabled":
         sinks.append(Wandb(config, folder))
     return sinks

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
+from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
@@ -41,6 +41,15 @@ from megamem.training.callbacks import (
     Validation,
     peak_memory,
     peak_memory_by_rank,
+)
+from megamem.training.checkpointing import (
+    FOLDER,
+    Checkpoints,
+    cpu_group,
+    go_on,
+    on_rank_0,
+    resume_point,
+    run_facts,
 )
 from megamem.training.checks import open_feeder
 from megamem.training.loop import Trainer
@@ -190,21 +199,29 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     topology = start_topology(config)
     chief = topology.rank == 0
     feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
-    folder = config.run_folder
-    if chief:
-        create_run_folder(config)
-        for line in [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]:
-            console.print(line, highlight=False)
-    dist.barrier()
+    folder, group = config.run_folder, cpu_group(config.parallel.timeout_s)
+    facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if (tokenizer := open_tokenizer(config)) else None)
+    checkpoint, skipped = resume_point(config, facts, group)
+    on_rank_0(lambda: create_run_folder(config), group)
     engine = build_engine(config, topology)
     if chief:
-        for line in describe_stages(engine):
+        lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
+        goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
+        for line in [*lines, *describe_stages(engine), *goes_on]:
             console.print(line, highlight=False)
-    sinks = open_sinks(config, folder, console) if chief else []
+    sinks = open_sinks(config, folder, console, checkpoint.step if checkpoint else 0) if chief else []
     with closing_all(sinks), Watchdog(topology, config.parallel.stall_timeout_s) as watchdog:
-        progress = Progress()
-        callbacks = [progress, *standard_callbacks(config, engine, sinks, watchdog.at)]
+        progress, bad_steps = Progress(), BadSteps(config.training.max_bad_steps)
+        saver = Saver(folder / FOLDER, config.checkpoint, group)
+        callbacks = [progress, bad_steps, *standard_callbacks(config, engine, sinks, watchdog.at)]
+        validations = [callback for callback in callbacks if isinstance(callback, Validation)]
+        callbacks.append(
+            Checkpoints(engine, saver, facts, bad_steps, lambda: validations[0].last if validations else None)
+        )
         trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.at)
+        if checkpoint is not None:
+            watchdog.at(f"loading {checkpoint.path}")
+            go_on(trainer, checkpoint, bad_steps, group)
         try:
             trainer.fit()
         except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps
@@ -239,10 +256,7 @@ def standard_callbacks(
     """What a run does around its steps, in order: each log record passes all of them."""
     peak = device_peak(device_name(engine.topology.device), config.training.precision)
     flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
-    callbacks: list[Callback] = [
-        BadSteps(config.training.max_bad_steps),
-        Metrics(config.logging.every, sinks, flops, peak),
-    ]
+    callbacks: list[Callback] = [Metrics(config.logging.every, sinks, flops, peak)]
     if config.data.validation and config.evaluation.every:
         documents = held_out(config)
         callbacks.append(Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks))

@@ -223,7 +223,8 @@ class TestRunFolder:
         (folder / "config.yaml").write_text("name: run\n")
         (folder / "model.safetensors").write_bytes(b"precious")
         code, line = refused("train", config)  # which compares every byte
-        assert (code, line) == (FOLDER, f"{folder}: already holds a run; choose another `name` or remove the folder")
+        why = "without a checkpoint to go on from; choose another `name` or remove the folder"
+        assert (code, line) == (FOLDER, f"{folder}: already holds another run, {why}")
 
     def test_a_file_is_there(self, refused, config, tmp_path):
         (tmp_path / "runs").mkdir()

@@ -36,7 +36,9 @@ ALLOWED = {
         "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
         "megamem.pipeline", "tokenization",
     },
-    "checkpoints": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel"},
+    "checkpoints": {
+        "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
+    },
     "launchers": {"megamem.errors"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
@@ -49,6 +51,8 @@ COMMANDS = {
     "megamem.cli",
     "megamem.cli_data",
     "megamem.cli_plan",
+    "megamem.cli_checkpoint",
+    "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
     "megamem.__init__",

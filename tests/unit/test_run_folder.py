@@ -30,13 +30,13 @@ def contents(folder):
 
 
 def test_a_folder_that_can_be_made_is_accepted_and_nothing_is_written(tmp_path, config):
-    check_run_folder(config.run_folder, 1000)
+    check_run_folder(config, 1000)
     assert contents(tmp_path) == []
 
 
 def test_an_empty_folder_is_accepted(config):
     config.run_folder.mkdir(parents=True)
-    check_run_folder(config.run_folder, 1000)
+    check_run_folder(config, 1000)
     assert contents(config.run_folder) == []
 
 
@@ -51,27 +51,55 @@ def test_what_is_needed_to_repeat_the_run_is_written(config):
 
 
 def test_another_run_is_refused_and_left_alone(config):
-    folder = create_run_folder(config)
+    folder = create_run_folder(config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1.0})}))
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(RunFolderError, match="already holds a run; choose another `name` or remove the folder"):
-        check_run_folder(folder, 1000)
-    with pytest.raises(RunFolderError, match="already holds a run"):  # a run that was faster than the check
+    with pytest.raises(RunFolderError, match="already holds another run, without a checkpoint to go on from"):
+        check_run_folder(config, 1000)
+    with pytest.raises(RunFolderError, match="already holds another run"):  # a run that was faster than the check
         create_run_folder(config)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_same_run_may_begin_again_until_it_has_ended(config):
+    """A job that was killed before its first checkpoint is started by the same command."""
+    folder = create_run_folder(config)
+    check_run_folder(config, 1000)
+    create_run_folder(config)
+    (folder / "model.safetensors").touch()
+    with pytest.raises(RunFolderError, match="already holds another run"):
+        check_run_folder(config, 1000)
+
+
+def test_no_run_begins_again_where_none_is_to_be_resumed(config):
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "none"})})
+    create_run_folder(config)
+    with pytest.raises(RunFolderError, match="already holds another run; choose another `name`"):
+        check_run_folder(config, 1000)
+
+
+def test_a_run_with_checkpoints_goes_on_and_keeps_its_earlier_configuration(config):
+    folder = create_run_folder(config)
+    before = (folder / "config.yaml").read_text()
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1.0})})
+    check_run_folder(changed, 1000)
+    create_run_folder(changed)
+    assert load_config(RunConfig, folder / "config.yaml") == changed
+    assert (folder / "config-before-1.yaml").read_text() == before
 
 
 def test_a_file_in_its_place(config):
     config.runs_folder.mkdir(parents=True)
     config.run_folder.write_text("x")
     with pytest.raises(RunFolderError, match="is a file, not a folder"):
-        check_run_folder(config.run_folder, 1000)
+        check_run_folder(config, 1000)
 
 
 def test_a_file_above_it(config):
     config.runs_folder.parent.mkdir(parents=True)
     config.runs_folder.write_text("x")
     with pytest.raises(RunFolderError, match="cannot be written"):
-        check_run_folder(config.run_folder, 1000)
+        check_run_folder(config, 1000)
 
 
 def test_a_folder_that_cannot_be_written(config, monkeypatch):
@@ -80,7 +108,7 @@ def test_a_folder_that_cannot_be_written(config, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.touch", denied)
     with pytest.raises(RunFolderError, match=r"cannot be written \(Permission denied\); choose another `runs_folder`"):
-        check_run_folder(config.run_folder, 1000)
+        check_run_folder(config, 1000)
 
 
 def test_a_full_disk(config, monkeypatch):
@@ -94,9 +122,9 @@ def test_a_full_disk(config, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     free = FREE_BYTES + needed
-    check_run_folder(config.run_folder, needed)
+    check_run_folder(config, needed)
     free -= 2**20
     with pytest.raises(RunFolderError, match="68 MiB free, but the run needs about 69 MiB") as caught:
-        check_run_folder(config.run_folder, needed)
+        check_run_folder(config, needed)
     assert "\n" not in str(caught.value)
     assert all(os.path.isdir(path) for path in asked)

@@ -1,0 +1,182 @@
+"""Folders of checkpoints: which are complete, what is in them, whether it is still what was written.
+
+    checkpoints/step-00000020/     a checkpoint
+        rank-00000.safetensors     one file per writing rank
+        index.json                 which tensor lies where
+        run.json                   counters, configuration, fingerprint of the data
+        manifest.json              size and SHA-256 of each of these
+        COMPLETE                   SHA-256 of the manifest; without it the folder does not exist for readers
+
+A checkpoint is written under a name ending in .partial, hashed from disk, renamed, and then marked. The latest one is
+found by looking, never by a pointer that could be wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamem.errors import CheckpointError
+
+MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
+_NAME = re.compile(r"step-(\d{8,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder named like a checkpoint."""
+
+    path: Path
+    step: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was written to its end. Says nothing about what happened to it since; see `verify`."""
+        return (self.path / MARKER).is_file()
+
+    def run(self) -> dict[str, Any]:
+        """Counters, configuration and fingerprints. Raises CheckpointError."""
+        return read_json(self.path / RUN)
+
+    def manifest(self) -> dict[str, Any]:
+        """Sizes and hashes by file name. Raises CheckpointError."""
+        return read_json(self.path / MANIFEST)
+
+    @property
+    def bytes(self) -> int:
+        """On disk."""
+        return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
+
+
+def folder_name(step: int) -> str:
+    """Of a checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """All folders named like checkpoints, complete or not, by step."""
+    if not folder.is_dir():
+        return []
+    found = [(path, match) for path in folder.iterdir() if (match := _NAME.search(path.name)) and path.is_dir()]
+    return sorted((Checkpoint(path, int(match[1])) for path, match in found), key=lambda c: c.step)
+
+
+def at(path: Path) -> Checkpoint:
+    """The checkpoint at `path`. Raises CheckpointError if there is none."""
+    match = _NAME.search(path.name)
+    if not path.is_dir() or match is None:
+        raise CheckpointError(f"{path}: no checkpoint (a folder called {folder_name(0)[:5]}NNNNNNNN)")
+    return Checkpoint(path, int(match[1]))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: does not hold what it should")
+    return value
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file as it is on disk."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> None:
+    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written.
+
+    share: (rank, ranks) hashes every ranks-th file only; sizes and names are checked by all.
+    """
+    path = checkpoint.path
+    if not checkpoint.complete:
+        raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
+    manifest = checkpoint.manifest()
+    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256(path / MANIFEST):
+        raise CheckpointError(f"{path / MANIFEST}: is not the manifest this checkpoint was completed with")
+    files = manifest["files"]
+    known = {MANIFEST, MARKER, *files}
+    if foreign := sorted(entry.name for entry in path.iterdir() if entry.name not in known):
+        raise CheckpointError(f"{path / foreign[0]}: does not belong to this checkpoint")
+    for index, (name, entry) in enumerate(sorted(files.items())):
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: is missing")
+        if file.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{file}: has {file.stat().st_size:,} bytes, {entry['bytes']:,} were written")
+        if index % share[1] == share[0] and sha256(file) != entry["sha256"]:
+            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
+
+
+def sync(path: Path) -> None:
+    """Force a file's or folder's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file and force it to the disk."""
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def complete(partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest, give the folder its final name and mark it. All files must be on the disk."""
+    manifest = partial / MANIFEST
+    write_text(manifest, json.dumps({"format": 1, "files": files}, indent=1) + "\n")
+    digest = sha256(manifest)
+    sync(partial)
+    if final.exists():  # of an earlier attempt that never got its marker, or that is being repeated
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync(final.parent)
+    write_text(final / MARKER, digest + "\n")
+    sync(final)
+
+
+def kept(
+    checkpoints: Iterable[Checkpoint], last: int, every: int | None, best: int, scores: dict[int, float]
+) -> set[int]:
+    """Steps to keep: the `last` newest, each multiple of `every`, and the `best` of lowest score (loss)."""
+    steps = sorted(c.step for c in checkpoints if c.complete)
+    keep = set(steps[-last:])
+    keep |= {step for step in steps if every and step % every == 0}
+    return keep | set(sorted((step for step in steps if step in scores), key=lambda step: scores[step])[:best])
+
+
+def prune(folder: Path, last: int, every: int | None = None, best: int = 0) -> list[Checkpoint]:
+    """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; returns the removed.
+
+    The marker goes first, so that a half-removed folder is not taken for a checkpoint.
+    """
+    found = checkpoints_in(folder)
+    scores = {c.step: score for c in found if c.complete and (score := _score(c)) is not None}
+    keep = kept(found, last, every, best, scores)
+    removed = [c for c in found if c.step not in keep]
+    for checkpoint in removed:
+        (checkpoint.path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(checkpoint.path)
+    return removed
+
+
+def _score(checkpoint: Checkpoint) -> float | None:
+    try:
+        score = checkpoint.run().get("val_loss")
+    except CheckpointError:
+        return None
+    return None if score is None else float(score)

@@ -1,0 +1,76 @@
+"""Checkpoints read in one process, tensor by tensor: compared, merged, listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints.folder import Checkpoint
+from checkpoints.storage import pieces_of, read_index
+from megamem.errors import CheckpointError
+
+MASTER = "master/"
+
+
+def whole(checkpoint: Checkpoint, name: str) -> Tensor:
+    """One tensor put together. Raises CheckpointError if a file is missing or damaged."""
+    entry = read_index(checkpoint.path).get(name)
+    if entry is None:
+        raise CheckpointError(f"{checkpoint.path}: holds no tensor {name}")
+    value = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    for offsets, part in pieces_of(checkpoint.path, name, entry):
+        value[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))] = part
+    return value
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one tensor of a checkpoint has that the other's has not."""
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.name}: {self.what}"
+
+
+def compare(a: Checkpoint, b: Checkpoint) -> tuple[int, Iterator[Difference]]:
+    """Number of tensors of both, and every difference in value, shape or dtype, bit by bit."""
+    ours, theirs = read_index(a.path), read_index(b.path)
+    return len({*ours, *theirs}), _differences(a, b, set(ours), set(theirs))
+
+
+def _differences(a: Checkpoint, b: Checkpoint, ours: set[str], theirs: set[str]) -> Iterator[Difference]:
+    for name in sorted(ours | theirs):
+        if name not in ours or name not in theirs:
+            yield Difference(name, f"only in {a.path if name in ours else b.path}")
+            continue
+        x, y = whole(a, name), whole(b, name)
+        if x.shape != y.shape or x.dtype != y.dtype:
+            yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
+        elif not torch.equal(x.view(torch.uint8) if x.ndim else x, y.view(torch.uint8) if y.ndim else y):
+            wrong = (x != y).sum().item()
+            largest = (x.double() - y.double()).abs().max().item()
+            yield Difference(name, f"{wrong:,} of {x.numel():,} values differ, by {largest:.3g} at most")
+
+
+def merge(checkpoint: Checkpoint, path: Path) -> int:
+    """Write the FP32 weights as one safetensors file of whole tensors by global name; returns their number."""
+    names = [name for name in read_index(checkpoint.path) if name.startswith(MASTER)]
+    weights = {name.removeprefix(MASTER): whole(checkpoint, name) for name in names}
+    if path.exists():
+        raise CheckpointError(f"{path}: exists already; choose another file")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32"})
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
+    return len(weights)

@@ -1,0 +1,133 @@
+"""Where a run goes on from: which checkpoint, whether it fits, and its tensors back into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
+from checkpoints.fragments import Fragments, LoadPlanner, Piece
+from checkpoints.storage import SafeReader, read_index
+from checkpoints.training_state import (
+    empty_states,
+    optimizer_fragments,
+    random_states,
+    set_optimizer_steps,
+    set_random_states,
+    spread_masters,
+    state_fragments,
+)
+from megamem.config.checkpoint import CheckpointConfig
+from megamem.errors import CheckpointError
+from megamem.pipeline.base import TrainingEngine
+
+
+def choose(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and lines about those that were skipped.
+
+    Raises: CheckpointError where `folder` holds checkpoints but none can be used, or the newest is damaged and
+        fallback is off.
+    """
+    if config.resume == "none":
+        return None, []
+    if config.resume != "auto":
+        chosen = at(Path(config.resume))
+        verify(chosen)
+        return chosen, []
+    found = checkpoints_in(folder)
+    usable = [c for c in found if c.complete]
+    if not usable:
+        if found:
+            raise CheckpointError(
+                f"{folder}: holds {len(found)} checkpoint(s), but none was written to its end "
+                f"(newest: {found[-1].path.name}); remove them or give another `name` to start afresh"
+            )
+        return None, []
+    skipped = []
+    for checkpoint in reversed(usable):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            if not config.fallback:
+                raise CheckpointError(f"{error}; --fallback goes on from the newest undamaged one") from None
+            skipped.append(f"skipped {checkpoint.path.name}: {error}")
+            continue
+        return checkpoint, skipped
+    raise CheckpointError(f"{folder}: all {len(usable)} checkpoints are damaged; the newest: {skipped[0]}")
+
+
+MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "sequence_length")
+"""Parts of run.json that a run cannot change: the others' meaning depends on them."""
+
+
+def identity(config: Any, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:
+    """What run.json says of the run it belongs to."""
+    return {
+        "model": config.model.model_dump(mode="json"),
+        "data_fingerprint": data_fingerprint,
+        "tokenizer_sha256": tokenizer_sha256,
+        "batch_tokens": config.training.batch_tokens,
+        "sequence_length": config.data.sequence_length,
+    }
+
+
+def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError naming the first field of the run that is not that of the checkpoint."""
+    for name in MUST_AGREE:
+        if difference := _difference(name, saved.get(name), now[name]):
+            raise CheckpointError(
+                f"{checkpoint.path}: {difference}; a run cannot go on with another (weights alone: megamem checkpoint "
+                "merge)"
+            )
+
+
+def _difference(name: str, saved: Any, now: Any) -> str | None:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in sorted({*saved, *now}):
+            if found := _difference(f"{name}.{key}", saved.get(key), now.get(key)):
+                return found
+        return None
+    return None if saved == now else f"{name} was {saved!r} and is {now!r}"
+
+
+def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
+    """Put weights, moments, memory states and random generators back, whatever layout saved them.
+
+    A collective call of all ranks of `group`. Returns run.json.
+    Raises: CheckpointError naming what does not fit.
+    """
+    index = read_index(checkpoint.path)
+    run = checkpoint.run()
+    carried = empty_states(engine, set(index))
+    tensors = {**optimizer_fragments(engine), **state_fragments(engine, carried)}
+    generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
+    tensors |= {name: Fragments(state.shape, [Piece((0,), state)]) for name, state in generators.items()}
+    for name, fragments in tensors.items():
+        if name not in index:
+            raise CheckpointError(f"{checkpoint.path}: {name} is missing; the checkpoint belongs to another model")
+        if list(fragments.shape) != index[name]["shape"]:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {index[name]['shape']}, the run {list(fragments.shape)}"
+            )
+    try:
+        state_dict_loader.load(
+            dict(tensors),
+            storage_reader=SafeReader(checkpoint.path),
+            planner=LoadPlanner(),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{checkpoint.path}: {' '.join(str(cause).split())}") from error
+    set_optimizer_steps(engine, run["optimizer_steps"])
+    spread_masters(engine)
+    set_random_states(engine.topology, generators)
+    engine.carried = carried
+    dist.barrier(group=group)
+    return run

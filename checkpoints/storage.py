@@ -1,0 +1,184 @@
+"""Files of a checkpoint for torch.distributed.checkpoint: safetensors and JSON, nothing that could run code.
+
+DCP's own file system storage pickles its metadata; here each rank writes one safetensors file whose keys are
+`name@offset,offset`, and the coordinator an index in JSON from which the metadata is made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megamem.errors import CheckpointError
+
+INDEX = "index.json"
+
+
+def data_file(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _key(index: MetadataIndex) -> str:
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class SafeWriter(StorageWriter):
+    """Writes this rank's items to one file; the coordinator writes the index."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """folder: exists already. rank: names the file."""
+        self.folder, self.rank = folder, rank
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """See `StorageWriter.reset`."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See `StorageWriter.set_up_storage_writer`."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """See `StorageWriter.prepare_local_plan`."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See `StorageWriter.prepare_global_plan`."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See `StorageWriter.write_data`."""
+        tensors: dict[str, torch.Tensor] = {}
+        results = []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, torch.Tensor), "a checkpoint holds tensors only; all else is JSON"
+            tensor = data.detach().cpu().contiguous()
+            # pieces of one buffer share its storage, which safetensors refuses
+            tensors[_key(item.index)] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+            results.append(WriteResult(item.index, tensor.nbytes, data_file(self.rank)))
+        save_file(tensors, self.folder / data_file(self.rank))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """See `StorageWriter.finish`."""
+        files = {_key(result.index): result.storage_data for part in results for result in part}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            tensors[name] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "shape": list(entry.size),
+                "pieces": [
+                    [list(chunk.offsets), list(chunk.sizes), files[_key(MetadataIndex(name, chunk.offsets))]]
+                    for chunk in entry.chunks
+                ],
+            }
+        (self.folder / INDEX).write_text(json.dumps(tensors), encoding="utf-8")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """See `StorageWriter.validate_checkpoint_id`."""
+        return True
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What INDEX says, by tensor name. Raises CheckpointError if it cannot be read."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(index, dict):
+        raise CheckpointError(f"{path}: not an index of tensors")
+    return index
+
+
+class SafeReader(StorageReader):
+    """Reads what `SafeWriter` wrote, from any number of ranks, to any number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[MetadataIndex, str] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """See `StorageReader.reset`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `StorageReader.read_metadata`."""
+        tensors: dict[str, Any] = {}
+        for name, entry in read_index(self.folder).items():
+            dtype = getattr(torch, str(entry["dtype"]))
+            chunks = []
+            for offsets, sizes, file in entry["pieces"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                self._files[MetadataIndex(name, torch.Size(offsets))] = file
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["shape"]), chunks)
+        return Metadata(tensors)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The metadata came from the coordinator; where each piece lies is looked up on this rank."""
+        self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """See `StorageReader.prepare_local_plan`."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See `StorageReader.prepare_global_plan`."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See `StorageReader.read_data`."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            assert item.type == LoadItemType.TENSOR, "a checkpoint holds tensors only; all else is JSON"
+            by_file.setdefault(self._files[item.storage_index], []).append(item)
+        for name, items in by_file.items():
+            with _opened(self.folder / name) as file:
+                for item in items:
+                    piece = file.get_slice(_key(item.storage_index))
+                    where = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    target = planner.resolve_tensor(item)
+                    target.detach().copy_(piece[where] if where else file.get_tensor(_key(item.storage_index)))
+                    planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """See `StorageReader.validate_checkpoint_id`."""
+        return True
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+def pieces_of(folder: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """The stored pieces of tensor `name`, whose index entry is `entry`: offsets and values."""
+    for offsets, _, file in entry["pieces"]:
+        with _opened(folder / file) as opened:
+            yield tuple(offsets), opened.get_tensor(_key(MetadataIndex(name, torch.Size(offsets))))

@@ -1,0 +1,31 @@
+"""When checkpoints are saved, which are kept, and where a run starts from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megamem.config.base import ConfigModel
+
+
+class CheckpointConfig(ConfigModel):
+    """Checkpoints lie in the run folder under `checkpoints/`; one is always saved when a run ends or is stopped."""
+
+    every: Annotated[int, Field(ge=0)] = 500
+    """Steps between checkpoints; 0 saves at the end only."""
+    minutes: PositiveFloat | None = None
+    """Also save when so many minutes have passed since the last one."""
+    keep_last: PositiveInt = 2
+    """The newest that are kept."""
+    keep_every: PositiveInt | None = None
+    """Also keep those whose step is a multiple of this."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Also keep so many of lowest validation loss (of those saved at a step with a validation)."""
+    asynchronous: bool = True
+    """Write in the background: a step only waits for a copy in memory. One save at a time."""
+    resume: str = "auto"
+    """`auto` goes on from the newest checkpoint of the run folder if there is one, `none` never; else the path of a
+    checkpoint to go on from."""
+    fallback: bool = False
+    """With `auto`: where the newest checkpoint is damaged, take the newest that is not, and say what was skipped."""

@@ -1,0 +1,84 @@
+"""`megamem verify-resume`: on the user's own configuration, are N steps the same as N/2 + N/2 in fresh processes?"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamem.config.run import RunConfig
+from megamem.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """What was found."""
+
+    steps: int
+    tensors_compared: int
+    differences: tuple[str, ...]
+    """The first ones."""
+
+    @property
+    def bitwise_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+
+SHOWN = 20
+
+
+def verify_resume(
+    config: Path, overrides: Sequence[str], settings: RunConfig, steps: int, run: Callable[[list[str]], int]
+) -> ResumeReport:
+    """Train `steps` steps straight and in two halves, in a temporary folder beside the runs; compare every tensor.
+
+    Args:
+        steps: even.
+        run: `megamem` with these arguments, in fresh processes; returns its exit code.
+    Raises: CheckpointError if a run does not end well.
+    """
+    from checkpoints.folder import at, folder_name
+    from checkpoints.read import compare
+    from megamem.errors import STOPPED
+
+    settings.runs_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verify-resume-", dir=settings.runs_folder) as name:
+        folder = Path(name)
+        common = [
+            *overrides, f"runs_folder={folder}", f"training.steps={steps}", "training.tokens=null",
+            f"checkpoint.every={steps}", "checkpoint.resume=auto", "logging.every=1", "logging.wandb.mode=disabled",
+            "logging.profile_steps=null", "logging.record_step=null", "evaluation.every=0", "data.validation=[]",
+        ]  # fmt: skip
+
+        def train(run_name: str, *more: str, ends_with: int = 0) -> None:
+            code = run(["train", str(config), *common, f"name={run_name}", *more])
+            if code != ends_with:
+                raise CheckpointError(f"verify-resume: the run {run_name} ended with exit code {code}")
+
+        train("straight")
+        train("halves", f"training.stop_after={steps // 2}", ends_with=STOPPED)
+        train("halves")
+        paths = [folder / run_name / "checkpoints" / folder_name(steps) for run_name in ("straight", "halves")]
+        count, differences = compare(*(at(path) for path in paths))
+        found = [str(difference) for difference in differences]
+        found += _metrics(*(folder / run_name / "metrics.jsonl" for run_name in ("straight", "halves")))
+        shutil.rmtree(folder / "straight")
+        return ResumeReport(steps, count, tuple(found[:SHOWN]))
+
+
+def _metrics(straight: Path, halves: Path) -> list[str]:
+    """Differences in what was logged of each step."""
+    import json
+
+    def losses(path: Path) -> list[tuple[int, float, float]]:
+        records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
+
+    return [
+        f"metrics of step {a[0]}: loss and gradient norm {a[1:]} and {b[1:]}"
+        for a, b in zip(losses(straight), losses(halves), strict=True)
+        if a != b
+    ]

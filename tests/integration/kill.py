@@ -1,0 +1,130 @@
+"""Kills a training job again and again at random moments, in the middle of saves too, and lets it go on each time.
+
+    python -m tests.integration.kill --kills 50
+
+A job of two ranks trains with a checkpoint every second step. Each life is ended by SIGKILL of all ranks or of one;
+saves are slowed down so that many kills fall into one. Afterwards the run must have gone on from the last completed
+checkpoint every time, and end with the weights of a run that was never interrupted, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoints.folder import at, checkpoints_in, folder_name
+from checkpoints.read import compare
+from tests.integration.commands import run_tree, write_config
+from tests.integration.ranks import Job, command
+
+WORLD, STEPS, EVERY = 2, 60, 2
+
+
+def slow_command(pause_s: float, *arguments: str) -> None:
+    """On a rank: the command, with pauses at each stage of a save."""
+    from checkpoints import folder, saver, storage
+
+    def slowed(function: Any) -> Any:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(pause_s)
+            return function(*args, **kwargs)
+
+        return slow
+
+    storage.SafeWriter.write_data = slowed(storage.SafeWriter.write_data)  # type: ignore[method-assign]
+    saver.Saver._hash = slowed(saver.Saver._hash)  # type: ignore[method-assign]
+    saver.complete = slowed(folder.complete)  # type: ignore[attr-defined]
+    folder.write_text = slowed(folder.write_text)  # between the rename and the marker
+    command(*arguments)
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of the job."""
+
+    victim: str
+    in_save: bool
+    """Whether it was killed while a checkpoint was being written."""
+    newest: int
+    """Step of the newest complete checkpoint afterwards."""
+    went_on_from: int
+    """Step it had begun at."""
+
+
+def begun_at(job: Job) -> int:
+    """The step a job goes on from, 0 for a fresh start."""
+    found = re.search(r"goes on from .*step-(\d+)", job.output(0, "out"))
+    return int(found[1]) if found else 0
+
+
+def newest(folder: Path) -> int:
+    """Step of the newest complete checkpoint, 0 if there is none."""
+    return max((c.step for c in checkpoints_in(folder) if c.complete), default=0)
+
+
+def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, Any]) -> list[Life]:
+    """Kill the job `kills` times (or until it ends), then let it end; asserts that each life began where it should."""
+    chance = random.Random(seed)
+    steps = EVERY * max(STEPS, 2 * kills)
+    sections = {
+        "training": {"steps": steps}, "checkpoint": {"every": EVERY}, "evaluation": {"every": 0},
+        "logging": {"every": 1}, **layout,
+    }  # fmt: skip
+    trees = {name: run_tree(data, folder / "runs", name=name, **sections) for name in ("tormented", "calm")}
+    configs = {name: write_config(folder / f"{name}.yaml", tree) for name, tree in trees.items()}
+    saves = folder / "runs" / "tormented" / "checkpoints"
+    lives: list[Life] = []
+    while len(lives) < kills:
+        expected = newest(saves)
+        with Job(folder / f"life{len(lives)}", WORLD, slow_command, 0.05, "train", str(configs["tormented"])) as job:
+            job.wait_for(r"step +\d+/", 120)
+            assert begun_at(job) == expected, "each life begins at the newest complete checkpoint"
+            time.sleep(chance.uniform(0.0, 1.2))
+            ranks = chance.choice([[0, 1], [0, 1], [0], [1]])
+            writing = any(saves.glob("*.partial")) or any(not c.complete for c in checkpoints_in(saves))
+            for rank in ranks:
+                job.send(rank, signal.SIGKILL)
+            codes = job.codes(60)
+            assert None not in codes, "a job that has lost a rank ends"
+        lives.append(Life(str(ranks), writing, newest(saves), expected))
+        assert lives[-1].newest >= expected, "nothing that was complete is lost"
+    for name in configs:
+        with Job(folder / f"end-{name}", WORLD, command, "train", str(configs[name])) as job:
+            assert job.codes(300) == [0] * WORLD, job.output(0)
+    last = [at(folder / "runs" / name / "checkpoints" / folder_name(steps)) for name in configs]
+    count, differences = compare(*last)
+    assert count
+    assert [str(difference) for difference in differences] == []
+    return lives
+
+
+def main() -> None:
+    """The long form; the tests run a short one."""
+    from tests.unit.data_helpers import make_shards
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        make_shards(root, (800, 700, 1500, 600, 1200, 900), name="train", seed=0)
+        make_shards(root, (300, 200), name="validation", seed=100)
+        lives = torment(root, root, arguments.kills, arguments.seed, {"parallel": {"tp": 2}})
+    saving = sum(life.in_save for life in lives)
+    sys.stdout.write(
+        f"{len(lives)} kills, {saving} of them inside a save; every life went on from the newest complete checkpoint, "
+        "and the last weights are those of the uninterrupted run, bit for bit\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the resume tests run on each rank: whole trainings, and a load under another layout."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megamem.config.load import parse_config
+from megamem.config.run import RunConfig
+
+
+def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """One run after the other; whether each came to its end."""
+    from megamem.training.start import train
+
+    ended = {}
+    for name, tree in trees.items():
+        figures = train(parse_config(RunConfig, tree, name), Console(file=StringIO()))
+        ended[name] = figures is not None
+    return ended
+
+
+def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Load a checkpoint under another layout and save it again at once: case -> {"tree", "from", "to"}."""
+    from checkpoints.folder import at
+    from checkpoints.resume import load
+    from checkpoints.saver import Saver
+    from checkpoints.training_state import optimizer_fragments, optimizer_steps, state_fragments
+    from megamem.config.checkpoint import CheckpointConfig
+    from megamem.pipeline.engine import build_engine
+    from megamem.training.checkpointing import cpu_group
+    from megamem.training.start import start_topology
+
+    for name, case in cases.items():
+        config = parse_config(RunConfig, case["tree"], name)
+        topology = start_topology(config)
+        engine = build_engine(config, topology)
+        group = cpu_group(60)
+        run = load(engine, at(Path(case["from"])), group)
+        saver = Saver(Path(case["to"]), CheckpointConfig(), group)
+        tensors = {**optimizer_fragments(engine), **state_fragments(engine, engine.carried)}
+        saver.save(run["step"], tensors, {**run, "optimizer_steps": optimizer_steps(engine)}, wait=True)
+    return dict.fromkeys(cases, True)

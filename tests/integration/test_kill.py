@@ -1,0 +1,18 @@
+"""The short form of tests/integration/kill.py: a job that is killed again and again loses nothing."""
+
+import pytest
+
+from tests.integration.kill import torment
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed"),
+    [({"parallel": {"tp": 2}}, 1), ({"parallel": {"pp": 2}, "data": {"feeding": "streams"}}, 2)],
+    ids=["tp2", "pp2-streams"],
+)
+def test_kills_at_random_moments(data, tmp_path, layout, seed):
+    lives = torment(data, tmp_path, 4, seed, layout)
+    assert len(lives) == 4
+    assert lives[-1].newest > 0, "some save was completed"

@@ -1,0 +1,231 @@
+"""Folders of checkpoints: what counts as one, damage of every kind by name, what is kept, what a run goes on from."""
+
+import json
+import shutil
+
+import pytest
+
+from checkpoints.folder import (
+    MARKER,
+    at,
+    checkpoints_in,
+    complete,
+    folder_name,
+    kept,
+    prune,
+    sha256,
+    verify,
+)
+from checkpoints.resume import MUST_AGREE, check_identity, choose
+from megamem.config.checkpoint import CheckpointConfig
+from megamem.errors import CheckpointError
+
+
+def write(folder, step, val_loss=None):
+    """A checkpoint with two data files, as a saver leaves it."""
+    partial = folder / (folder_name(step) + ".partial")
+    partial.mkdir(parents=True)
+    contents = {
+        "rank-00000.safetensors": b"a" * 1000,
+        "rank-00001.safetensors": bytes(range(256)) * 4,
+        "index.json": b"{}",
+        "run.json": json.dumps({"step": step, "val_loss": val_loss}).encode(),
+    }
+    for name, content in contents.items():
+        (partial / name).write_bytes(content)
+    files = {name: {"bytes": len(c), "sha256": sha256(partial / name)} for name, c in contents.items()}
+    complete(partial, folder / folder_name(step), files)
+    return at(folder / folder_name(step))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write(tmp_path / "checkpoints", 20)
+
+
+def test_what_is_written_is_complete_and_intact(checkpoint):
+    assert checkpoint.complete
+    assert checkpoint.step == checkpoint.run()["step"] == 20
+    verify(checkpoint)
+    assert [path.name for path in checkpoint.path.parent.iterdir()] == ["step-00000020"], "nothing partial is left"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "flipped byte": (lambda p: flip(p / "rank-00001.safetensors"), "rank-00001.safetensors: is damaged"),
+    "truncated file": (
+        lambda p: (p / "rank-00000.safetensors").write_bytes(b"a" * 999),
+        "rank-00000.safetensors: has 999 bytes, 1,000 were written",
+    ),
+    "missing file": (lambda p: (p / "rank-00000.safetensors").unlink(), "rank-00000.safetensors: is missing"),
+    "missing index": (lambda p: (p / "index.json").unlink(), "index.json: is missing"),
+    "changed index": (lambda p: (p / "index.json").write_text("[]"), "index.json: is damaged"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: is missing"),
+    "changed manifest": (
+        lambda p: flip(p / "manifest.json"),
+        "manifest.json: ",
+    ),
+    "foreign file": (lambda p: (p / "notes.txt").write_text("x"), "notes.txt: does not belong to this checkpoint"),
+    "missing marker": (lambda p: (p / MARKER).unlink(), "was not written to its end"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_in_one_line(checkpoint, kind):
+    harm, said = DAMAGE[kind]
+    harm(checkpoint.path)
+    with pytest.raises(CheckpointError) as caught:
+        verify(checkpoint)
+    assert said in str(caught.value)
+    assert str(checkpoint.path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_byte_of_every_file_counts(checkpoint):
+    """A flip anywhere is found."""
+    for path in sorted(checkpoint.path.iterdir()):
+        data = path.read_bytes()
+        for place in (0, len(data) // 3, len(data) - 1):
+            changed = bytearray(data)
+            changed[place] ^= 0x10
+            path.write_bytes(bytes(changed))
+            if path.name == MARKER and place == len(data) - 1:  # the newline at its end
+                path.write_bytes(data)
+                continue
+            with pytest.raises(CheckpointError):
+                verify(checkpoint)
+            path.write_bytes(data)
+    verify(checkpoint)
+
+
+def test_ranks_share_the_hashing(checkpoint):
+    flip(checkpoint.path / "rank-00001.safetensors")
+    found = []
+    for rank in range(3):
+        try:
+            verify(checkpoint, (rank, 3))
+        except CheckpointError:
+            found.append(rank)
+    assert len(found) == 1
+
+
+def test_unfinished_folders_do_not_exist_for_readers(tmp_path):
+    folder = tmp_path / "checkpoints"
+    write(folder, 5)
+    (folder / "step-00000009.partial").mkdir()
+    (folder / "other").mkdir()
+    write(folder, 7)
+    (folder / folder_name(7) / MARKER).unlink()
+    assert [(c.step, c.complete) for c in checkpoints_in(folder)] == [(5, True), (7, False)]
+    assert choose(CheckpointConfig(), folder)[0].step == 5
+    assert checkpoints_in(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        ({"last": 2}, {50, 60}),
+        ({"last": 1, "every": 20}, {20, 40, 60}),
+        ({"last": 1, "best": 2}, {60, 10, 30}),
+        ({"last": 9}, {10, 20, 30, 40, 50, 60}),
+    ],
+)
+def test_what_is_kept(tmp_path, rule, steps):
+    losses = {10: 1.0, 20: 3.0, 30: 2.0, 40: 4.0, 50: 5.0}
+    for step in range(10, 70, 10):
+        write(tmp_path, step, losses.get(step))
+    rule = {"every": None, "best": 0, **rule}
+    assert kept(checkpoints_in(tmp_path), scores=losses, **rule) == steps
+    removed = prune(tmp_path, **rule)
+    assert {c.step for c in checkpoints_in(tmp_path)} == steps
+    assert {c.step for c in removed} == set(range(10, 70, 10)) - steps
+    for checkpoint in checkpoints_in(tmp_path):
+        verify(checkpoint)
+
+
+def test_remains_are_removed_with_the_rest(tmp_path):
+    write(tmp_path, 10)
+    write(tmp_path, 20)
+    (tmp_path / folder_name(10) / MARKER).unlink()
+    prune(tmp_path, last=5)
+    assert [c.step for c in checkpoints_in(tmp_path)] == [20]
+
+
+class TestChoose:
+    def test_nothing_yet(self, tmp_path):
+        assert choose(CheckpointConfig(), tmp_path) == (None, [])
+
+    def test_none_looks_at_nothing(self, checkpoint):
+        assert choose(CheckpointConfig(resume="none"), checkpoint.path.parent) == (None, [])
+
+    def test_a_path(self, checkpoint, tmp_path):
+        assert choose(CheckpointConfig(resume=str(checkpoint.path)), tmp_path) == (checkpoint, [])
+        with pytest.raises(CheckpointError, match=r"nowhere: no checkpoint"):
+            choose(CheckpointConfig(resume=str(tmp_path / "nowhere")), tmp_path)
+
+    def test_only_broken_ones_stop_the_run(self, checkpoint):
+        (checkpoint.path / MARKER).unlink()
+        with pytest.raises(CheckpointError, match=r"holds 1 checkpoint\(s\), but none was written to its end"):
+            choose(CheckpointConfig(), checkpoint.path.parent)
+
+    def test_a_damaged_newest_stops_the_run_or_is_skipped_by_name(self, tmp_path):
+        write(tmp_path, 10)
+        flip(write(tmp_path, 20).path / "rank-00000.safetensors")
+        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: is damaged.*; --fallback goes on from"):
+            choose(CheckpointConfig(), tmp_path)
+        chosen, skipped = choose(CheckpointConfig(fallback=True), tmp_path)
+        assert chosen.step == 10
+        (line,) = skipped
+        assert line.startswith("skipped step-00000020: ")
+
+    def test_all_damaged(self, tmp_path):
+        for step in (10, 20):
+            flip(write(tmp_path, step).path / "rank-00000.safetensors")
+        with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged; the newest: .*step-00000020"):
+            choose(CheckpointConfig(fallback=True), tmp_path)
+
+    def test_a_half_removed_folder_is_no_checkpoint(self, tmp_path):
+        write(tmp_path, 10)
+        newest = write(tmp_path, 20)
+        (newest.path / MARKER).unlink()
+        shutil.rmtree(newest.path / "x", ignore_errors=True)
+        assert choose(CheckpointConfig(), tmp_path)[0].step == 10
+
+
+SAVED = {
+    "model": {"layers": 4, "mixer": {"kind": "attention"}, "memory": []},
+    "data_fingerprint": "abc",
+    "tokenizer_sha256": "def",
+    "batch_tokens": 4096,
+    "sequence_length": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {**SAVED["model"], "layers": 5}}, "model.layers was 4 and is 5"),
+        (
+            {"model": {**SAVED["model"], "mixer": {"kind": "full_attention"}}},
+            "model.mixer.kind was 'attention' and is 'full_attention'",
+        ),
+        ({"data_fingerprint": "xyz"}, "data_fingerprint was 'abc' and is 'xyz'"),
+        ({"tokenizer_sha256": None}, "tokenizer_sha256 was 'def' and is None"),
+        ({"batch_tokens": 8192}, "batch_tokens was 4096 and is 8192"),
+        ({"sequence_length": 1024}, "sequence_length was 2048 and is 1024"),
+    ],
+)
+def test_another_run_is_named_field_by_field(checkpoint, change, said):
+    check_identity(checkpoint, SAVED, SAVED)
+    with pytest.raises(CheckpointError, match="a run cannot go on with another") as caught:
+        check_identity(checkpoint, SAVED, {**SAVED, **change})
+    assert f"{checkpoint.path}: {said}" in str(caught.value)
+
+
+def test_every_field_that_must_agree_is_tested():
+    assert set(SAVED) == set(MUST_AGREE)
