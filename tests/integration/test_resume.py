@@ -1,7 +1,11 @@
-"""A run that goes on from a checkpoint is the run that was never interrupted; layouts may change in between."""
+"""A run that goes on from a checkpoint is the run that was never interrupted; layouts may change in between.
+
+Every test has a short form, and a full one (20 steps, every pair of layouts) among the slow tests.
+"""
 
 import json
 import shutil
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,7 +18,21 @@ from tests.integration.resume_cases import reload, train_each
 
 pytestmark = pytest.mark.distributed
 
-STEPS, HALF = 20, 10
+
+@dataclass(frozen=True)
+class Form:
+    """How long runs are and which moves between layouts are tried."""
+
+    half: int
+    after: int
+    """Steps after a move."""
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def steps(self) -> int:
+        return 2 * self.half
+
+
 MODEL = {
     "layers": 4,
     "memory": [
@@ -40,12 +58,25 @@ LAYOUTS = {
 }
 
 
-def tree(data, runs, name, layout, **sections):
-    """A run of 20 steps that logs each and saves every 10."""
+MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
+FORMS = {
+    # every layout saves for two others and reads from two others
+    "short": Form(3, 2, tuple((MOVES[i], MOVES[(i + step) % 6]) for i in range(6) for step in (1, 3))),
+    "full": Form(10, 5, tuple((source, target) for source in MOVES for target in MOVES)),
+}
+
+
+@pytest.fixture(scope="module", params=["short", pytest.param("full", marks=pytest.mark.slow)])
+def form(request):
+    return FORMS[request.param]
+
+
+def tree(data, runs, name, layout, form, **sections):
+    """A run that logs each step and saves in the middle and at the end."""
     made = LAYOUTS[layout][1]
     merged = {key: {**made.get(key, {}), **sections.get(key, {})} for key in {*made, *sections}}
-    training = {"steps": STEPS, **merged.pop("training", {})}
-    checkpoint = {"every": HALF, "keep_last": 5, **merged.pop("checkpoint", {})}
+    training = {"steps": form.steps, **merged.pop("training", {})}
+    checkpoint = {"every": form.half, "keep_last": 5, **merged.pop("checkpoint", {})}
     source = {"validation": [], **merged.pop("data", {})}
     return run_tree(
         data, runs, name=name, model=MODEL, training=training, checkpoint=checkpoint, data=source,
@@ -63,18 +94,20 @@ def run_all(folder, trees):
 
 
 @pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
+def runs(form, data, tmp_path_factory):
     """Per layout two runs: `NAME` straight through, `NAME-halves` in two lots of fresh processes."""
     folder = tmp_path_factory.mktemp("resume")
-    sizes = {name: size for name, (size, _) in LAYOUTS.items()}
-    first = {name: (sizes[name], tree(data, folder / "runs", name, name)) for name in LAYOUTS}
-    half = {"training": {"stop_after": HALF}}
-    halves = {f"{n}-halves": (sizes[n], tree(data, folder / "runs", f"{n}-halves", n, **half)) for n in LAYOUTS}
-    run_all(folder / "first", {**first, **halves})
+
+    def trees(suffix="", **sections):
+        return {
+            f"{name}{suffix}": (size, tree(data, folder / "runs", f"{name}{suffix}", name, form, **sections))
+            for name, (size, _) in LAYOUTS.items()
+        }
+
+    run_all(folder / "first", {**trees(), **trees("-halves", training={"stop_after": form.half})})
     for name in LAYOUTS:
-        assert [c.step for c in checkpoints_in(folder / "runs" / f"{name}-halves" / "checkpoints")] == [HALF]
-    whole_runs = {f"{n}-halves": (sizes[n], tree(data, folder / "runs", f"{n}-halves", n)) for n in LAYOUTS}
-    run_all(folder / "second", whole_runs)
+        assert [c.step for c in checkpoints_in(folder / "runs" / f"{name}-halves" / "checkpoints")] == [form.half]
+    run_all(folder / "second", trees("-halves"))
     return folder / "runs"
 
 
@@ -89,8 +122,8 @@ def records(runs, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_halves_are_the_whole_bit_for_bit(runs, name):
-    for step in (HALF, STEPS):
+def test_two_halves_are_the_whole_bit_for_bit(form, runs, name):
+    for step in (form.half, form.steps):
         straight, halves = saved(runs, name, step), saved(runs, f"{name}-halves", step)
         verify(halves)
         count, differences = compare(straight, halves)
@@ -101,39 +134,31 @@ def test_two_halves_are_the_whole_bit_for_bit(runs, name):
             k: v for k, v in halves.run().items() if k != "config"
         }
     assert records(runs, f"{name}-halves") == records(runs, name)
-    assert [record["step"] for record in records(runs, name)] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records(runs, name)] == list(range(1, form.steps + 1))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "streams" in name])
-def test_streams_save_their_memory(runs, name):
+def test_streams_save_their_memory(form, runs, name):
     """Elastic Memory's coefficients and full attention's keys and values, of every lane."""
-    checkpoint = saved(runs, name, STEPS)
+    checkpoint = saved(runs, name, form.steps)
     coefficients = whole(checkpoint, "states/layers.1/coefficients")
     assert coefficients.shape[0] == 4, "a lane per row of the batch"
     assert all(lane.abs().max() > 0 for lane in coefficients)
     assert [n for n in read_index(checkpoint.path) if n.startswith("states/layers.2/")], "entries of a growing list"
 
 
-MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
-
-
 @pytest.fixture(scope="module")
-def moved(data, runs, tmp_path_factory):
-    """Every layout's checkpoint of step 10, loaded under every other: saved again at once, and gone on with."""
+def moved(form, data, runs, tmp_path_factory):
+    """Checkpoints of the middle, loaded under another layout: saved again at once, and gone on with."""
     folder = tmp_path_factory.mktemp("moved")
     reloads, trees = {1: {}, 2: {}, 4: {}}, {}
-    for source in MOVES:
-        for target in MOVES:
-            name = f"{source}--{target}"
-            origin = saved(runs, source, HALF)
-            size = LAYOUTS[target][0]
-            case = tree(data, folder / "runs", name, target, checkpoint={"resume": str(origin.path)})
-            reloads[size][name] = {"tree": case, "from": str(origin.path), "to": str(folder / "again" / name)}
-            case = tree(
-                data, folder / "runs", name, target,
-                training={"stop_after": HALF + 5}, checkpoint={"resume": str(origin.path)},
-            )  # fmt: skip
-            trees[name] = size, case
+    for source, target in form.pairs:
+        name, size = f"{source}--{target}", LAYOUTS[target][0]
+        origin = str(saved(runs, source, form.half).path)
+        sections = {"training": {"stop_after": form.half + form.after}, "checkpoint": {"resume": origin}}
+        case = tree(data, folder / "runs", name, target, form, **sections)
+        reloads[size][name] = {"tree": case, "from": origin, "to": str(folder / "again" / name)}
+        trees[name] = size, case
     for size, cases in reloads.items():
         with Job(folder / f"reload{size}", size, reload, cases) as job:
             job.results(300)
@@ -141,38 +166,38 @@ def moved(data, runs, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("target", MOVES)
-@pytest.mark.parametrize("source", MOVES)
-def test_another_layout_reads_the_same_bits_and_goes_on(runs, moved, source, target):
-    name = f"{source}--{target}"
-    origin, again = saved(runs, source, HALF), at(moved / "again" / name / f"step-{HALF:08d}")
-    _, differences = compare(origin, again)
-    # generators belong to ranks, and are not saved again here
-    assert [str(d) for d in differences if not d.name.startswith("rng/")] == []
-    assert again.run()["optimizer_steps"] == origin.run()["optimizer_steps"] == HALF
-    found = records(moved / "runs", name)
-    expected = records(runs, source)[HALF : HALF + 5]
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
-    # FP32 sums in another order, carried through 5 AdamW steps
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], abs=1e-5)
+def test_another_layout_reads_the_same_bits_and_goes_on(form, runs, moved):
+    for source, target in form.pairs:
+        name = f"{source}--{target}"
+        origin = saved(runs, source, form.half)
+        again = at(moved / "again" / name / origin.path.name)
+        _, differences = compare(origin, again)
+        # generators belong to ranks, and are not saved again here
+        assert [str(d) for d in differences if not d.name.startswith("rng/")] == [], name
+        assert again.run()["optimizer_steps"] == origin.run()["optimizer_steps"] == form.half
+        found = records(moved / "runs", name)
+        expected = records(runs, source)[form.half : form.half + form.after]
+        assert [record["step"] for record in found] == [record["step"] for record in expected]
+        # FP32 sums in another order, carried through some AdamW steps
+        assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], abs=1e-5), name
 
 
-def test_streams_move_too(data, runs, tmp_path):
+def test_streams_move_too(form, data, runs, tmp_path):
     """Memory states of lanes, from TP 2 on two processes to PP 2 x TP 2 and TP 2 x DP 2 on four."""
-    origin = saved(runs, "tp2-streams", HALF)
+    origin = saved(runs, "tp2-streams", form.half)
     trees = {}
     for target in ("pp2-tp2-streams", "tp2-dp2-streams"):
-        sections = {"training": {"stop_after": HALF + 5}, "checkpoint": {"resume": str(origin.path)}}
-        trees[target] = 4, tree(data, tmp_path / "runs", target, target, **sections)
+        sections = {"training": {"stop_after": form.half + form.after}, "checkpoint": {"resume": str(origin.path)}}
+        trees[target] = 4, tree(data, tmp_path / "runs", target, target, form, **sections)
     run_all(tmp_path, trees)
-    expected = [record["loss"] for record in records(runs, "tp2-streams")[HALF : HALF + 5]]
+    expected = [record["loss"] for record in records(runs, "tp2-streams")[form.half : form.half + form.after]]
     for target in trees:
         found = [record["loss"] for record in records(tmp_path / "runs", target)]
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_finished_run_has_nothing_left_to_do(data, runs, tmp_path):
+def test_a_finished_run_has_nothing_left_to_do(form, data, runs, tmp_path):
     shutil.copytree(runs / "tp1", tmp_path / "tp1")
-    run_all(tmp_path, {"tp1": (1, tree(data, tmp_path, "tp1", "tp1"))})
+    run_all(tmp_path, {"tp1": (1, tree(data, tmp_path, "tp1", "tp1", form))})
     assert records(tmp_path, "tp1") == records(runs, "tp1")
-    assert [c.step for c in checkpoints_in(tmp_path / "tp1" / "checkpoints")] == [HALF, STEPS]
+    assert [c.step for c in checkpoints_in(tmp_path / "tp1" / "checkpoints")] == [form.half, form.steps]
