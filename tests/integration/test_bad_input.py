@@ -215,7 +215,7 @@ class TestRunFolder:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9 - 2**20, 2**20))
         code, line = refused("train", config)
         assert code == FOLDER
-        assert "1 MiB free, but the run needs about 64 MiB; free some or choose another `runs_folder`" in line
+        assert "1 MiB free, but the run needs about 66 MiB; free some or choose another `runs_folder`" in line
 
     def test_another_run_is_there(self, refused, config, tmp_path):
         folder = tmp_path / "runs" / "run"

@@ -61,7 +61,10 @@ class TestSignals:
         begun = time.monotonic()
         code, out, err = finish(process, SOON_S)
         assert code == STOPPED
-        assert out.count("stopped by a signal at a step border; the weights are saved") == 1
+        assert (
+            out.count("stopped by a signal at a step border; the checkpoint is saved, and the same command goes on")
+            == 1
+        )
         assert err == ""
         assert time.monotonic() - begun < SOON_S
         assert_saved(folder)
@@ -74,7 +77,10 @@ class TestSignals:
         process.send_signal(number)
         code, out, _ = finish(process, SOON_S)
         assert code == 1
-        assert out.count("stopped by a signal at a step border; the weights are saved") == 1
+        assert (
+            out.count("stopped by a signal at a step border; the checkpoint is saved, and the same command goes on")
+            == 1
+        )
         assert_saved(folder)
 
 

@@ -12,7 +12,7 @@ import pytest
 from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
 from checkpoints.read import compare, whole
 from checkpoints.storage import read_index
-from tests.integration.commands import run_tree
+from tests.integration.commands import CHUNK, run_tree
 from tests.integration.ranks import Job
 from tests.integration.resume_cases import reload, train_each
 
@@ -33,6 +33,7 @@ class Form:
         return 2 * self.half
 
 
+ROWS, LENGTH = 4, 2 * CHUNK
 MODEL = {
     "layers": 4,
     "memory": [
@@ -75,9 +76,9 @@ def tree(data, runs, name, layout, form, **sections):
     """A run that logs each step and saves in the middle and at the end."""
     made = LAYOUTS[layout][1]
     merged = {key: {**made.get(key, {}), **sections.get(key, {})} for key in {*made, *sections}}
-    training = {"steps": form.steps, **merged.pop("training", {})}
+    training = {"steps": form.steps, "batch_tokens": ROWS * LENGTH, **merged.pop("training", {})}
     checkpoint = {"every": form.half, "keep_last": 5, **merged.pop("checkpoint", {})}
-    source = {"validation": [], **merged.pop("data", {})}
+    source = {"validation": [], "sequence_length": LENGTH, **merged.pop("data", {})}
     return run_tree(
         data, runs, name=name, model=MODEL, training=training, checkpoint=checkpoint, data=source,
         evaluation={"every": 0}, logging={"every": 1}, **merged,
@@ -142,7 +143,7 @@ def test_streams_save_their_memory(form, runs, name):
     """Elastic Memory's coefficients and full attention's keys and values, of every lane."""
     checkpoint = saved(runs, name, form.steps)
     coefficients = whole(checkpoint, "states/layers.1/coefficients")
-    assert coefficients.shape[0] == 4, "a lane per row of the batch"
+    assert coefficients.shape[0] == ROWS, "a lane per row of the batch"
     assert all(lane.abs().max() > 0 for lane in coefficients)
     assert [n for n in read_index(checkpoint.path) if n.startswith("states/layers.2/")], "entries of a growing list"
 
