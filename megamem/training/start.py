@@ -209,6 +209,8 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
         goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
         for line in [*lines, *describe_stages(engine), *goes_on]:
             console.print(line, highlight=False)
+    # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
+    torch.manual_seed(config.training.seed + topology.rank)
     sinks = open_sinks(config, folder, console, checkpoint.step if checkpoint else 0) if chief else []
     with closing_all(sinks), Watchdog(topology, config.parallel.stall_timeout_s) as watchdog:
         progress, bad_steps = Progress(), BadSteps(config.training.max_bad_steps)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.folder import checkpoints_in, verify
 from megamem.errors import STOPPED, NonFiniteError
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config
 from tests.integration.ranks import Job, command
@@ -44,7 +45,13 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+SAID = "stopped by a signal at a step border; the checkpoint is saved, and the same command goes on\n"
+
+
 def assert_saved(folder: Path) -> None:
+    (newest,) = checkpoints_in(folder / "checkpoints")[-1:]
+    verify(newest)
+    assert newest.step == records(folder)[-1]["step"], "the step it was stopped at"
     weights = load_file(folder / "model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
     assert not (folder / "model.tmp").exists()
