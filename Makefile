@@ -58,8 +58,9 @@ format: install  ## Format the code and mend what the linter can
 docs: install  ## Write docs/configuration.md again from the configuration models
 	$(BIN)/python -m megamem.config.document docs/configuration.md
 
-bench: install  ## Throughput of memory models over plain attention on the CPU
+bench: install  ## Throughput of memory models over plain attention on the CPU; what a checkpoint costs
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.checkpoints
 
 bench-gpu: install  ## Throughput and MFU on one CUDA device; says so and ends without one
 	$(BIN)/python -m benchmarks.gpu

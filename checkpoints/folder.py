@@ -7,7 +7,7 @@
         manifest.json              size and SHA-256 of each of these
         COMPLETE                   SHA-256 of the manifest; without it the folder does not exist for readers
 
-A checkpoint is written under a name ending in .partial, hashed from disk, renamed, and then marked. The latest one is
+A checkpoint is written under a name ending in .partial, hashed from disk, marked, and then renamed. The latest one is
 found by looking, never by a pointer that could be wrong.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ from typing import Any
 from megamem.errors import CheckpointError
 
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
-_NAME = re.compile(r"step-(\d{8,})$")
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """All folders named like checkpoints, complete or not, by step."""
     if not folder.is_dir():
         return []
-    found = [(path, match) for path in folder.iterdir() if (match := _NAME.search(path.name)) and path.is_dir()]
+    found = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return sorted((Checkpoint(path, int(match[1])) for path, match in found), key=lambda c: c.step)
 
 
 def at(path: Path) -> Checkpoint:
     """The checkpoint at `path`. Raises CheckpointError if there is none."""
-    match = _NAME.search(path.name)
+    match = _NAME.fullmatch(path.name)
     if not path.is_dir() or match is None:
         raise CheckpointError(f"{path}: no checkpoint (a folder called {folder_name(0)[:5]}NNNNNNNN)")
     return Checkpoint(path, int(match[1]))
@@ -95,11 +96,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> None:
-    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written.
+def verify(checkpoint: Checkpoint) -> None:
+    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written."""
+    try:
+        _verify(checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or checkpoint.path}: cannot be read ({error.strerror})") from None
 
-    share: (rank, ranks) hashes every ranks-th file only; sizes and names are checked by all.
-    """
+
+def _verify(checkpoint: Checkpoint) -> None:
     path = checkpoint.path
     if not checkpoint.complete:
         raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
@@ -110,13 +115,13 @@ def verify(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> None:
     known = {MANIFEST, MARKER, *files}
     if foreign := sorted(entry.name for entry in path.iterdir() if entry.name not in known):
         raise CheckpointError(f"{path / foreign[0]}: does not belong to this checkpoint")
-    for index, (name, entry) in enumerate(sorted(files.items())):
+    for name, entry in sorted(files.items()):
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: has {file.stat().st_size:,} bytes, {entry['bytes']:,} were written")
-        if index % share[1] == share[0] and sha256(file) != entry["sha256"]:
+        if sha256(file) != entry["sha256"]:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
 
 
@@ -136,17 +141,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def complete(partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest, give the folder its final name and mark it. All files must be on the disk."""
+    """Write manifest and marker and give the folder its final name, which makes it a checkpoint at once.
+
+    All other files must be on the disk.
+    """
     manifest = partial / MANIFEST
     write_text(manifest, json.dumps({"format": 1, "files": files}, indent=1) + "\n")
-    digest = sha256(manifest)
+    write_text(partial / MARKER, sha256(manifest) + "\n")
     sync(partial)
     if final.exists():  # of an earlier attempt that never got its marker, or that is being repeated
         shutil.rmtree(final)
     partial.rename(final)
     sync(final.parent)
-    write_text(final / MARKER, digest + "\n")
-    sync(final)
 
 
 def kept(
@@ -159,12 +165,17 @@ def kept(
     return keep | set(sorted((step for step in steps if step in scores), key=lambda step: scores[step])[:best])
 
 
-def prune(folder: Path, last: int, every: int | None = None, best: int = 0) -> list[Checkpoint]:
+def prune(
+    folder: Path, last: int, every: int | None = None, best: int = 0, newest: int | None = None
+) -> list[Checkpoint]:
     """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; returns the removed.
 
     The marker goes first, so that a half-removed folder is not taken for a checkpoint.
+
+    newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do not
+        count.
     """
-    found = checkpoints_in(folder)
+    found = [c for c in checkpoints_in(folder) if newest is None or c.step <= newest]
     scores = {c.step: score for c in found if c.complete and (score := _score(c)) is not None}
     keep = kept(found, last, every, best, scores)
     removed = [c for c in found if c.step not in keep]
@@ -179,4 +190,4 @@ def _score(checkpoint: Checkpoint) -> float | None:
         score = checkpoint.run().get("val_loss")
     except CheckpointError:
         return None
-    return None if score is None else float(score)
+    return float(score) if score is not None and math.isfinite(score) else None

@@ -87,11 +87,6 @@ class Fragments:
             at += count
         return Fragments(shape, pieces, writes=axis is not None or tp_rank == 0)
 
-    def map(self, function: object) -> Fragments:
-        """The same pieces with `function` applied to each tensor."""
-        assert callable(function)
-        return Fragments(self.shape, [Piece(p.offsets, function(p.tensor)) for p in self.pieces], self.writes)
-
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """One item per piece."""
         if not self.writes:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,6 +17,7 @@ from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
 from checkpoints.fragments import Fragments, LoadPlanner, Piece
 from checkpoints.storage import SafeReader, read_index
 from checkpoints.training_state import (
+    drop_filling,
     empty_states,
     optimizer_fragments,
     random_states,
@@ -25,6 +28,8 @@ from checkpoints.training_state import (
 )
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears
 from megamem.pipeline.base import TrainingEngine
 
 
@@ -82,8 +87,8 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
     for name in MUST_AGREE:
         if difference := _difference(name, saved.get(name), now[name]):
             raise CheckpointError(
-                f"{checkpoint.path}: {difference}; a run cannot go on with another (weights alone: megamem checkpoint "
-                "merge)"
+                f"{checkpoint.path}: {difference}; a run cannot go on with another (its weights alone: "
+                "megamem checkpoint merge, then megamem start-from)"
             )
 
 
@@ -94,6 +99,59 @@ def _difference(name: str, saved: Any, now: Any) -> str | None:
                 return found
         return None
     return None if saved == now else f"{name} was {saved!r} and is {now!r}"
+
+
+def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
+    """Weights from a safetensors file of whole tensors by global name, as a run leaves at its end; nothing else.
+
+    A collective call of all ranks of `group`. Raises: CheckpointError naming file and tensor.
+    """
+    with torch.device("meta"):
+        whole = Stage(engine.config.model, PlainLinears())
+    shapes = {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
+    _all_agree(_wrong_weights(path, shapes), group)
+    with safe_open(path, framework="pt") as file:
+        for key, fragments in optimizer_fragments(engine).items():
+            kind, name = key.split("/", 1)
+            for piece in fragments.pieces if kind == "master" else []:
+                where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.tensor.shape, strict=True))
+                piece.tensor.copy_(file.get_slice(name)[where])
+    spread_masters(engine)
+
+
+def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
+    """Why a file cannot be the weights of a model with parameters of these shapes."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
+    except (OSError, SafetensorError) as error:
+        return f"{path}: not a readable safetensors file ({error})"
+    if wrong := sorted(set(shapes) - set(found)):
+        return f"{path}: {wrong[0]} is missing; the file belongs to another model"
+    if wrong := sorted(set(found) - set(shapes)):
+        return f"{path}: {wrong[0]} is not in the model; the file belongs to another model"
+    for name, shape in shapes.items():
+        if list(found[name]) != shape:
+            return f"{path}: {name} has shape {list(found[name])}, the model's is {shape}"
+    return None
+
+
+def _misfit(checkpoint: Checkpoint, index: Mapping[str, Any], tensors: Mapping[str, Fragments]) -> str | None:
+    """What of `tensors` the checkpoint does not have as it should."""
+    for name, fragments in tensors.items():
+        if name not in index:
+            return f"{checkpoint.path}: {name} is missing; the checkpoint belongs to another model"
+        if list(fragments.shape) != index[name]["shape"]:
+            return f"{checkpoint.path}: {name} has shape {index[name]['shape']}, the run {list(fragments.shape)}"
+    return None
+
+
+def _all_agree(error: str | None, group: ProcessGroup) -> None:
+    """Raise CheckpointError on all ranks if there is an error on one."""
+    errors: list[str | None] = [None] * group.size()
+    dist.all_gather_object(errors, error, group=group)
+    if found := next((error for error in errors if error), None):
+        raise CheckpointError(found)
 
 
 def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
@@ -108,13 +166,7 @@ def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) ->
     tensors = {**optimizer_fragments(engine), **state_fragments(engine, carried)}
     generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
     tensors |= {name: Fragments(state.shape, [Piece((0,), state)]) for name, state in generators.items()}
-    for name, fragments in tensors.items():
-        if name not in index:
-            raise CheckpointError(f"{checkpoint.path}: {name} is missing; the checkpoint belongs to another model")
-        if list(fragments.shape) != index[name]["shape"]:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {index[name]['shape']}, the run {list(fragments.shape)}"
-            )
+    _all_agree(_misfit(checkpoint, index, tensors), group)
     try:
         state_dict_loader.load(
             dict(tensors),
@@ -128,6 +180,7 @@ def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) ->
     set_optimizer_steps(engine, run["optimizer_steps"])
     spread_masters(engine)
     set_random_states(engine.topology, generators)
+    drop_filling(engine, carried, tensors)
     engine.carried = carried
     dist.barrier(group=group)
     return run

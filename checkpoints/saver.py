@@ -6,6 +6,7 @@ run is told at its next step border and ends with the cause.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -56,17 +57,25 @@ class Saver:
             for remains in folder.glob(f"*{PARTIAL}"):  # of a process that was killed while it wrote
                 shutil.rmtree(remains)
 
-    def save(self, step: int, tensors: dict[str, Fragments], run: dict[str, Any], wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        tensors: dict[str, Fragments],
+        run: dict[str, Any],
+        wait: bool = False,
+        watch: Callable[[str], None] = lambda action: None,
+    ) -> None:
         """Begin a save; returns once the tensors are copied, or written if `wait` or the configuration says so.
 
         Args:
             step: finished optimizer steps.
             tensors: this rank's fragments by name; may change as soon as the call returns.
             run: what run.json holds; rank 0's counts.
+            watch: as in `wait`.
         Raises: CheckpointError if this save or the one before failed.
         """
         begun = time.monotonic()
-        self.wait()
+        self.wait(watch)
         waited = time.monotonic()
         staged = self._stage(tensors)
         copied = time.monotonic()
@@ -75,7 +84,12 @@ class Saver:
         )
         self._thread.start()
         if wait or not self.config.asynchronous:
-            self.wait()
+            self.wait(watch)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
 
     def failed(self) -> bool:
         """Whether a save has failed on this rank; costs nothing."""
@@ -97,17 +111,18 @@ class Saver:
     def _stage(self, tensors: dict[str, Fragments]) -> dict[str, Fragments]:
         """A copy in CPU memory, in buffers that are used again by the next save: one copy at most exists."""
         staged = {}
-        device = None
+        devices: set[torch.device] = set()
         for name, fragments in tensors.items():
             if not fragments.writes:
                 continue
             pieces = []
             for piece in fragments.pieces:
-                device = piece.tensor.device
+                devices.add(piece.tensor.device)
                 pieces.append(Piece(piece.offsets, self._copy((name, piece.offsets), piece.tensor)))
             staged[name] = Fragments(fragments.shape, pieces)
-        if device is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        for device in devices:
+            if device.type == "cuda":  # the copies are under way until then
+                torch.cuda.current_stream(device).synchronize()
         return staged
 
     def _copy(self, key: tuple[str, tuple[int, ...]], tensor: Tensor) -> Tensor:
@@ -138,7 +153,7 @@ class Saver:
             process_group=self.group,
         )
         files = self._together(lambda: self._hash(partial, run))
-        self._together(lambda: self._complete(partial, final, files) if self.rank == 0 else None)
+        self._together(lambda: self._complete(step, partial, final, files) if self.rank == 0 else None)
 
     def _prepare(self, partial: Path) -> None:
         if partial.exists():
@@ -155,9 +170,10 @@ class Saver:
             sync(partial / name)
         return {name: {"bytes": (partial / name).stat().st_size, "sha256": sha256(partial / name)} for name in names}
 
-    def _complete(self, partial: Path, final: Path, files: list[dict[str, Any] | None]) -> None:
+    def _complete(self, step: int, partial: Path, final: Path, files: list[dict[str, Any] | None]) -> None:
         complete(partial, final, {name: entry for part in files for name, entry in (part or {}).items()})
-        prune(self.folder, self.config.keep_last, self.config.keep_every, self.config.keep_best)
+        with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next save
+            prune(self.folder, self.config.keep_last, self.config.keep_every, self.config.keep_best, newest=step)
 
     def _together(self, work: Any) -> list[Any]:
         """Every rank's result of `work`, on every rank; an error on one is an error on all."""

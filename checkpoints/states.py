@@ -12,14 +12,18 @@ from megamem.parallel.gather import gather_shards
 
 
 def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorSpec, Tensor]]:
-    """Every tensor of a layer's state with its name and declaration; entries of lists are called `keys.3.key`."""
+    """Every tensor of a layer's state with its name and declaration.
+
+    Entries of lists are called by age, `past.0.keys` is of the newest: mixers read them from that end, and lanes of a
+    batch may have different numbers of them.
+    """
     for name, spec in specs.items():
         if isinstance(spec, TensorSpec):
             yield name, spec, state[name]
         else:
-            for index, entry in enumerate(state[name]):
+            for age, entry in enumerate(reversed(state[name])):
                 for part, declared in spec.entry.items():
-                    yield f"{name}.{index}.{part}", declared, entry[part]
+                    yield f"{name}.{age}.{part}", declared, entry[part]
 
 
 def whole_state(specs: StateSpec, state: State, group: ProcessGroup) -> dict[str, Tensor]:
@@ -40,8 +44,8 @@ def local_state(specs: StateSpec, whole: Mapping[str, Tensor], tp_size: int = 1,
         if isinstance(spec, Growing):
             count = len({key.split(".")[1] for key in whole if key.startswith(f"{name}.")})
             state[name] = [
-                {key: part(f"{name}.{index}.{key}", declared) for key, declared in spec.entry.items()}
-                for index in range(count)
+                {key: part(f"{name}.{age}.{key}", declared) for key, declared in spec.entry.items()}
+                for age in reversed(range(count))
             ]
         else:
             state[name] = part(name, spec)

@@ -6,11 +6,13 @@ Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for the FP32 weights and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoints.fragments import Fragments, Piece
@@ -104,14 +106,26 @@ def spread_masters(engine: TrainingEngine) -> None:
 
 
 def state_fragments(engine: TrainingEngine, carried: Mapping[int, list[State]]) -> dict[str, Fragments]:
-    """Memory states of every lane: the batch axis is the row of the whole batch."""
+    """Memory states of every lane: the batch axis is the row of the whole batch.
+
+    Growing lists of lanes may have different lengths: they are filled up with zeros at their old end, and
+    `NAME.entries` holds each row's own number. A collective of the data-parallel ranks where there are such lists.
+    """
     pieces: dict[str, list[Piece]] = {}
     declared: dict[str, tuple[TensorSpec, Any]] = {}
     topology, micro = engine.topology, engine.config.training.micro_batch_size
+    longest = _longest_lists(engine, carried)
     for sequence, states in carried.items():
         row = (sequence * topology.dp_size + topology.dp_rank) * micro
         for (layer, block), state in zip(engine.stage.layers.items(), states, strict=True):
-            mixer = cast(Block, block).mixer
+            mixer, prefix = cast(Block, block).mixer, f"states/layers.{layer}/"
+            for name, spec in mixer.specs.items():
+                if isinstance(spec, Growing):
+                    counts = torch.full((micro,), len(state[name]))
+                    pieces.setdefault(f"{prefix}{name}.entries", []).append(Piece((row,), counts))
+                    declared[f"{prefix}{name}.entries"] = TensorSpec(("batch",), "int64"), counts
+                    missing = longest[layer, name] - len(state[name])
+                    state = {**state, name: [*_empty_entries(engine, mixer, spec, missing), *state[name]]}
             for part, spec, tensor in named_tensors(mixer.specs, state):
                 if not tensor.numel():
                     continue
@@ -121,9 +135,8 @@ def state_fragments(engine: TrainingEngine, carried: Mapping[int, list[State]]) 
                 corner[batch] = row
                 if spec.shard is not None and (axis := spec.axis(spec.shard)) is not None:
                     corner[axis] = tensor.shape[axis] * topology.tp_rank
-                name = f"states/layers.{layer}/{part}"
-                pieces.setdefault(name, []).append(Piece(tuple(corner), tensor))
-                declared[name] = spec, tensor
+                pieces.setdefault(prefix + part, []).append(Piece(tuple(corner), tensor))
+                declared[prefix + part] = spec, tensor
     return {
         name: Fragments(
             _whole_shape(*declared[name], engine.config.global_rows, topology),
@@ -132,6 +145,23 @@ def state_fragments(engine: TrainingEngine, carried: Mapping[int, list[State]]) 
         )
         for name, found in pieces.items()
     }
+
+
+def _longest_lists(engine: TrainingEngine, carried: Mapping[int, list[State]]) -> dict[tuple[str, str], int]:
+    """Per layer and growing list, most entries of any lane on any data-parallel rank."""
+    lists = [
+        (layer, name)
+        for layer, block in engine.stage.layers.items()
+        for name, spec in cast(Block, block).mixer.specs.items()
+        if isinstance(spec, Growing)
+    ]
+    if not lists or not carried:
+        return {}
+    at = {layer: index for index, layer in enumerate(engine.stage.layers)}
+    counts = [max(len(states[at[layer]][name]) for states in carried.values()) for layer, name in lists]
+    agreed = torch.tensor(counts, device=engine.topology.device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=engine.topology.dp_group)
+    return dict(zip(lists, agreed.tolist(), strict=True))
 
 
 def _whole_shape(spec: TensorSpec, tensor: Tensor, rows: int, topology: Topology) -> list[int]:
@@ -147,28 +177,40 @@ def _whole_shape(spec: TensorSpec, tensor: Tensor, rows: int, topology: Topology
 def empty_states(engine: TrainingEngine, names: set[str]) -> dict[int, list[State]]:
     """States of this rank's lanes with room for what a checkpoint holds; none if it holds none.
 
-    names: of the checkpoint's tensors, which say how many entries growing lists have.
+    names: of the checkpoint's tensors, which say how many entries growing lists have at most. After the load,
+    `drop_filling` takes out what was only filled up.
     """
     if not any(name.startswith("states/") for name in names):
         return {}
-    rows = engine.config.training.micro_batch_size
     carried = {}
     for sequence in range(engine.accumulation):
-        states = engine.fresh_states(rows)
+        states = engine.fresh_states(engine.config.training.micro_batch_size)
         for (layer, block), state in zip(engine.stage.layers.items(), states, strict=True):
             mixer = cast(Block, block).mixer
             for name, spec in mixer.specs.items():
                 if isinstance(spec, Growing):
-                    state[name] = _empty_entries(engine, mixer, spec, f"states/layers.{layer}/{name}.", names)
+                    ages = re.compile(rf"states/layers\.{layer}/{re.escape(name)}\.(\d+)\.")
+                    count = len({found[1] for entry in names if (found := ages.match(entry))})
+                    state[name] = _empty_entries(engine, mixer, spec, count)
         carried[sequence] = states
     return carried
 
 
-def _empty_entries(
-    engine: TrainingEngine, mixer: Mixer, spec: Growing, prefix: str, names: set[str]
-) -> list[dict[str, Tensor]]:
-    """As many entries of a growing list as the checkpoint holds under `prefix`."""
-    count = len({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
+def drop_filling(engine: TrainingEngine, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
+    """Cut growing lists down to the entries their rows had when they were saved."""
+    micro = engine.config.training.micro_batch_size
+    for index, (sequence, states) in enumerate(carried.items()):
+        for (layer, block), state in zip(engine.stage.layers.items(), states, strict=True):
+            for name, spec in cast(Block, block).mixer.specs.items():
+                if isinstance(spec, Growing):
+                    counts = loaded[f"states/layers.{layer}/{name}.entries"].pieces[index].tensor
+                    assert counts.shape == (micro,), f"sequence {sequence}"
+                    own = int(counts.max())
+                    state[name] = state[name][len(state[name]) - own :]
+
+
+def _empty_entries(engine: TrainingEngine, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Tensor]]:
+    """Zeros in the place of entries of a growing list."""
     sizes = {**mixer.sizes, "batch": engine.config.training.micro_batch_size, "open": 0}
     how: dict[str, Any] = {"device": engine.topology.device}
     return [

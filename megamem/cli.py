@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +18,9 @@ from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
 from megamem.cli_plan import plan
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
+
+if TYPE_CHECKING:
+    from megamem.config.run import RunConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(corpus_app, name="corpus")
@@ -69,6 +72,13 @@ def train(
     raise typer.Exit(run_local(count, ["train", str(config), *overrides, *flags]))
 
 
+def _stopped(settings: RunConfig) -> str:
+    """What is said of a run that ended before its last step."""
+    cause = "as training.stop_after says" if settings.training.stop_after else "by a signal at a step border"
+    again = "the same command goes on" if settings.checkpoint.resume == "auto" else "checkpoint.resume=auto goes on"
+    return f"stopped {cause}; the checkpoint is saved, and {again}"
+
+
 def _prepare_processor(precision: str) -> None:
     from megamem.hardware import avoid_broken_amx
 
@@ -88,11 +98,24 @@ def _rank(settings: object, dry: bool) -> None:
     chief = os.environ.get("RANK", "0") == "0"
     if figures is None:
         if chief:
-            console.print("stopped by a signal at a step border; the checkpoint is saved, and the same command goes on")
+            console.print(_stopped(settings))
         raise typer.Exit(STOPPED)
     if chief:
         console.file.write(json.dumps(figures) + "\n")
         console.file.flush()
+
+
+@app.command("start-from")
+def start_from(
+    weights: Annotated[Path, typer.Argument(help="safetensors file of a run's weights")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    processes: Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")] = None,
+) -> None:
+    """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
+    if not weights.is_file():
+        raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
+    train(config, [*(overrides or []), f"training.weights={weights}"], processes=processes)
 
 
 @app.command()

@@ -86,6 +86,9 @@ class TrainingConfig(ConfigModel):
     """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
+    weights: Path | None = None
+    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it; random if not given.
+    A run that goes on from a checkpoint has its own."""
     compile: bool = False
     """torch.compile what lies between matrix products: norms, rotations and gates, one kernel each; pays on CUDA."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -94,8 +94,12 @@ class Topology:
     ) -> Topology:
         """Join the processes that torchrun started (or run alone) and make all groups.
 
+        A process has one topology at a time: asked again for the same one, it is returned; for another, the groups of
+        the one before are gone.
+
         device: `cpu`, `cuda` or None for CUDA where there is one. timeout_s: seconds a collective may wait.
         """
+        global _current
         prepare_libraries()
         from megatron.core import parallel_state
 
@@ -110,8 +114,13 @@ class Topology:
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             store = HashStore() if world_size == 1 else None
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-        if parallel_state.model_parallel_is_initialized():
+        if _current is not None and (tp, pp, chosen, timeout_s) == _current[0]:
+            return _current[1]
+        before = set(dist.distributed_c10d._world.pg_map)
+        if _current is not None:
             parallel_state.destroy_model_parallel()
+            for group in _current[2]:  # each has threads and connections
+                dist.destroy_process_group(group)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -128,6 +137,7 @@ class Topology:
             forward, backward, ends,
         )  # fmt: skip
         topology._assert_order()
+        _current = (tp, pp, chosen, timeout_s), topology, set(dist.distributed_c10d._world.pg_map) - before
         return topology
 
     def _assert_order(self) -> None:
@@ -155,6 +165,10 @@ class Topology:
     def mpu(self) -> DeepSpeedGroups:
         """The groups as DeepSpeed asks for them."""
         return DeepSpeedGroups(self)
+
+
+_current: tuple[tuple[object, ...], Topology, set[ProcessGroup]] | None = None
+"""What this process was asked for, what it got, and the groups that were made for it."""
 
 
 def _border_groups(

@@ -201,7 +201,7 @@ class Profiler(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """See `Callback.start`."""
-        if self.first == 1:
+        if trainer.step == self.first - 1:
             self._begin()
 
     def _begin(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from checkpoints.folder import Checkpoint
@@ -64,6 +65,11 @@ def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | 
     }
 
 
+def as_fragments(tensors: Mapping[str, Tensor]) -> dict[str, Fragments]:
+    """Vectors that this rank alone holds."""
+    return {name: Fragments(tensor.shape, [Piece((0,), tensor)]) for name, tensor in tensors.items()}
+
+
 def cpu_group(timeout_s: float) -> ProcessGroup:
     """A group of all ranks on gloo that nobody else uses. All ranks must call it."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -111,8 +117,7 @@ class Checkpoints(Callback):
     def _save(self, trainer: Trainer, wait: bool) -> None:
         topology, engine, step = self.engine.topology, self.engine, trainer.step
         tensors = {**optimizer_fragments(engine), **state_fragments(engine, engine.carried)}
-        for name, state in random_states(topology).items():
-            tensors[name] = Fragments(state.shape, [Piece((0,), state)])
+        tensors |= as_fragments(random_states(topology))
         last = self.validation()
         run = {
             "step": step,
@@ -124,7 +129,7 @@ class Checkpoints(Callback):
             "layout": {"pp": topology.pp_size, "dp": topology.dp_size, "tp": topology.tp_size},
             **self.facts,
         }
-        self.saver.save(step, tensors, run, wait=wait)
+        self.saver.save(step, tensors, run, wait, trainer.watch)
         self.saved, self._since = step, time.monotonic()
 
 

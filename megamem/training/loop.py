@@ -54,6 +54,8 @@ class Trainer:
         with self._signals(), self._batches() as batches:
             for callback in self.callbacks:
                 callback.start(self)
+            end = self.config.training.stop_after or self.config.steps
+            self.stopped = self.step >= end and self.step < self.config.steps
             while self.step < self.config.steps and not self.stopped:
                 self._one_step(batches)
                 self._agree()
@@ -93,7 +95,8 @@ class Trainer:
         if self.topology.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         stopped, self.clock_says_save, failed = (bool(flag) for flag in flags)
-        self.stopped |= stopped or self.step == self.config.training.stop_after
+        early = self.step == self.config.training.stop_after and self.step < self.config.steps
+        self.stopped |= stopped or early
         if failed and self.saver is not None:
             self.saver.wait()
 

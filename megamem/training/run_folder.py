@@ -50,7 +50,7 @@ def goes_on(config: RunConfig) -> bool:
     folder = config.run_folder
     if config.checkpoint.resume != "auto":
         return False
-    if any((folder / "checkpoints").glob("step-*")):
+    if any(path.suffix != ".partial" for path in (folder / "checkpoints").glob("step-*")):
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
     return same and not any((folder / result).exists() for result in RESULTS)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from checkpoints.resume import start_from
 from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
 from megamem.config.load import dump_yaml
@@ -224,6 +225,9 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
         if checkpoint is not None:
             watchdog.at(f"loading {checkpoint.path}")
             go_on(trainer, checkpoint, bad_steps, group)
+        elif config.training.weights is not None:
+            watchdog.at(f"loading {config.training.weights}")
+            start_from(engine, config.training.weights, group)
         try:
             trainer.fit()
         except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps

@@ -15,6 +15,7 @@ from checkpoints.storage import read_index
 from tests.integration.commands import CHUNK, run_tree
 from tests.integration.ranks import Job
 from tests.integration.resume_cases import reload, train_each
+from tests.unit.data_helpers import make_shards
 
 pytestmark = pytest.mark.distributed
 
@@ -72,7 +73,7 @@ def form(request):
     return FORMS[request.param]
 
 
-def tree(data, runs, name, layout, form, **sections):
+def tree(corpus, runs, name, layout, form, **sections):
     """A run that logs each step and saves in the middle and at the end."""
     made = LAYOUTS[layout][1]
     merged = {key: {**made.get(key, {}), **sections.get(key, {})} for key in {*made, *sections}}
@@ -80,7 +81,7 @@ def tree(data, runs, name, layout, form, **sections):
     checkpoint = {"every": form.half, "keep_last": 5, **merged.pop("checkpoint", {})}
     source = {"validation": [], "sequence_length": LENGTH, **merged.pop("data", {})}
     return run_tree(
-        data, runs, name=name, model=MODEL, training=training, checkpoint=checkpoint, data=source,
+        corpus, runs, name=name, model=MODEL, training=training, checkpoint=checkpoint, data=source,
         evaluation={"every": 0}, logging={"every": 1}, **merged,
     )  # fmt: skip
 
@@ -195,6 +196,40 @@ def test_streams_move_too(form, data, runs, tmp_path):
     for target in trees:
         found = [record["loss"] for record in records(tmp_path / "runs", target)]
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_lanes_with_memories_of_different_age(tmp_path):
+    """Short documents begin at different steps in each lane, so that growing lists have different lengths."""
+    data = tmp_path / "data"
+    make_shards(data, tuple(40 + 37 * i % 150 for i in range(24)), name="train", seed=3)
+    make_shards(data, (300,), name="validation", seed=100)
+    sections = {"data": {"feeding": "streams"}, "checkpoint": {"every": 1, "keep_last": 9}}
+    micro = {"bptt_chunks": 2, "micro_batch_size": 1}
+    form = Form(3, 2, ())
+
+    def trees(layout, **training):
+        for name in ("straight", "halves", "dp2"):
+            yield name, tree(data, tmp_path / "runs", name, layout, form, training={**micro, **training}, **sections)
+
+    one = dict(trees("tp1"))
+    half = dict(trees("tp1", stop_after=form.half))
+    run_all(tmp_path / "first", {"straight": (1, one["straight"]), "halves": (1, half["halves"])})
+    checkpoint = saved(tmp_path / "runs", "halves", form.half)
+    (entries,) = [name for name in read_index(checkpoint.path) if name.endswith(".entries")]
+    counts = whole(checkpoint, entries).tolist()
+    assert len(counts) == ROWS
+    assert len(set(counts)) > 1, f"the lanes are alike: {counts}"
+    moved = tree(
+        data, tmp_path / "runs", "dp2", "tp1", form, training=micro,
+        **{**sections, "checkpoint": {**sections["checkpoint"], "resume": str(checkpoint.path)}},
+    )  # fmt: skip
+    run_all(tmp_path / "second", {"halves": (1, one["halves"]), "dp2": (2, moved)})
+    straight, halves = (saved(tmp_path / "runs", name, form.steps) for name in ("straight", "halves"))
+    assert [str(difference) for difference in compare(straight, halves)[1]] == []
+    expected = [record["loss"] for record in records(tmp_path / "runs", "straight")]
+    assert [record["loss"] for record in records(tmp_path / "runs", "halves")] == expected
+    found = [record["loss"] for record in records(tmp_path / "runs", "dp2")]
+    assert found == pytest.approx(expected[form.half :], abs=1e-5)
 
 
 def test_a_finished_run_has_nothing_left_to_do(form, data, runs, tmp_path):

@@ -103,15 +103,30 @@ def test_every_byte_of_every_file_counts(checkpoint):
     verify(checkpoint)
 
 
-def test_ranks_share_the_hashing(checkpoint):
-    flip(checkpoint.path / "rank-00001.safetensors")
-    found = []
-    for rank in range(3):
-        try:
-            verify(checkpoint, (rank, 3))
-        except CheckpointError:
-            found.append(rank)
-    assert len(found) == 1
+def test_names_that_only_end_like_one_are_left_alone(tmp_path):
+    """A checkpoint put aside under another name is nobody's to remove."""
+    write(tmp_path, 10).path.rename(tmp_path / "best-step-00000010")
+    write(tmp_path, 20)
+    assert [c.step for c in checkpoints_in(tmp_path)] == [20]
+    prune(tmp_path, last=1)
+    assert (tmp_path / "best-step-00000010").is_dir()
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
+    for step, loss in ((10, float("nan")), (20, 1.0), (30, 2.0)):
+        write(tmp_path, step, loss)
+    prune(tmp_path, last=1, best=1)
+    assert [c.step for c in checkpoints_in(tmp_path)] == [20, 30]
+
+
+def test_after_a_fallback_skipped_checkpoints_do_not_push_good_ones_out(tmp_path):
+    """20 and 30 are damaged, the run went on from 10 and has saved 15."""
+    for step in (10, 15, 20, 30):
+        write(tmp_path, step)
+    prune(tmp_path, last=2, newest=15)
+    assert [c.step for c in checkpoints_in(tmp_path)] == [10, 15, 20, 30]
+    prune(tmp_path, last=1, newest=15)
+    assert [c.step for c in checkpoints_in(tmp_path)] == [15, 20, 30]
 
 
 def test_unfinished_folders_do_not_exist_for_readers(tmp_path):
