@@ -18,7 +18,7 @@ from checkpoints.resume import check_identity, choose, identity, load
 from checkpoints.saver import Saver
 from checkpoints.training_state import optimizer_fragments, optimizer_steps, random_states, state_fragments
 from megamem.config.run import RunConfig
-from megamem.errors import MegamemError
+from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks import BadSteps, Callback
 from megamem.training.loop import Trainer
@@ -34,6 +34,8 @@ def on_rank_0(work: Callable[[], Any], group: ProcessGroup) -> Any:
             told[0] = work()
         except MegamemError as error:
             told[1] = error
+        except Exception as error:  # a defect or a failing disk: nobody should wait for rank 0
+            told[1] = MegamemError(f"{type(error).__name__}: {error}")
     dist.broadcast_object_list(told, group_src=0, group=group)
     if told[1] is not None:
         raise told[1]
@@ -49,11 +51,24 @@ def resume_point(config: RunConfig, facts: dict[str, Any], group: ProcessGroup) 
     def chosen() -> tuple[Checkpoint | None, list[str]]:
         checkpoint, skipped = choose(config.checkpoint, config.run_folder / FOLDER)
         if checkpoint is not None:
-            check_identity(checkpoint, checkpoint.run(), facts)
+            saved = checkpoint.run()
+            check_identity(checkpoint, saved, facts)
+            _check_weights(config, checkpoint, saved)
         return checkpoint, skipped
 
     found: tuple[Checkpoint | None, list[str]] = on_rank_0(chosen, group)
     return found
+
+
+def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
+    """A run that asks for other weights to start from is another run, which must not go on from this one's."""
+    wanted = config.training.weights
+    begun_with = saved["config"]["training"].get("weights")
+    if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
+        raise CheckpointError(
+            f"{checkpoint.path}: the run did not start from training.weights {wanted}; choose another `name` to "
+            "start a new one"
+        )
 
 
 def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.optimizer import learning_rate
 from megamem.training.callbacks import Callback
 
+SAME_SIGNAL_S = 1.0
+
 
 class Trainer:
     """Runs steps until the budget is spent or a signal asks to stop. Everything optional is a callback."""
@@ -102,15 +104,25 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop at the next step border; a second one acts at once."""
+        """SIGTERM and SIGINT ask for a stop at the next step border; a later second one acts at once.
+
+        A job's signal may reach a rank twice, from its launcher and from whoever signals all processes of the job: what
+        comes within `SAME_SIGNAL_S` is one signal.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
+        first: float | None = None
+
         def note(number: int, frame: FrameType | None) -> None:
+            nonlocal first
+            first = first or time.monotonic()
             self._signal = number
-            signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+            if time.monotonic() - first > SAME_SIGNAL_S:
+                signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+                signal.raise_signal(number)
 
         for number in before:
             signal.signal(number, note)

@@ -61,8 +61,11 @@ def _text(config: RunConfig) -> str:
 
 
 def _taken(config: RunConfig) -> str:
+    folder = config.run_folder
+    if any((folder / "checkpoints").glob("step-*")):
+        return f"{folder}: already holds a run; checkpoint.resume=auto goes on with it, or choose another `name`"
     why = "" if config.checkpoint.resume == "none" else ", without a checkpoint to go on from"
-    return f"{config.run_folder}: already holds another run{why}; choose another `name` or remove the folder"
+    return f"{folder}: already holds another run{why}; choose another `name` or remove the folder"
 
 
 def create_run_folder(config: RunConfig) -> Path:

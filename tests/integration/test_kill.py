@@ -9,7 +9,10 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(
     ("layout", "seed"),
-    [({"parallel": {"tp": 2}}, 1), ({"parallel": {"pp": 2}, "data": {"feeding": "streams"}}, 2)],
+    [
+        ({"parallel": {"tp": 2}}, 1),
+        pytest.param({"parallel": {"pp": 2}, "data": {"feeding": "streams"}}, 2, marks=pytest.mark.slow),
+    ],
     ids=["tp2", "pp2-streams"],
 )
 def test_kills_at_random_moments(data, tmp_path, layout, seed):
