@@ -29,13 +29,13 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     from checkpoints.folder import checkpoints_in
     from checkpoints.resume import load
     from checkpoints.saver import Saver
-    from checkpoints.training_state import optimizer_fragments, optimizer_steps, random_states
+    from checkpoints.training_state import as_fragments, optimizer_fragments, optimizer_steps, random_states
     from megamem.config.checkpoint import CheckpointConfig
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
     from megamem.pipeline.engine import build_engine
     from megamem.planning.parameters import parameter_counts
-    from megamem.training.checkpointing import as_fragments, cpu_group
+    from megamem.training.checkpointing import cpu_group
     from megamem.training.start import mock_batches, start_topology
 
     config = load_config(RunConfig, Path("configs/recipes/demo.yaml"))

@@ -13,7 +13,6 @@ found by looking, never by a pointer that could be wrong.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from megamem.errors import CheckpointError
+from tokenization.files import sha256_file
 
+FOLDER = "checkpoints"
+"""Where a run folder has them."""
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -90,12 +92,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def sha256(path: Path) -> str:
-    """Hash of a file as it is on disk."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def verify(checkpoint: Checkpoint) -> None:
     """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written."""
     try:
@@ -109,7 +105,7 @@ def _verify(checkpoint: Checkpoint) -> None:
     if not checkpoint.complete:
         raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
     manifest = checkpoint.manifest()
-    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256(path / MANIFEST):
+    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256_file(path / MANIFEST):
         raise CheckpointError(f"{path / MANIFEST}: is not the manifest this checkpoint was completed with")
     files = manifest["files"]
     known = {MANIFEST, MARKER, *files}
@@ -121,7 +117,7 @@ def _verify(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{file}: is missing")
         if file.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{file}: has {file.stat().st_size:,} bytes, {entry['bytes']:,} were written")
-        if sha256(file) != entry["sha256"]:
+        if sha256_file(file) != entry["sha256"]:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
 
 
@@ -147,7 +143,7 @@ def complete(partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> No
     """
     manifest = partial / MANIFEST
     write_text(manifest, json.dumps({"format": 1, "files": files}, indent=1) + "\n")
-    write_text(partial / MARKER, sha256(manifest) + "\n")
+    write_text(partial / MARKER, sha256_file(manifest) + "\n")
     sync(partial)
     if final.exists():  # of an earlier attempt that never got its marker, or that is being repeated
         shutil.rmtree(final)

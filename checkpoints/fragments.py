@@ -20,6 +20,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 Sizes = tuple[int, ...]
 
 
+def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a rectangle in the tensor it is a part of."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[Sizes, Sizes]]:
     """(offsets, sizes) of the rectangles that elements start..stop-1 of a row-major tensor make up, in flat order."""
     if start >= stop:

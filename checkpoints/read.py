@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.folder import Checkpoint
+from checkpoints.fragments import region
 from checkpoints.storage import pieces_of, read_index
+from checkpoints.weights import write_weights
 from megamem.errors import CheckpointError
 
 MASTER = "master/"
@@ -22,9 +24,14 @@ def whole(checkpoint: Checkpoint, name: str) -> Tensor:
     entry = read_index(checkpoint.path).get(name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.path}: holds no tensor {name}")
+    return _assembled(checkpoint, name, entry)
+
+
+def _assembled(checkpoint: Checkpoint, name: str, entry: dict[str, Any]) -> Tensor:
+    """`whole` where the tensor's index entry is known: the index is not read again for every tensor."""
     value = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     for offsets, part in pieces_of(checkpoint.path, name, entry):
-        value[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))] = part
+        value[region(offsets, part.shape)] = part
     return value
 
 
@@ -43,15 +50,15 @@ class Difference:
 def compare(a: Checkpoint, b: Checkpoint) -> tuple[int, Iterator[Difference]]:
     """Number of tensors of both, and every difference in value, shape or dtype, bit by bit."""
     ours, theirs = read_index(a.path), read_index(b.path)
-    return len({*ours, *theirs}), _differences(a, b, set(ours), set(theirs))
+    return len({*ours, *theirs}), _differences(a, b, ours, theirs)
 
 
-def _differences(a: Checkpoint, b: Checkpoint, ours: set[str], theirs: set[str]) -> Iterator[Difference]:
-    for name in sorted(ours | theirs):
+def _differences(a: Checkpoint, b: Checkpoint, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
+    for name in sorted({*ours, *theirs}):
         if name not in ours or name not in theirs:
             yield Difference(name, f"only in {a.path if name in ours else b.path}")
             continue
-        x, y = whole(a, name), whole(b, name)
+        x, y = _assembled(a, name, ours[name]), _assembled(b, name, theirs[name])
         if x.shape != y.shape or x.dtype != y.dtype:
             yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
         elif not torch.equal(x.view(torch.uint8) if x.ndim else x, y.view(torch.uint8) if y.ndim else y):
@@ -62,15 +69,16 @@ def _differences(a: Checkpoint, b: Checkpoint, ours: set[str], theirs: set[str])
 
 def merge(checkpoint: Checkpoint, path: Path) -> int:
     """Write the FP32 weights as one safetensors file of whole tensors by global name; returns their number."""
-    names = [name for name in read_index(checkpoint.path) if name.startswith(MASTER)]
-    weights = {name.removeprefix(MASTER): whole(checkpoint, name) for name in names}
+    weights = {
+        name.removeprefix(MASTER): _assembled(checkpoint, name, entry)
+        for name, entry in read_index(checkpoint.path).items()
+        if name.startswith(MASTER)
+    }
     if path.exists():
         raise CheckpointError(f"{path}: exists already; choose another file")
-    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32"})
-        temporary.replace(path)
+        write_weights(weights, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
     return len(weights)

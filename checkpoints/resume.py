@@ -14,9 +14,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
-from checkpoints.fragments import Fragments, LoadPlanner, Piece
+from checkpoints.fragments import Fragments, LoadPlanner, region
 from checkpoints.storage import SafeReader, read_index
 from checkpoints.training_state import (
+    as_fragments,
     drop_filling,
     empty_states,
     optimizer_fragments,
@@ -114,8 +115,7 @@ def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
         for key, fragments in optimizer_fragments(engine).items():
             kind, name = key.split("/", 1)
             for piece in fragments.pieces if kind == "master" else []:
-                where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-                piece.tensor.copy_(file.get_slice(name)[where])
+                piece.tensor.copy_(file.get_slice(name)[region(piece.offsets, piece.tensor.shape)])
     spread_masters(engine)
 
 
@@ -165,7 +165,7 @@ def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) ->
     carried = empty_states(engine, set(index))
     tensors = {**optimizer_fragments(engine), **state_fragments(engine, carried)}
     generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
-    tensors |= {name: Fragments(state.shape, [Piece((0,), state)]) for name, state in generators.items()}
+    tensors |= as_fragments(generators)
     _all_agree(_misfit(checkpoint, index, tensors), group)
     try:
         state_dict_loader.load(

@@ -23,11 +23,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import PARTIAL, RUN, complete, folder_name, prune, sha256, sync
+from checkpoints.folder import PARTIAL, RUN, complete, folder_name, prune, sync
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.storage import INDEX, SafeWriter, data_file
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError
+from tokenization.files import sha256_file
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,9 @@ class Saver:
             names += [INDEX, RUN]
         for name in names:
             sync(partial / name)
-        return {name: {"bytes": (partial / name).stat().st_size, "sha256": sha256(partial / name)} for name in names}
+        return {
+            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_file(partial / name)} for name in names
+        }
 
     def _complete(self, step: int, partial: Path, final: Path, files: list[dict[str, Any] | None]) -> None:
         complete(partial, final, {name: entry for part in files for name, entry in (part or {}).items()})

@@ -28,14 +28,14 @@ def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorS
 
 def whole_state(specs: StateSpec, state: State, group: ProcessGroup) -> dict[str, Tensor]:
     """A layer's state by name, gathered over the tensor-parallel ranks of `group`. A collective of all of them."""
-    return {name: gather_shards(tensor, _shard_axis(spec), group) for name, spec, tensor in named_tensors(specs, state)}
+    return {name: gather_shards(tensor, spec.shard_axis, group) for name, spec, tensor in named_tensors(specs, state)}
 
 
 def local_state(specs: StateSpec, whole: Mapping[str, Tensor], tp_size: int = 1, tp_rank: int = 0) -> State:
     """One rank's state from whole tensors by name, for any tensor-parallel size. Raises KeyError if one is missing."""
 
     def part(name: str, spec: TensorSpec) -> Tensor:
-        axis = _shard_axis(spec)
+        axis = spec.shard_axis
         tensor = whole[name]
         return (tensor if axis is None else tensor.chunk(tp_size, axis)[tp_rank]).contiguous()
 
@@ -50,7 +50,3 @@ def local_state(specs: StateSpec, whole: Mapping[str, Tensor], tp_size: int = 1,
         else:
             state[name] = part(name, spec)
     return state
-
-
-def _shard_axis(spec: TensorSpec) -> int | None:
-    return None if spec.shard is None else spec.axis(spec.shard)

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from checkpoints.folder import read_json
+from checkpoints.fragments import region
 from megamem.errors import CheckpointError
 
 INDEX = "index.json"
@@ -104,14 +106,7 @@ class SafeWriter(StorageWriter):
 
 def read_index(folder: Path) -> dict[str, Any]:
     """What INDEX says, by tensor name. Raises CheckpointError if it cannot be read."""
-    path = folder / INDEX
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(index, dict):
-        raise CheckpointError(f"{path}: not an index of tensors")
-    return index
+    return read_json(folder / INDEX)
 
 
 class SafeReader(StorageReader):
@@ -138,7 +133,8 @@ class SafeReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """The metadata came from the coordinator; where each piece lies is looked up on this rank."""
-        self.read_metadata()
+        if not self._files:
+            self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """See `StorageReader.prepare_local_plan`."""
@@ -158,7 +154,7 @@ class SafeReader(StorageReader):
             with _opened(self.folder / name) as file:
                 for item in items:
                     piece = file.get_slice(_key(item.storage_index))
-                    where = tuple(slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    where = region(item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item)
                     target.detach().copy_(piece[where] if where else file.get_tensor(_key(item.storage_index)))
                     planner.commit_tensor(item, target)

@@ -133,7 +133,7 @@ def state_fragments(engine: TrainingEngine, carried: Mapping[int, list[State]]) 
                 assert batch is not None, f"{part}: a state of lanes needs a batch axis"
                 corner = [0] * tensor.ndim
                 corner[batch] = row
-                if spec.shard is not None and (axis := spec.axis(spec.shard)) is not None:
+                if (axis := spec.shard_axis) is not None:
                     corner[axis] = tensor.shape[axis] * topology.tp_rank
                 pieces.setdefault(prefix + part, []).append(Piece(tuple(corner), tensor))
                 declared[prefix + part] = spec, tensor
@@ -169,7 +169,7 @@ def _whole_shape(spec: TensorSpec, tensor: Tensor, rows: int, topology: Topology
     batch = spec.axis("batch")
     assert batch is not None
     shape[batch] = rows
-    if spec.shard is not None and (axis := spec.axis(spec.shard)) is not None:
+    if (axis := spec.shard_axis) is not None:
         shape[axis] *= topology.tp_size
     return shape
 
@@ -211,15 +211,16 @@ def drop_filling(engine: TrainingEngine, carried: Mapping[int, list[State]], loa
 
 def _empty_entries(engine: TrainingEngine, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Tensor]]:
     """Zeros in the place of entries of a growing list."""
-    sizes = {**mixer.sizes, "batch": engine.config.training.micro_batch_size, "open": 0}
-    how: dict[str, Any] = {"device": engine.topology.device}
+    rows, device = engine.config.training.micro_batch_size, engine.topology.device
     return [
-        {
-            part: torch.zeros(declared.sizes(sizes, mixer.tp_size), dtype=declared.torch_dtype(engine.dtype), **how)
-            for part, declared in spec.entry.items()
-        }
+        {part: mixer.zeros(declared, rows, device, engine.dtype) for part, declared in spec.entry.items()}
         for _ in range(count)
     ]
+
+
+def as_fragments(tensors: Mapping[str, Tensor]) -> dict[str, Fragments]:
+    """Vectors that this rank alone holds."""
+    return {name: Fragments(tensor.shape, [Piece((0,), tensor)]) for name, tensor in tensors.items()}
 
 
 def random_states(topology: Topology) -> dict[str, Tensor]:

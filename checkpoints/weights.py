@@ -32,9 +32,14 @@ def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: 
         for stage in range(1, topology.pp_size):
             # the last stage's tied embedding is the first's
             whole = {**dict(_receive(stage, topology)), **whole}
-        temporary = path.with_suffix(".tmp")
-        save_file(whole, temporary, metadata={"format": "megamem", "dtype": "fp32"})
-        temporary.rename(path)
+        write_weights(whole, path)
+
+
+def write_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write whole FP32 weights by global name as one file, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32"})
+    temporary.replace(path)
 
 
 def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:

@@ -31,7 +31,9 @@ def _folder(path: Path) -> Path:
     """The folder that holds a run's checkpoints."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    from checkpoints.folder import FOLDER
+
+    return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def _one(path: Path) -> Checkpoint:

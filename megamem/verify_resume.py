@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError
+from megamem.errors import STOPPED, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ def verify_resume(
         run: `megamem` with these arguments, in fresh processes; returns its exit code.
     Raises: CheckpointError if a run does not end well.
     """
-    from checkpoints.folder import at, folder_name
+    from checkpoints.folder import FOLDER, at, folder_name
     from checkpoints.read import compare
-    from megamem.errors import STOPPED
 
     settings.runs_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="verify-resume-", dir=settings.runs_folder) as name:
@@ -61,7 +61,7 @@ def verify_resume(
         train("straight")
         train("halves", f"training.stop_after={steps // 2}", ends_with=STOPPED)
         train("halves")
-        paths = [folder / run_name / "checkpoints" / folder_name(steps) for run_name in ("straight", "halves")]
+        paths = [folder / run_name / FOLDER / folder_name(steps) for run_name in ("straight", "halves")]
         count, differences = compare(*(at(path) for path in paths))
         found = [str(difference) for difference in differences]
         found += _metrics(*(folder / run_name / "metrics.jsonl" for run_name in ("straight", "halves")))
@@ -70,7 +70,6 @@ def verify_resume(
 
 def _metrics(straight: Path, halves: Path) -> list[str]:
     """Differences in what was logged of each step."""
-    import json
 
     def losses(path: Path) -> list[tuple[int, float, float]]:
         records = map(json.loads, path.read_text(encoding="utf-8").splitlines())

@@ -53,6 +53,11 @@ class TensorSpec:
         """Index of the axis called `name`, or None."""
         return self.shape.index(name) if name in self.shape else None
 
+    @property
+    def shard_axis(self) -> int | None:
+        """Index of the axis that is split over tensor-parallel ranks, or None."""
+        return None if self.shard is None else self.axis(self.shard)
+
 
 @dataclass(frozen=True)
 class Growing:
@@ -129,13 +134,15 @@ class Mixer(nn.Module, ABC):
 
     def initial_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> State:
         """The state before a document's first token: zeros and empty lists, for `rows` batch rows."""
-        names = {**self.sizes, "batch": rows, "open": 0}
         return {
-            name: []
-            if isinstance(spec, Growing)
-            else torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
+            name: [] if isinstance(spec, Growing) else self.zeros(spec, rows, device, dtype)
             for name, spec in self.specs.items()
         }
+
+    def zeros(self, spec: TensorSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """A tensor as `spec` declares it on this rank, for `rows` batch rows and activations of `dtype`."""
+        names = {**self.sizes, "batch": rows, "open": 0}
+        return torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
 
     @abstractmethod
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import Checkpoint
-from checkpoints.fragments import Fragments, Piece
+from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import check_identity, choose, identity, load
 from checkpoints.saver import Saver
-from checkpoints.training_state import optimizer_fragments, optimizer_steps, random_states, state_fragments
+from checkpoints.training_state import (
+    as_fragments,
+    optimizer_fragments,
+    optimizer_steps,
+    random_states,
+    state_fragments,
+)
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks import BadSteps, Callback
 from megamem.training.loop import Trainer
-
-FOLDER = "checkpoints"
 
 
 def on_rank_0(work: Callable[[], Any], group: ProcessGroup) -> Any:
@@ -78,11 +80,6 @@ def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | 
         "config": config.model_dump(mode="json"),
         "megamem": version("megamem"),
     }
-
-
-def as_fragments(tensors: Mapping[str, Tensor]) -> dict[str, Fragments]:
-    """Vectors that this rank alone holds."""
-    return {name: Fragments(tensor.shape, [Piece((0,), tensor)]) for name, tensor in tensors.items()}
 
 
 def cpu_group(timeout_s: float) -> ProcessGroup:

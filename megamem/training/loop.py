@@ -56,13 +56,16 @@ class Trainer:
         with self._signals(), self._batches() as batches:
             for callback in self.callbacks:
                 callback.start(self)
-            end = self.config.training.stop_after or self.config.steps
-            self.stopped = self.step >= end and self.step < self.config.steps
+            self.stopped = self._ends_early()
             while self.step < self.config.steps and not self.stopped:
                 self._one_step(batches)
                 self._agree()
             for callback in self.callbacks:
                 callback.finish(self)
+
+    def _ends_early(self) -> bool:
+        """Whether `training.stop_after` is reached before the last step."""
+        return (self.config.training.stop_after or self.config.steps) <= self.step < self.config.steps
 
     def _one_step(self, batches: Iterator[Any]) -> None:
         step = self.step
@@ -97,8 +100,7 @@ class Trainer:
         if self.topology.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         stopped, self.clock_says_save, failed = (bool(flag) for flag in flags)
-        early = self.step == self.config.training.stop_after and self.step < self.config.steps
-        self.stopped |= stopped or early
+        self.stopped |= stopped or self._ends_early()
         if failed and self.saver is not None:
             self.saver.wait()
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from checkpoints.folder import FOLDER, checkpoints_in
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
@@ -50,7 +51,7 @@ def goes_on(config: RunConfig) -> bool:
     folder = config.run_folder
     if config.checkpoint.resume != "auto":
         return False
-    if any(path.suffix != ".partial" for path in (folder / "checkpoints").glob("step-*")):
+    if checkpoints_in(folder / FOLDER):
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
     return same and not any((folder / result).exists() for result in RESULTS)
@@ -62,7 +63,7 @@ def _text(config: RunConfig) -> str:
 
 def _taken(config: RunConfig) -> str:
     folder = config.run_folder
-    if any((folder / "checkpoints").glob("step-*")):
+    if checkpoints_in(folder / FOLDER):
         return f"{folder}: already holds a run; checkpoint.resume=auto goes on with it, or choose another `name`"
     why = "" if config.checkpoint.resume == "none" else ", without a checkpoint to go on from"
     return f"{folder}: already holds another run{why}; choose another `name` or remove the folder"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from checkpoints.folder import FOLDER
 from checkpoints.resume import start_from
 from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
@@ -44,7 +45,6 @@ from megamem.training.callbacks import (
     peak_memory_by_rank,
 )
 from megamem.training.checkpointing import (
-    FOLDER,
     Checkpoints,
     cpu_group,
     go_on,

@@ -13,12 +13,12 @@ from checkpoints.folder import (
     folder_name,
     kept,
     prune,
-    sha256,
     verify,
 )
 from checkpoints.resume import MUST_AGREE, check_identity, choose
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError
+from tokenization.files import sha256_file
 
 
 def write(folder, step, val_loss=None):
@@ -33,7 +33,7 @@ def write(folder, step, val_loss=None):
     }
     for name, content in contents.items():
         (partial / name).write_bytes(content)
-    files = {name: {"bytes": len(c), "sha256": sha256(partial / name)} for name, c in contents.items()}
+    files = {name: {"bytes": len(c), "sha256": sha256_file(partial / name)} for name, c in contents.items()}
     complete(partial, folder / folder_name(step), files)
     return at(folder / folder_name(step))
 

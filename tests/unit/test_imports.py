@@ -38,6 +38,7 @@ ALLOWED = {
     },
     "checkpoints": {
         "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
+        "tokenization",
     },
     "launchers": {"megamem.errors"},
     "megamem.training": {
