@@ -29,7 +29,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     from checkpoints.folder import checkpoints_in
     from checkpoints.resume import load
     from checkpoints.saver import Saver
-    from checkpoints.training_state import as_fragments, optimizer_fragments, optimizer_steps, random_states
+    from checkpoints.training_state import all_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
@@ -50,8 +50,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         return time.perf_counter() - begun
 
     def save(step: int) -> None:
-        tensors = {**optimizer_fragments(engine), **as_fragments(random_states(topology))}
-        saver.save(step, tensors, {"step": step, "optimizer_steps": optimizer_steps(engine)})
+        saver.save(step, all_fragments(engine), {"step": step, "optimizer_steps": optimizer_steps(engine)})
 
     timed_step()
     save(1)  # makes the staging buffers

@@ -79,6 +79,15 @@ def at(path: Path) -> Checkpoint:
     return Checkpoint(path, int(match[1]))
 
 
+def begun_from(folder: Path, start: str) -> bool:
+    """Whether the newest complete checkpoint in `folder` is of a run whose `checkpoint.resume` was `start`.
+
+    Such a run, started again by the same command, goes on from its own checkpoints. Raises: CheckpointError.
+    """
+    own = [c for c in checkpoints_in(folder) if c.complete]
+    return bool(own) and own[-1].run()["config"]["checkpoint"]["resume"] == start
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointError naming the file."""
     try:

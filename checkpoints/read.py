@@ -67,18 +67,21 @@ def _differences(a: Checkpoint, b: Checkpoint, ours: dict[str, Any], theirs: dic
             yield Difference(name, f"{wrong:,} of {x.numel():,} values differ, by {largest:.3g} at most")
 
 
+def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The FP32 weights by global name, put together one after the other."""
+    for name, entry in read_index(checkpoint.path).items():
+        if name.startswith(MASTER):
+            yield name.removeprefix(MASTER), _assembled(checkpoint, name, entry)
+
+
 def merge(checkpoint: Checkpoint, path: Path) -> int:
     """Write the FP32 weights as one safetensors file of whole tensors by global name; returns their number."""
-    weights = {
-        name.removeprefix(MASTER): _assembled(checkpoint, name, entry)
-        for name, entry in read_index(checkpoint.path).items()
-        if name.startswith(MASTER)
-    }
     if path.exists():
         raise CheckpointError(f"{path}: exists already; choose another file")
+    merged = dict(weights(checkpoint))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(weights, path)
+        write_weights(merged, path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
-    return len(weights)
+    return len(merged)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
+from checkpoints.folder import Checkpoint, at, begun_from, checkpoints_in, verify
 from checkpoints.fragments import Fragments, LoadPlanner, region
+from checkpoints.states import Lanes
 from checkpoints.storage import SafeReader, read_index
 from checkpoints.training_state import (
     as_fragments,
-    drop_filling,
-    empty_states,
     optimizer_fragments,
     random_states,
     set_optimizer_steps,
     set_random_states,
     spread_masters,
-    state_fragments,
 )
 from megamem.config.checkpoint import CheckpointConfig
+from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears
@@ -42,7 +43,7 @@ def choose(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, l
     """
     if config.resume == "none":
         return None, []
-    if config.resume != "auto":
+    if config.resume != "auto" and not begun_from(folder, config.resume):
         chosen = at(Path(config.resume))
         verify(chosen)
         return chosen, []
@@ -75,7 +76,7 @@ MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "
 def identity(config: Any, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:
     """What run.json says of the run it belongs to."""
     return {
-        "model": config.model.model_dump(mode="json"),
+        "model": _shape(config.model.model_dump(mode="json")),
         "data_fingerprint": data_fingerprint,
         "tokenizer_sha256": tokenizer_sha256,
         "batch_tokens": config.training.batch_tokens,
@@ -85,12 +86,24 @@ def identity(config: Any, data_fingerprint: str, tokenizer_sha256: str | None) -
 
 def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError naming the first field of the run that is not that of the checkpoint."""
+    before = {**saved, "model": _shape(saved.get("model"))}
     for name in MUST_AGREE:
-        if difference := _difference(name, saved.get(name), now[name]):
+        if difference := _difference(name, before.get(name), now[name]):
             raise CheckpointError(
                 f"{checkpoint.path}: {difference}; a run cannot go on with another (its weights alone: "
                 "megamem checkpoint merge, then megamem start-from)"
             )
+
+
+def _shape(model: Any) -> Any:
+    """What of a model's configuration its weights and states depend on, fields that came later at their defaults.
+
+    How attention is computed and what the weights once were drawn from may change between two halves of a run.
+    """
+    with contextlib.suppress(ValidationError):  # of another version: compared as it stands
+        model = ModelConfig.model_validate(model).model_dump(mode="json")
+    free = ("attention", "init_std")
+    return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else model
 
 
 def _difference(name: str, saved: Any, now: Any) -> str | None:
@@ -160,27 +173,30 @@ def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) ->
     A collective call of all ranks of `group`. Returns run.json.
     Raises: CheckpointError naming what does not fit.
     """
-    index = read_index(checkpoint.path)
-    run = checkpoint.run()
-    carried = empty_states(engine, set(index))
-    tensors = {**optimizer_fragments(engine), **state_fragments(engine, carried)}
+    index, run, lanes = read_index(checkpoint.path), checkpoint.run(), Lanes.of(engine)
+    carried = lanes.empty(set(index))
     generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
-    tensors |= as_fragments(generators)
+    tensors = {**optimizer_fragments(engine), **lanes.fragments(carried), **as_fragments(generators)}
     _all_agree(_misfit(checkpoint, index, tensors), group)
-    try:
-        state_dict_loader.load(
-            dict(tensors),
-            storage_reader=SafeReader(checkpoint.path),
-            planner=LoadPlanner(),
-            process_group=group,
-        )
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{checkpoint.path}: {' '.join(str(cause).split())}") from error
+    read_tensors(checkpoint.path, tensors, group)
     set_optimizer_steps(engine, run["optimizer_steps"])
     spread_masters(engine)
     set_random_states(engine.topology, generators)
-    drop_filling(engine, carried, tensors)
+    lanes.drop_filling(carried, tensors)
     engine.carried = carried
     dist.barrier(group=group)
     return run
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, Fragments], group: ProcessGroup) -> None:
+    """Fill this rank's fragments from a checkpoint that has them all. A collective call of all ranks of `group`.
+
+    Raises: CheckpointError with the cause.
+    """
+    try:
+        state_dict_loader.load(
+            dict(tensors), storage_reader=SafeReader(folder), planner=LoadPlanner(), process_group=group
+        )
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{folder}: {' '.join(str(cause).split())}") from error

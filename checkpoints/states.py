@@ -1,14 +1,24 @@
-"""Memory states as named whole tensors, whatever the layout: how they are saved, and how a rank gets its part back."""
+"""Memory states of a streams run as fragments of global tensors: saved by one layout, read by any."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megamem.memory.base import Growing, State, StateSpec, TensorSpec
-from megamem.parallel.gather import gather_shards
+from checkpoints.fragments import Fragments, Piece
+from megamem.memory.base import Growing, Mixer, State, StateSpec, TensorSpec
+from megamem.model.block import Block
+from megamem.model.stage import Stage
+from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
+
+PREFIX = "states/"
 
 
 def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorSpec, Tensor]]:
@@ -26,27 +36,127 @@ def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorS
                     yield f"{name}.{age}.{part}", declared, entry[part]
 
 
-def whole_state(specs: StateSpec, state: State, group: ProcessGroup) -> dict[str, Tensor]:
-    """A layer's state by name, gathered over the tensor-parallel ranks of `group`. A collective of all of them."""
-    return {name: gather_shards(tensor, spec.shard_axis, group) for name, spec, tensor in named_tensors(specs, state)}
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes whose memory this rank keeps from step to step: rows of the whole batch, layers of its stage."""
 
+    stage: Stage
+    topology: Topology
+    sequences: int
+    """Micro-batches of a step."""
+    rows: int
+    """Of a micro-batch."""
+    dtype: torch.dtype
+    """Of activations."""
 
-def local_state(specs: StateSpec, whole: Mapping[str, Tensor], tp_size: int = 1, tp_rank: int = 0) -> State:
-    """One rank's state from whole tensors by name, for any tensor-parallel size. Raises KeyError if one is missing."""
+    @staticmethod
+    def of(engine: TrainingEngine) -> Lanes:
+        """Those of a run."""
+        rows = engine.config.training.micro_batch_size
+        return Lanes(engine.stage, engine.topology, engine.accumulation, rows, engine.dtype)
 
-    def part(name: str, spec: TensorSpec) -> Tensor:
-        axis = spec.shard_axis
-        tensor = whole[name]
-        return (tensor if axis is None else tensor.chunk(tp_size, axis)[tp_rank]).contiguous()
+    @property
+    def mixers(self) -> dict[int, Mixer]:
+        """By layer."""
+        return {int(layer): cast(Block, block).mixer for layer, block in self.stage.layers.items()}
 
-    state: State = {}
-    for name, spec in specs.items():
-        if isinstance(spec, Growing):
-            count = len({key.split(".")[1] for key in whole if key.startswith(f"{name}.")})
-            state[name] = [
-                {key: part(f"{name}.{age}.{key}", declared) for key, declared in spec.entry.items()}
-                for age in reversed(range(count))
-            ]
-        else:
-            state[name] = part(name, spec)
-    return state
+    def fragments(self, carried: Mapping[int, list[State]]) -> dict[str, Fragments]:
+        """States by micro-batch, as `states/layers.N/PART`; the batch axis is the row of the whole batch.
+
+        Growing lists of lanes may have different lengths: they are filled up with zeros at their old end, and
+        `NAME.entries` holds each row's own number. A collective of the data-parallel ranks where there are such lists.
+        """
+        pieces: dict[str, list[Piece]] = {}
+        declared: dict[str, tuple[TensorSpec, Tensor]] = {}
+        longest = self._longest_lists(carried)
+        for sequence, states in carried.items():
+            row = (sequence * self.topology.dp_size + self.topology.dp_rank) * self.rows
+            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
+                prefix = f"{PREFIX}layers.{layer}/"
+                for name, spec in mixer.specs.items():
+                    if isinstance(spec, Growing):
+                        counts = torch.full((self.rows,), len(state[name]))
+                        pieces.setdefault(f"{prefix}{name}.entries", []).append(Piece((row,), counts))
+                        declared[f"{prefix}{name}.entries"] = TensorSpec(("batch",), "int64"), counts
+                        missing = longest[layer, name] - len(state[name])
+                        state = {**state, name: [*self._empty_entries(mixer, spec, missing), *state[name]]}
+                for part, spec, tensor in named_tensors(mixer.specs, state):
+                    if not tensor.numel():
+                        continue
+                    batch = spec.axis("batch")
+                    assert batch is not None, f"{part}: a state of lanes needs a batch axis"
+                    corner = [0] * tensor.ndim
+                    corner[batch] = row
+                    if (axis := spec.shard_axis) is not None:
+                        corner[axis] = tensor.shape[axis] * self.topology.tp_rank
+                    pieces.setdefault(prefix + part, []).append(Piece(tuple(corner), tensor))
+                    declared[prefix + part] = spec, tensor
+        return {
+            name: Fragments(
+                self._whole_shape(*declared[name]),
+                found,
+                writes=declared[name][0].shard is not None or self.topology.tp_rank == 0,
+            )
+            for name, found in pieces.items()
+        }
+
+    def empty(self, names: set[str]) -> dict[int, list[State]]:
+        """States with room for what a checkpoint holds; none if it holds none.
+
+        names: of the checkpoint's tensors, which say how many entries growing lists have at most. After the load,
+        `drop_filling` takes out what was only filled up.
+        """
+        if not any(name.startswith(PREFIX) for name in names):
+            return {}
+        carried = {}
+        for sequence in range(self.sequences):
+            states = self.stage.initial_states(self.rows, self.topology.device, self.dtype)
+            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
+                for name, spec in mixer.specs.items():
+                    if isinstance(spec, Growing):
+                        ages = re.compile(rf"{PREFIX}layers\.{layer}/{re.escape(name)}\.(\d+)\.")
+                        count = len({found[1] for entry in names if (found := ages.match(entry))})
+                        state[name] = self._empty_entries(mixer, spec, count)
+            carried[sequence] = states
+        return carried
+
+    def drop_filling(self, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
+        """Cut growing lists down to the entries their rows had when they were saved."""
+        for index, states in enumerate(carried.values()):
+            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
+                for name, spec in mixer.specs.items():
+                    if isinstance(spec, Growing):
+                        counts = loaded[f"{PREFIX}layers.{layer}/{name}.entries"].pieces[index].tensor
+                        state[name] = state[name][len(state[name]) - int(counts.max()) :]
+
+    def _longest_lists(self, carried: Mapping[int, list[State]]) -> dict[tuple[int, str], int]:
+        """Per layer and growing list, most entries of any lane on any data-parallel rank."""
+        lists = [
+            (at, layer, name)
+            for at, (layer, mixer) in enumerate(self.mixers.items())
+            for name, spec in mixer.specs.items()
+            if isinstance(spec, Growing)
+        ]
+        if not lists or not carried:
+            return {}
+        counts = [max(len(states[at][name]) for states in carried.values()) for at, _, name in lists]
+        agreed = torch.tensor(counts, device=self.topology.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.topology.dp_group)
+        return {(layer, name): int(most) for (_, layer, name), most in zip(lists, agreed.tolist(), strict=True)}
+
+    def _whole_shape(self, spec: TensorSpec, tensor: Tensor) -> list[int]:
+        shape = list(tensor.shape)
+        batch = spec.axis("batch")
+        assert batch is not None
+        shape[batch] = self.sequences * self.topology.dp_size * self.rows
+        if (axis := spec.shard_axis) is not None:
+            shape[axis] *= self.topology.tp_size
+        return shape
+
+    def _empty_entries(self, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Any]]:
+        """Zeros in the place of entries of a growing list."""
+        device = self.topology.device
+        return [
+            {part: mixer.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
+            for _ in range(count)
+        ]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megamem.memory.base import Chunk, State, detach
+from megamem.memory.base import Chunk, State, detach, state_tensors
 from megamem.model.stage import Stage
 
 
@@ -59,7 +59,10 @@ class Window(nn.Module):
 
 
 def select_states(finite: Tensor, new: Sequence[State], old: Sequence[State]) -> list[State]:
-    """`new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros."""
+    """`new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros.
+
+    Of growing lists, which are passed on by reference, what `old` has too stays as it is; the rest is `new` or zeros.
+    """
 
     def pick(a: object, b: object) -> object:
         if isinstance(a, Tensor):
@@ -68,6 +71,7 @@ def select_states(finite: Tensor, new: Sequence[State], old: Sequence[State]) ->
         if isinstance(a, dict):
             return {key: pick(value, b.get(key) if isinstance(b, dict) else None) for key, value in a.items()}
         assert isinstance(a, list)
-        return [pick(value, b[i] if isinstance(b, list) and i < len(b) else None) for i, value in enumerate(a)]
+        before = {tensor.data_ptr() for tensor in state_tensors(b)}
+        return [e if all(t.data_ptr() in before for t in state_tensors(e)) else pick(e, None) for e in a]
 
     return [pick(a, b) for a, b in zip(new, old, strict=True)]  # type: ignore[misc]

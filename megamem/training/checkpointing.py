@@ -14,13 +14,7 @@ from torch.distributed import ProcessGroup
 from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import check_identity, choose, identity, load
 from checkpoints.saver import Saver
-from checkpoints.training_state import (
-    as_fragments,
-    optimizer_fragments,
-    optimizer_steps,
-    random_states,
-    state_fragments,
-)
+from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
@@ -71,6 +65,19 @@ def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: dict[str, A
             f"{checkpoint.path}: the run did not start from training.weights {wanted}; choose another `name` to "
             "start a new one"
         )
+
+
+def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunConfig:
+    """The configuration with the layers on the stages they were measured to belong to when the run began.
+
+    A second measurement may come out otherwise, and sums in another order are another run.
+    """
+    if checkpoint is None or config.parallel.placement != "measured":
+        return config
+    placement = tuple(checkpoint.run()["placement"])
+    if len(placement) != config.parallel.pp:
+        return config
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"placement": placement})})
 
 
 def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:
@@ -128,8 +135,7 @@ class Checkpoints(Callback):
 
     def _save(self, trainer: Trainer, wait: bool) -> None:
         topology, engine, step = self.engine.topology, self.engine, trainer.step
-        tensors = {**optimizer_fragments(engine), **state_fragments(engine, engine.carried)}
-        tensors |= as_fragments(random_states(topology))
+        tensors = all_fragments(engine)
         last = self.validation()
         run = {
             "step": step,
@@ -139,6 +145,7 @@ class Checkpoints(Callback):
             "bad_steps": self.bad_steps.counters(),
             "val_loss": last[1] if last is not None and last[0] == step else None,
             "layout": {"pp": topology.pp_size, "dp": topology.dp_size, "tp": topology.tp_size},
+            "placement": [len(layers) for layers in engine.placement],
             **self.facts,
         }
         self.saver.save(step, tensors, run, wait, trainer.watch)

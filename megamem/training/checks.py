@@ -26,8 +26,7 @@ def check_run(config: RunConfig, processes: int) -> None:
     """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
     dp = check_layout(config, processes)
     open_feeder(config, dp_rank=0, dp_size=dp)
-    saved = 12 * parameter_counts(config.model)["total"]  # FP32 weights and two moments
-    check_run_folder(config, needed_bytes=saved * (config.checkpoint.keep_last + 1))
+    check_run_folder(config, 12 * parameter_counts(config.model)["total"])  # FP32 weights and two moments
 
 
 def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from checkpoints.folder import FOLDER, checkpoints_in
+from checkpoints.folder import FOLDER, begun_from, checkpoints_in
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
@@ -22,8 +25,49 @@ FREE_BYTES = 64 * 2**20
 """Room asked for besides the weights: metrics, traces, pictures."""
 
 
-def check_run_folder(config: RunConfig, needed_bytes: int) -> None:
-    """Raise RunFolderError if the folder holds a run that cannot be gone on with, cannot be written or has no room."""
+class RunLock:
+    """Keeps two jobs from writing one run folder: held from `take` to the end of the `with` block or of the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "lock"
+        self._file: TextIOWrapper | None = None
+
+    def take(self) -> None:
+        """Make the folder and hold it. Raises RunFolderError naming who has it.
+
+        On file systems that know no locks nothing is held.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunFolderError(
+                f"{self.path.parent}: is being written by another job ({file.read().strip() or 'unknown'}); "
+                "wait for its end or choose another `name`"
+            ) from None
+        except OSError:
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        self._file = file
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
+    """Raise RunFolderError if the folder holds a run that cannot be gone on with, cannot be written or has no room.
+
+    checkpoint_bytes: of one checkpoint.
+    """
     folder = config.run_folder
     if (folder / "config.yaml").exists() and not goes_on(config):
         raise RunFolderError(_taken(config))
@@ -38,6 +82,12 @@ def check_run_folder(config: RunConfig, needed_bytes: int) -> None:
         raise RunFolderError(
             f"{existing}: cannot be written ({error.strerror}); choose another `runs_folder`"
         ) from None
+    if (folder / "lock").exists():
+        with RunLock(folder) as lock:
+            lock.take()
+    at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is written before one is removed
+    there = len(checkpoints_in(folder / FOLDER))
+    needed_bytes = checkpoint_bytes * max(at_most - there, 1)
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + FREE_BYTES:
         raise RunFolderError(
@@ -49,7 +99,9 @@ def check_run_folder(config: RunConfig, needed_bytes: int) -> None:
 def goes_on(config: RunConfig) -> bool:
     """Whether the run folder holds the beginning of this run: checkpoints, or the same run ended before its first."""
     folder = config.run_folder
-    if config.checkpoint.resume != "auto":
+    if config.checkpoint.resume == "none":
+        return False
+    if config.checkpoint.resume != "auto" and not begun_from(folder / FOLDER, config.checkpoint.resume):
         return False
     if checkpoints_in(folder / FOLDER):
         return True

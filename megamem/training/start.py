@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch.distributed import ProcessGroup
 
-from checkpoints.folder import FOLDER
+from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import start_from
 from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
@@ -49,12 +50,13 @@ from megamem.training.checkpointing import (
     cpu_group,
     go_on,
     on_rank_0,
+    placed_as_before,
     resume_point,
     run_facts,
 )
 from megamem.training.checks import open_feeder
 from megamem.training.loop import Trainer
-from megamem.training.run_folder import create_run_folder
+from megamem.training.run_folder import RunLock, create_run_folder
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog
 from tokenization.tokenizer import Tokenizer
@@ -198,12 +200,23 @@ class Progress(Callback):
 def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     """Run a whole training on this rank. Returns rank 0's final figures, None if the run was stopped by a signal."""
     topology = start_topology(config)
-    chief = topology.rank == 0
+    group = cpu_group(config.parallel.timeout_s)
+    with RunLock(config.run_folder) as lock:
+        on_rank_0(lock.take, group)
+        return _train(config, console, topology, group)
+
+
+def _train(config: RunConfig, console: Console, topology: Topology, group: ProcessGroup) -> dict[str, Any] | None:
+    folder, chief = config.run_folder, topology.rank == 0
     feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
-    folder, group = config.run_folder, cpu_group(config.parallel.timeout_s)
     facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if (tokenizer := open_tokenizer(config)) else None)
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
+    if checkpoint is not None and (done := finished(config, checkpoint)):
+        if chief:
+            console.print(f"{folder}: ended after step {checkpoint.step} already; these are its figures")
+        return done
+    config = placed_as_before(config, checkpoint)
     engine = build_engine(config, topology)
     if chief:
         lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
@@ -244,6 +257,15 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
             "memory_gib_by_rank": [round(peak / 2**30, 3) for peak in peak_memory_by_rank(topology)],
         }
         return _evaluate(figures, engine, sinks, console, watchdog.at)
+
+
+def finished(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The figures of a run that has nothing left to do, None if it has."""
+    path = config.run_folder / "result.json"
+    if checkpoint.step < config.steps or not path.exists():
+        return None
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figures if figures.get("steps") == config.steps else None
 
 
 @contextmanager

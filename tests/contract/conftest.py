@@ -1,5 +1,7 @@
 """Every law runs on every case; the worst error of each law is printed at the end."""
 
+import pytest
+
 from tests.contract.cases import CASES
 from tests.contract.driver import WORST
 
@@ -7,6 +9,18 @@ from tests.contract.driver import WORST
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+def pytest_sessionfinish(session):
+    """A worker process of pytest-xdist tells the one that reports."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["worst"] = WORST
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for law, (error, tolerance) in getattr(node, "workeroutput", {}).get("worst", {}).items():
+        WORST[law] = max(WORST.get(law, (0.0, tolerance)), (error, tolerance))
 
 
 def pytest_terminal_summary(terminalreporter):

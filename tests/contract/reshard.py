@@ -1,4 +1,4 @@
-"""Law 9's experiment: states are saved under one tensor-parallel size and read on under another."""
+"""Law 9's experiment: states are saved by one layout of four ranks and read on under another, as a run does it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
-from checkpoints.states import local_state, whole_state
-from megamem.memory.base import state_tensors
+from checkpoints.folder import folder_name
+from checkpoints.resume import read_tensors
+from checkpoints.saver import Saver
+from checkpoints.states import Lanes
+from checkpoints.storage import read_index
+from megamem.config.checkpoint import CheckpointConfig
+from megamem.memory.base import Chunk, State, state_tensors
 from megamem.parallel.linears import Linears, PlainLinears
 from tests.contract.cases import CASES, CHUNK, Case
 from tests.contract.driver import CPU, Whole, inputs, make
 from tests.contract.observe import HEADS, LANES, TP_SIZES
 
+WORLD = 4
 SAVED, TOKENS = 2 * CHUNK, 3 * CHUNK
+ROWS = WORLD * len(LANES.begins)
+"""Rows of the whole batch, data-parallel ranks share them; every second one begins a document at its second chunk."""
 
 
 def built(case: Case, linears: Linears) -> Whole:
@@ -25,69 +32,65 @@ def built(case: Case, linears: Linears) -> Whole:
     return made
 
 
-def read(stage: Whole, states: list[Any], first: int, last: int) -> tuple[torch.Tensor, list[Any]]:
-    """Outputs of the tokens first..last-1, chunk by chunk, and the states after them."""
-    x = inputs(stage, TOKENS, len(LANES.begins))
+def read(stage: Whole, states: list[State], rows: slice, first: int, last: int) -> tuple[torch.Tensor, list[State]]:
+    """Outputs of the tokens first..last-1 of some rows, chunk by chunk, and the states after them."""
+    x = inputs(stage, TOKENS, ROWS)[:, rows]
     outputs = []
     with torch.no_grad():
         for begin in range(first, last, CHUNK):
-            output, states, _ = stage(x[begin : begin + CHUNK], states, LANES.chunk(begin))
+            places = LANES.chunk(begin).starts * WORLD
+            output, states, _ = stage(x[begin : begin + CHUNK], states, Chunk(places[rows]))
             outputs.append(output)
     return torch.cat(outputs), states
 
 
 def straight(case: Case) -> torch.Tensor:
-    """What one process without a break puts out after the place of saving."""
+    """What one process without a break puts out after the place of saving, all rows."""
     stage = built(case, PlainLinears())
-    fresh = stage.initial_states(len(LANES.begins), CPU, torch.float64)
-    return read(stage, fresh, 0, TOKENS)[0][SAVED:]
+    return read(stage, stage.initial_states(ROWS, CPU, torch.float64), slice(0, ROWS), 0, TOKENS)[0][SAVED:]
 
 
 def world(folder: str) -> dict[str, Any]:
-    """Body of one rank of a world of 4. Results by `case id/size that saved/size that reads`."""
+    """Body of one rank of a world of 4. Results by `case id/size that saved/size that reads`, with the
+    rank's first row.
+    """
     from megamem.parallel.megatron import MegatronLinears
     from megamem.parallel.topology import Topology
 
+    Topology.start(tp=1, device="cpu")
+    group = dist.new_group(backend="gloo")
     results: dict[str, Any] = {}
     kept: dict[str, Any] = {}
-    for tp in TP_SIZES:
-        topology = Topology.start(tp=tp, device="cpu")
-        for case in CASES:
-            stage = built(case, MegatronLinears(topology.tp_group))
-            states = stage.initial_states(len(LANES.begins), CPU, torch.float64)
-            _, states = read(stage, states, 0, SAVED)
-            kept[f"{case.id}/{tp}"] = states
-            tensors = {
-                f"layers.{layer}.state.{name}": tensor.contiguous().clone()
-                for layer, (mixer, state) in enumerate(zip(stage.mixers, states, strict=True))
-                for name, tensor in whole_state(mixer.specs, state, topology.tp_group).items()
-            }
-            if topology.rank == 0:
-                save_file(tensors, Path(folder) / f"{case.id}-{tp}.safetensors")
-    dist.barrier()
-    for tp in TP_SIZES:
-        topology = Topology.start(tp=tp, device="cpu")
-        for case in CASES:
-            stage = built(case, MegatronLinears(topology.tp_group))
-            for saved in TP_SIZES:
-                states = loaded(stage, Path(folder) / f"{case.id}-{saved}.safetensors", tp, topology.tp_rank)
-                output, _ = read(stage, states, SAVED, TOKENS)
-                results[f"{case.id}/{saved}/{tp}"] = output
-                if saved == tp:
-                    own = zip(state_tensors(kept[f"{case.id}/{tp}"]), state_tensors(states), strict=True)
-                    results[f"{case.id}/{tp}: same"] = all(torch.equal(a, b) for a, b in own)
+    for reading in (False, True):
+        for tp in TP_SIZES:
+            topology = Topology.start(tp=tp, device="cpu")
+            share = ROWS // topology.dp_size
+            rows = slice(topology.dp_rank * share, (topology.dp_rank + 1) * share)
+            for case in CASES:
+                stage = built(case, MegatronLinears(topology.tp_group))
+                lanes = Lanes(stage, topology, 1, share, torch.float64)
+                if not reading:
+                    fresh = stage.initial_states(share, CPU, torch.float64)
+                    _, states = read(stage, fresh, rows, 0, SAVED)
+                    saver = Saver(Path(folder) / f"{case.id}-{tp}", CheckpointConfig(), group)
+                    saver.save(1, lanes.fragments({0: states}), {}, wait=True)
+                    kept[f"{case.id}/{tp}"] = states
+                    continue
+                for saved in TP_SIZES:
+                    path = Path(folder) / f"{case.id}-{saved}" / folder_name(1)
+                    states = loaded(lanes, path, group)
+                    output, _ = read(stage, states, rows, SAVED, TOKENS)
+                    results[f"{case.id}/{saved}/{tp}"] = rows.start, output
+                    if saved == tp:
+                        own = zip(state_tensors(kept[f"{case.id}/{tp}"]), state_tensors(states), strict=True)
+                        results[f"{case.id}/{tp}: same"] = all(torch.equal(a, b) for a, b in own)
     return results
 
 
-def loaded(stage: Whole, path: Path, tp_size: int, tp_rank: int) -> list[Any]:
-    """This rank's states from a file."""
-    whole = load_file(path)
-    return [
-        local_state(
-            mixer.specs,
-            {name.removeprefix(f"layers.{layer}.state."): t for name, t in whole.items() if f"layers.{layer}." in name},
-            tp_size,
-            tp_rank,
-        )
-        for layer, mixer in enumerate(stage.mixers)
-    ]
+def loaded(lanes: Lanes, path: Path, group: Any) -> list[State]:
+    """This rank's states from a checkpoint; fresh ones where the mechanism has none to save."""
+    carried = lanes.empty(set(read_index(path)))
+    tensors = lanes.fragments(carried)
+    read_tensors(path, tensors, group)
+    lanes.drop_filling(carried, tensors)
+    return carried.get(0) or lanes.stage.initial_states(lanes.rows, CPU, lanes.dtype)

@@ -18,18 +18,17 @@ def staged(pp, tp, dp, bptt, accumulation, zero, **more):
     return case(tp, zero, bptt, ROWS // dp // accumulation, parallel=parallel, **more)
 
 
-QUICK = [(1, 4), (2, 2), (4, 1), (4, 4)]
-"""(window, micro-batches) that four processes try in every run of the tests; the other pairs are slow tests."""
+QUICK = {2: [(1, 4), (2, 2), (4, 1), (4, 4)], 4: [(1, 4), (2, 2), (4, 1)]}
+"""World size -> (window, micro-batches) of every run of the tests; the other pairs are slow tests."""
 
 
 def grid(world, quick=True):
     """Windows of 1, 2 and all 4 chunks, 1, 2 and 4 micro-batches; ZeRO 0 and 1 in turn."""
     cells = [(layout, b, a) for layout in LAYOUTS[world] for b in (1, 2, 4) for a in (1, 2, 4)]
-    if quick and world == 4:
-        cells = [(layout, b, a) for layout, b, a in cells if (b, a) in QUICK]
     return {
         f"pp{pp}-tp{tp}-dp{dp}-bptt{b}-micro-batches{a}-zero{i % 2}": staged(pp, tp, dp, b, a, i % 2)
         for i, ((pp, tp, dp), b, a) in enumerate(cells)
+        if not quick or (b, a) in QUICK[world]
     }
 
 
@@ -49,7 +48,10 @@ WORLDS = {
     },
 }
 NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
-REST = {name: case for name, case in grid(4, quick=False).items() if name not in WORLDS[4]}
+REST = {
+    size: {name: case for name, case in grid(size, quick=False).items() if name not in cases}
+    for size, cases in WORLDS.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +66,11 @@ def run_cases(size, cases):
 
 
 @pytest.mark.slow
-def test_the_rest_of_the_grid():
-    for name, found in run_cases(4, REST).items():
-        assert_gradients(REST[name], found)
-        assert_losses_and_weights(REST[name], found)
+@pytest.mark.parametrize("size", REST)
+def test_the_rest_of_the_grid(size):
+    for name, found in run_cases(size, REST[size]).items():
+        assert_gradients(REST[size][name], found)
+        assert_losses_and_weights(REST[size][name], found)
 
 
 def merged(ranks):

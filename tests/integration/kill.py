@@ -2,9 +2,10 @@
 
     python -m tests.integration.kill --kills 50
 
-A job of two ranks trains with a checkpoint every second step. Each life is ended by SIGKILL of all ranks or of one;
-saves are slowed down so that many kills fall into one. Afterwards the run must have gone on from the last completed
-checkpoint every time, and end with the weights of a run that was never interrupted, bit for bit.
+A job of two ranks trains with a checkpoint every second step. Each life is ended by SIGKILL of all ranks or of one,
+at a random moment or as soon as a save is under way; every fourth by SIGTERM, which leaves a checkpoint of the step it
+ends at. Saves are slowed down. Each life must begin at the newest completed checkpoint, and the run must end with the
+weights of one that was never interrupted, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkpoints.folder import at, checkpoints_in, folder_name
 from checkpoints.read import compare
+from megamem.errors import STOPPED
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
@@ -50,7 +53,7 @@ def slow_command(pause_s: float, *arguments: str) -> None:
 class Life:
     """One life of the job."""
 
-    victim: str
+    signal: str
     in_save: bool
     """Whether it was killed while a checkpoint was being written."""
     newest: int
@@ -71,7 +74,7 @@ def newest(folder: Path) -> int:
 
 
 def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, Any]) -> list[Life]:
-    """Kill the job `kills` times (or until it ends), then let it end; asserts that each life began where it should."""
+    """Kill the job `kills` times, then let it end; asserts that each life began where it should."""
     chance = random.Random(seed)
     steps = EVERY * max(STEPS, 2 * kills)
     sections = {
@@ -82,28 +85,49 @@ def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, A
     configs = {name: write_config(folder / f"{name}.yaml", tree) for name, tree in trees.items()}
     saves = folder / "runs" / "tormented" / "checkpoints"
     lives: list[Life] = []
-    while len(lives) < kills:
+    while len(lives) < kills + kills // 3:
         expected = newest(saves)
+        gently = len(lives) % 4 == 3
         with Job(folder / f"life{len(lives)}", WORLD, slow_command, 0.05, "train", str(configs["tormented"])) as job:
             job.wait_for(r"step +\d+/", 120)
             assert begun_at(job) == expected, "each life begins at the newest complete checkpoint"
-            time.sleep(chance.uniform(0.0, 1.2))
             ranks = chance.choice([[0, 1], [0, 1], [0], [1]])
-            writing = any(saves.glob("*.partial")) or any(not c.complete for c in checkpoints_in(saves))
+            time.sleep(chance.uniform(0.0, 1.2))
+            if len(lives) % 2:
+                wait_until(lambda: saving(saves), 10)
+            within = saving(saves)
             for rank in ranks:
-                job.send(rank, signal.SIGKILL)
+                job.send(rank, signal.SIGTERM if gently else signal.SIGKILL)
             codes = job.codes(60)
             assert None not in codes, "a job that has lost a rank ends"
-        lives.append(Life(str(ranks), writing, newest(saves), expected))
+            assert not gently or codes == [STOPPED] * WORLD
+        lives.append(Life("SIGTERM" if gently else "SIGKILL", within, newest(saves), expected))
         assert lives[-1].newest >= expected, "nothing that was complete is lost"
-    for name in configs:
-        with Job(folder / f"end-{name}", WORLD, command, "train", str(configs[name])) as job:
+        assert not gently or lives[-1].newest > expected, "a run that is asked to end saves"
+    with (
+        Job(folder / "end-tormented", WORLD, command, "train", str(configs["tormented"])) as tormented,
+        Job(folder / "end-calm", WORLD, command, "train", str(configs["calm"])) as calm,
+    ):
+        for job in (tormented, calm):
             assert job.codes(300) == [0] * WORLD, job.output(0)
     last = [at(folder / "runs" / name / "checkpoints" / folder_name(steps)) for name in configs]
     count, differences = compare(*last)
     assert count
     assert [str(difference) for difference in differences] == []
     return lives
+
+
+def saving(folder: Path) -> bool:
+    """Whether a save is under way."""
+    return any(folder.glob("*.partial"))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Raises AssertionError if it never comes."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def main() -> None:
@@ -119,10 +143,11 @@ def main() -> None:
         make_shards(root, (800, 700, 1500, 600, 1200, 900), name="train", seed=0)
         make_shards(root, (300, 200), name="validation", seed=100)
         lives = torment(root, root, arguments.kills, arguments.seed, {"parallel": {"tp": 2}})
-    saving = sum(life.in_save for life in lives)
+    killed = [life for life in lives if life.signal == "SIGKILL"]
     sys.stdout.write(
-        f"{len(lives)} kills, {saving} of them inside a save; every life went on from the newest complete checkpoint, "
-        "and the last weights are those of the uninterrupted run, bit for bit\n"
+        f"{len(killed)} times SIGKILL, {sum(life.in_save for life in killed)} of them inside a save, and "
+        f"{len(lives) - len(killed)} times SIGTERM; every life went on from the newest complete checkpoint, and the "
+        "last weights are those of the uninterrupted run, bit for bit\n"
     )
 
 

@@ -28,7 +28,8 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
     from checkpoints.folder import at
     from checkpoints.resume import load
     from checkpoints.saver import Saver
-    from checkpoints.training_state import optimizer_fragments, optimizer_steps, state_fragments
+    from checkpoints.states import Lanes
+    from checkpoints.training_state import optimizer_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
     from megamem.pipeline.engine import build_engine
     from megamem.training.checkpointing import cpu_group
@@ -41,6 +42,6 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
         group = cpu_group(60)
         run = load(engine, at(Path(case["from"])), group)
         saver = Saver(Path(case["to"]), CheckpointConfig(), group)
-        tensors = {**optimizer_fragments(engine), **state_fragments(engine, engine.carried)}
+        tensors = {**optimizer_fragments(engine), **Lanes.of(engine).fragments(engine.carried)}
         saver.save(run["step"], tensors, {**run, "optimizer_steps": optimizer_steps(engine)}, wait=True)
     return dict.fromkeys(cases, True)

@@ -158,7 +158,7 @@ def test_start_from_wants_a_file(run):
 
 def test_verify_resume(data, tmp_path):
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs"))
-    code, out, err = finish(megamem("verify-resume", str(config), "parallel.tp=2", "--steps", "4", "--json"))
+    code, out, err = finish(megamem("verify-resume", str(config), "--steps", "4", "--json"))
     assert code == 0, err
     found = json.loads(out)
     assert found["bitwise_equal"] is True

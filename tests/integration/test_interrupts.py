@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.folder import checkpoints_in, verify
+from checkpoints.folder import at, checkpoints_in, folder_name, verify
+from checkpoints.read import compare
 from megamem.errors import STOPPED, NonFiniteError
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config
 from tests.integration.ranks import Job, command
@@ -61,8 +62,11 @@ def assert_saved(folder: Path) -> None:
     assert not (folder / "result.json").exists()  # the run is not finished
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+SIGTERM, SIGINT = signal.SIGTERM, signal.SIGINT
+
+
 class TestSignals:
+    @pytest.mark.parametrize("number", [SIGTERM, pytest.param(SIGINT, marks=pytest.mark.slow)])
     def test_to_the_local_launcher(self, endless, number):
         config, folder = endless
         process = megamem("train", str(config))
@@ -77,6 +81,7 @@ class TestSignals:
         assert_saved(folder)
         assert_checkpoint(folder)
 
+    @pytest.mark.parametrize("number", [pytest.param(SIGTERM, marks=pytest.mark.slow), SIGINT])
     def test_to_torchrun(self, endless, number):
         """torchrun passes the signal on and waits, but ends with 1 itself."""
         config, folder = endless
@@ -196,6 +201,30 @@ class TestBadSteps:
         assert logged[2]["loss"] is None  # the only step since the last line was skipped
         assert all(math.isfinite(logged[step]["loss"]) for step in (1, 4, 6, 8))
         assert json.loads((folder / "result.json").read_text())["steps"] == 8
+
+    def test_what_was_skipped_before_a_checkpoint_is_known_after_it(self, data, tmp_path):
+        """Streams: the memory is as it was before the skipped step, and the counters go on."""
+        common = {"data": {"feeding": "streams"}, "checkpoint": {"every": 3, "keep_last": 9}}
+        training = {"steps": 8, "micro_batch_size": 1, "max_bad_steps": 3}
+
+        def train(name, bad, job, ends_with, **more):
+            tree = run_tree(
+                data, tmp_path / "runs", name=name, training={**training, **more}, evaluation={"every": 0}, **common
+            )
+            config = write_config(tmp_path / f"{job}.yaml", tree)
+            with Job(tmp_path / job, 2, with_bad_steps, bad, "train", str(config)) as ranks:
+                assert ranks.codes(120) == [ends_with] * 2, ranks.output(0)
+
+        train("straight", [2, 3, 5], "straight", 0)
+        train("halves", [2, 3], "first", STOPPED, stop_after=3)
+        train("halves", [2], "second", 0)  # its second step is the run's fifth
+        for step in (3, 6, 8):
+            straight, halves = (
+                at(tmp_path / "runs" / name / "checkpoints" / folder_name(step)) for name in ("straight", "halves")
+            )
+            assert [str(difference) for difference in compare(straight, halves)[1]] == [], step
+            assert straight.run()["bad_steps"] == halves.run()["bad_steps"], step
+            assert halves.run()["optimizer_steps"] == step - (2 if step == 3 else 3)
 
     def test_too_many_in_a_row_end_the_run(self, data, tmp_path):
         """Steps 3 to 5: seen when step 6 is logged, named with their samples, and with the weights from before."""

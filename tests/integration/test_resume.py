@@ -47,11 +47,14 @@ MODEL = {
     ],
 }
 STREAMS = {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}}
+VALIDATED = {"evaluation": {"every": 2}}
+"""A validation falls between the halves, and some into each."""
 LAYOUTS = {
     "tp1": (1, {}),
     "tp2": (2, {"parallel": {"tp": 2}}),
-    "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS}),
+    "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS, **VALIDATED}),
     "pp2": (2, {"parallel": {"pp": 2}}),
+    "pp2-tied": (2, {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}, **VALIDATED}),
     "dp2-zero0": (2, {"parallel": {"zero_stage": 0}, "training": {"micro_batch_size": 1}}),
     "tp2-dp2-zero1": (4, {"parallel": {"tp": 2}}),
     "tp2-dp2-zero2": (4, {"parallel": {"tp": 2, "zero_stage": 2}}),
@@ -65,7 +68,7 @@ LAYOUTS = {
 
 
 MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
-QUICK = ("tp1", "tp2-streams", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
+QUICK = ("tp1", "tp2-streams", "pp2-tied", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
 FORMS = {
     "short": Form(
         3, 2, QUICK,
@@ -89,10 +92,11 @@ def tree(corpus, runs, name, layout, form, **sections):
     merged = {key: {**made.get(key, {}), **sections.get(key, {})} for key in {*made, *sections}}
     training = {"steps": form.steps, "batch_tokens": ROWS * LENGTH, **merged.pop("training", {})}
     checkpoint = {"every": form.half, "keep_last": 5, **merged.pop("checkpoint", {})}
-    source = {"validation": [], "sequence_length": LENGTH, **merged.pop("data", {})}
+    validated = {"every": 0, **merged.pop("evaluation", {})}
+    source = {"sequence_length": LENGTH, **({} if validated["every"] else {"validation": []}), **merged.pop("data", {})}
     return run_tree(
-        corpus, runs, name=name, model=MODEL, training=training, checkpoint=checkpoint, data=source,
-        evaluation={"every": 0}, logging={"every": 1}, **merged,
+        corpus, runs, name=name, model={**MODEL, **merged.pop("model", {})}, training=training, checkpoint=checkpoint,
+        data=source, evaluation=validated, logging={"every": 1}, **merged,
     )  # fmt: skip
 
 
@@ -129,9 +133,10 @@ def saved(runs, name, step) -> Checkpoint:
 
 
 def records(runs, name):
+    """What was logged of each step, and of each validation."""
     lines = (runs / name / "metrics.jsonl").read_text().splitlines()
-    kept = ("step", "tokens", "loss", "grad_norm", "lr", "skipped")
-    return [{key: record[key] for key in kept} for record in map(json.loads, lines) if "loss" in record]
+    kept = ("step", "tokens", "loss", "grad_norm", "lr", "skipped", "val_loss")
+    return [{key: record[key] for key in kept if key in record} for record in map(json.loads, lines)]
 
 
 def test_two_halves_are_the_whole_bit_for_bit(form, runs):
@@ -146,7 +151,11 @@ def test_two_halves_are_the_whole_bit_for_bit(form, runs):
         assert one == other, name
     for name in form.layouts:
         assert records(runs, f"{name}-halves") == records(runs, name), name
-        assert [record["step"] for record in records(runs, name)] == list(range(1, form.steps + 1))
+        logged = records(runs, name)
+        assert [record["step"] for record in logged if "loss" in record] == list(range(1, form.steps + 1))
+        validated = [record["step"] for record in logged if "val_loss" in record]
+        every = LAYOUTS[name][1].get("evaluation", {}).get("every", form.steps)
+        assert validated == list(range(every, form.steps, every)), name
 
 
 def test_streams_save_their_memory(form, runs):
@@ -202,9 +211,10 @@ def test_streams_move_too(form, data, runs, tmp_path):
         sections = {"training": {"stop_after": form.half + form.after}, "checkpoint": {"resume": str(origin.path)}}
         trees[target] = 4, tree(data, tmp_path / "runs", target, target, form, **sections)
     run_all(tmp_path, trees)
-    expected = [record["loss"] for record in records(runs, "tp2-streams")[form.half : form.half + form.after]]
+    logged = [record["loss"] for record in records(runs, "tp2-streams") if "loss" in record]
+    expected = logged[form.half : form.half + form.after]
     for target in trees:
-        found = [record["loss"] for record in records(tmp_path / "runs", target)]
+        found = [record["loss"] for record in records(tmp_path / "runs", target) if "loss" in record]
         assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -243,7 +253,28 @@ def test_lanes_with_memories_of_different_age(tmp_path):
 
 
 def test_a_finished_run_has_nothing_left_to_do(form, data, runs, tmp_path):
+    """Its figures are given again, and nothing is written."""
     shutil.copytree(runs / "tp1", tmp_path / "tp1")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "tp1").iterdir() if p.is_file()}
     run_all(tmp_path, {"tp1": (1, tree(data, tmp_path, "tp1", "tp1", form))})
-    assert records(tmp_path, "tp1") == records(runs, "tp1")
+    after = {p.name: p.read_bytes() for p in (tmp_path / "tp1").iterdir() if p.is_file()}
+    for changed in ("config.yaml", "environment.json", "config-before-1.yaml", "lock"):
+        before.pop(changed, None), after.pop(changed, None)
+    assert "result.json" in before
+    assert after == before
     assert [c.step for c in checkpoints_in(tmp_path / "tp1" / "checkpoints")] == [form.half, form.steps]
+
+
+def test_a_run_from_another_ones_checkpoint_goes_on_from_its_own(form, data, runs, tmp_path):
+    """As under a launcher that restarts the same command."""
+    origin = str(saved(runs, "tp1", form.half).path)
+
+    def branch(**training):
+        case = tree(data, tmp_path, "branch", "tp1", form, checkpoint={"resume": origin, "every": 1}, training=training)
+        return {"branch": (1, case)}
+
+    run_all(tmp_path / "first", branch(stop_after=form.half + 1))
+    run_all(tmp_path / "second", branch())
+    assert records(tmp_path, "branch") == records(runs, "tp1")[form.half :]
+    ends = saved(tmp_path, "branch", form.steps), saved(runs, "tp1", form.steps)
+    assert [str(difference) for difference in compare(*ends)[1]] == []

@@ -17,6 +17,7 @@ from checkpoints.folder import (
 )
 from checkpoints.resume import MUST_AGREE, check_identity, choose
 from megamem.config.checkpoint import CheckpointConfig
+from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from tokenization.files import sha256_file
 
@@ -240,6 +241,17 @@ def test_another_run_is_named_field_by_field(checkpoint, change, said):
     with pytest.raises(CheckpointError, match="a run cannot go on with another") as caught:
         check_identity(checkpoint, SAVED, {**SAVED, **change})
     assert f"{checkpoint.path}: {said}" in str(caught.value)
+
+
+def test_what_weights_and_states_do_not_depend_on_may_change(checkpoint):
+    """Also a field of the model that the saved configuration did not have yet, at its default."""
+    shape = {"layers": 2, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
+    whole = ModelConfig.model_validate(shape).model_dump(mode="json")
+    now = {**SAVED, "model": {key: value for key, value in whole.items() if key not in ("attention", "init_std")}}
+    for saved in (shape, whole, {**whole, "attention": "eager", "init_std": 0.5}):
+        check_identity(checkpoint, {**SAVED, "model": saved}, now)
+    with pytest.raises(CheckpointError, match=r"model\.heads was 4 and is 2"):
+        check_identity(checkpoint, {**SAVED, "model": {**shape, "heads": 4}}, now)
 
 
 def test_every_field_that_must_agree_is_tested():

@@ -19,6 +19,7 @@ from megamem.pipeline.placement import balance, contiguous
 from megamem.pipeline.schedule import Action
 from megamem.planning.flops import flops_by_part, flops_per_token
 from megamem.planning.parameters import parameter_counts
+from megamem.training.checkpointing import placed_as_before
 
 CHUNK = 16
 ATTENTION = {"kind": "attention"}
@@ -290,3 +291,14 @@ def test_one_rank_measures_for_all(monkeypatch):
     monkeypatch.setattr(costs, "measured_costs", lambda config, device: pytest.fail("measured twice"))
     monkeypatch.setattr(costs.dist, "broadcast", receive)
     assert place(config, SimpleNamespace(rank=1, device=torch.device("cpu"))) == [3, 1, 1]
+
+
+def test_a_run_that_goes_on_is_not_measured_again():
+    saved = SimpleNamespace(run=lambda: {"placement": [3, 2]})
+    measured = run(parallel={"placement": "measured", "pp": 2})
+    assert placed_as_before(measured, saved).parallel.placement == (3, 2)
+    assert placed_as_before(measured, None) == measured
+    on_three = run(parallel={"placement": "measured", "pp": 3})
+    assert placed_as_before(on_three, saved) == on_three, "other stages are measured anew"
+    counted = run(parallel={"placement": "flops", "pp": 2})
+    assert placed_as_before(counted, saved) == counted

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
-from megamem.training.run_folder import FREE_BYTES, check_run_folder, create_run_folder
+from megamem.training.run_folder import FREE_BYTES, RunLock, check_run_folder, create_run_folder
 
 
 @pytest.fixture
@@ -114,6 +116,7 @@ def test_a_folder_that_cannot_be_written(config, monkeypatch):
 def test_a_full_disk(config, monkeypatch):
     Usage = namedtuple("Usage", "total used free")
     needed = 5 * 2**20
+    at_once = config.checkpoint.keep_last + 1  # one is written before the oldest is removed
     asked = []
 
     def usage(path):
@@ -121,10 +124,69 @@ def test_a_full_disk(config, monkeypatch):
         return Usage(0, 0, free)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    free = FREE_BYTES + needed
+    free = FREE_BYTES + at_once * needed
     check_run_folder(config, needed)
     free -= 2**20
-    with pytest.raises(RunFolderError, match="68 MiB free, but the run needs about 69 MiB") as caught:
+    with pytest.raises(RunFolderError, match="78 MiB free, but the run needs about 79 MiB") as caught:
         check_run_folder(config, needed)
+    for step in (1, 2):  # checkpoints of the run that goes on take up their share already
+        (config.run_folder / "checkpoints" / f"step-0000000{step}").mkdir(parents=True)
+    free = FREE_BYTES + needed
+    check_run_folder(config, needed)
     assert "\n" not in str(caught.value)
     assert all(os.path.isdir(path) for path in asked)
+
+
+def test_two_jobs_do_not_write_one_folder(config):
+    create_run_folder(config)
+    said = rf"is being written by another job \(process {os.getpid()} on .+\); wait for its end or choose another"
+    with RunLock(config.run_folder) as held:
+        held.take()
+        with pytest.raises(RunFolderError, match=said):
+            RunLock(config.run_folder).take()
+        with pytest.raises(RunFolderError, match=said):
+            check_run_folder(config, 1000)
+    check_run_folder(config, 1000)
+
+
+def test_a_killed_job_holds_nothing(config):
+    code = (
+        "import os; from pathlib import Path; from megamem.training.run_folder import RunLock; "
+        f"lock = RunLock(Path({str(config.run_folder)!r})); lock.take(); "
+        "print('held', flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (killed.stdout, killed.returncode) == ("held\n", -9)
+    with RunLock(config.run_folder) as lock:
+        lock.take()
+
+
+def test_a_file_system_without_locks(config, monkeypatch):
+    def unknown(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with RunLock(config.run_folder) as lock:
+        lock.take()
+
+
+def branch(config, start, saved_start):
+    """The run whose `checkpoint.resume` is `start`, in a folder with a checkpoint of one whose was `saved_start`."""
+    checkpoint = config.run_folder / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    (checkpoint / "run.json").write_text(json.dumps({"config": {"checkpoint": {"resume": saved_start}}}))
+    (config.run_folder / "config.yaml").touch()
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": start})})
+
+
+def test_a_run_from_another_ones_checkpoint_goes_on_from_its_own(config):
+    config = branch(config, "runs/a/checkpoints/step-00000002", "runs/a/checkpoints/step-00000002")
+    check_run_folder(config, 1000)
+    create_run_folder(config)
+
+
+def test_a_run_from_another_checkpoint_is_another_run(config):
+    config = branch(config, "runs/b/checkpoints/step-00000002", "runs/a/checkpoints/step-00000002")
+    with pytest.raises(RunFolderError, match=r"already holds a run; checkpoint\.resume=auto goes on with it"):
+        check_run_folder(config, 1000)

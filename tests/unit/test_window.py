@@ -30,13 +30,33 @@ def test_a_good_step_keeps_the_new_states():
 
 def test_a_bad_step_keeps_the_old_ones():
     old = [state(1.0, past=2), state(2.0, past=0, open_tokens=3)]
-    new = [state(math.nan, past=2), state(math.inf, past=0, open_tokens=3)]
+    new = [{**state(math.nan, past=0), "past": old[0]["past"]}, state(math.inf, past=0, open_tokens=3)]
     assert leaves(select_states(BAD, new, old)) == leaves(old)
+
+
+def grown(before, dropped=0):
+    """The state after a bad step in which a list lost its first entries and got two more."""
+    after = state(math.nan, past=2, open_tokens=2)
+    kept = [{"keys": entry["keys"].detach()} for entry in before["past"][dropped:]]
+    return {**after, "past": [*kept, *after["past"]]}
 
 
 def test_what_has_grown_in_a_bad_step_becomes_zeros():
     """Its length is known to the host, whether it is good is not: earlier entries stay, the step's own hold nothing."""
-    (chosen,) = select_states(BAD, [state(math.nan, past=3, open_tokens=2)], [state(1.0, past=1)])
+    before = state(1.0, past=1)
+    (chosen,) = select_states(BAD, [grown(before)], [before])
     assert chosen["sums"].tolist() == [[1.0] * 3] * 2
     assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[1.0]] * 4, [[0.0]] * 4, [[0.0]] * 4]
     assert chosen["open"].tolist() == [[0.0]] * 2
+
+
+def test_a_bounded_list_that_has_moved_on_keeps_its_places():
+    before = state(1.0, past=3)
+    (chosen,) = select_states(BAD, [grown(before, dropped=2)], [before])
+    assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[3.0]] * 4, [[0.0]] * 4, [[0.0]] * 4]
+
+
+def test_another_document_gets_nothing_of_the_one_before():
+    before = state(1.0, past=3)
+    (chosen,) = select_states(BAD, [grown(before, dropped=3)], [before])
+    assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[0.0]] * 4, [[0.0]] * 4]
