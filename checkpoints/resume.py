@@ -27,6 +27,7 @@ from checkpoints.training_state import (
     set_random_states,
     spread_masters,
 )
+from checkpoints.weights import fresh_names
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
@@ -118,6 +119,8 @@ def _difference(name: str, saved: Any, now: Any) -> str | None:
 def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
     """Weights from a safetensors file of whole tensors by global name, as a run leaves at its end; nothing else.
 
+    Parameters that the file lists as fresh keep their initial values.
+
     A collective call of all ranks of `group`. Raises: CheckpointError naming file and tensor.
     """
     with torch.device("meta"):
@@ -127,7 +130,7 @@ def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
     with safe_open(path, framework="pt") as file:
         for key, fragments in optimizer_fragments(engine).items():
             kind, name = key.split("/", 1)
-            for piece in fragments.pieces if kind == "master" else []:
+            for piece in fragments.pieces if kind == "master" and name in file.keys() else []:  # noqa: SIM118
                 piece.tensor.copy_(file.get_slice(name)[region(piece.offsets, piece.tensor.shape)])
     spread_masters(engine)
 
@@ -139,13 +142,13 @@ def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
     except (OSError, SafetensorError) as error:
         return f"{path}: not a readable safetensors file ({error})"
-    if wrong := sorted(set(shapes) - set(found)):
+    if wrong := sorted(set(shapes) - set(found) - fresh_names(path)):
         return f"{path}: {wrong[0]} is missing; the file belongs to another model"
     if wrong := sorted(set(found) - set(shapes)):
         return f"{path}: {wrong[0]} is not in the model; the file belongs to another model"
-    for name, shape in shapes.items():
-        if list(found[name]) != shape:
-            return f"{path}: {name} has shape {list(found[name])}, the model's is {shape}"
+    for name in found:
+        if list(found[name]) != shapes[name]:
+            return f"{path}: {name} has shape {list(found[name])}, the model's is {shapes[name]}"
     return None
 
 

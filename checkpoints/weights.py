@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megamem.errors import DataError
+from megamem.errors import CheckpointError, DataError
 from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
@@ -35,11 +35,23 @@ def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: 
         write_weights(whole, path)
 
 
-def write_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Write whole FP32 weights by global name as one file, whole or not at all."""
+def write_weights(weights: dict[str, Tensor], path: Path, fresh: Sequence[str] = ()) -> None:
+    """Write whole FP32 weights by global name as one file, whole or not at all.
+
+    fresh: parameters of the model that the file does not hold and that start as in a new run.
+    """
     temporary = path.with_suffix(".tmp")
-    save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32"})
+    save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32", "fresh": json.dumps(list(fresh))})
     temporary.replace(path)
+
+
+def fresh_names(path: Path) -> set[str]:
+    """Parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(json.loads((file.metadata() or {}).get("fresh", "[]")))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:

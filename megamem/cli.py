@@ -16,6 +16,7 @@ from rich.console import Console
 from launchers.local import inside_job, run_local
 from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
+from megamem.cli_models import convert_app, evaluate, generate
 from megamem.cli_plan import plan
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
@@ -27,7 +28,10 @@ app.add_typer(corpus_app, name="corpus")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(shards_app, name="shards")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(convert_app, name="convert")
 app.command()(plan)
+app.command()(generate)
+app.command()(evaluate)
 console = Console(soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]

@@ -36,7 +36,7 @@ def _folder(path: Path) -> Path:
     return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
-def _one(path: Path) -> Checkpoint:
+def one_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, or the newest complete one of a run."""
     from checkpoints.folder import at, checkpoints_in
 
@@ -91,7 +91,7 @@ def show(path: OnePath, as_json: Json = False) -> None:
     """What a checkpoint holds: counters, its run, and every tensor's shape."""
     from checkpoints.storage import read_index
 
-    checkpoint = _one(path)
+    checkpoint = one_checkpoint(path)
     facts, index = checkpoint.run(), read_index(checkpoint.path)
     tensors = {name: {"shape": entry["shape"], "dtype": entry["dtype"]} for name, entry in index.items()}
     counters = {key: value for key, value in facts.items() if key not in ("config", "model")}
@@ -144,7 +144,7 @@ def diff(
     """Compare two checkpoints tensor by tensor, bit by bit, whatever layouts saved them; exit code 1 if they differ."""
     from checkpoints.read import compare
 
-    count, differences = compare(_one(first), _one(second))
+    count, differences = compare(one_checkpoint(first), one_checkpoint(second))
     found = [str(difference) for difference in differences]
     if as_json:
         _write({"bitwise_equal": not found, "tensors_compared": count, "differences": found[:limit]})
@@ -186,7 +186,7 @@ def merge(
     from checkpoints.folder import verify as check
     from checkpoints.read import merge as write
 
-    checkpoint = _one(path)
+    checkpoint = one_checkpoint(path)
     check(checkpoint)
     count = write(checkpoint, out)
     if as_json:

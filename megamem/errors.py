@@ -58,3 +58,15 @@ class CheckpointError(MegamemError):
     """A checkpoint that is missing, damaged, of another run, or that could not be written."""
 
     exit_code = 8
+
+
+class DependencyError(MegamemError):
+    """An optional package that is missing or of a release that is not supported."""
+
+    exit_code = 9
+
+
+class ConversionError(MegamemError):
+    """A model that has no form on the other side, or files that are not one."""
+
+    exit_code = 10

@@ -78,7 +78,10 @@ class LayerMixer(ConfigModel):
 
 
 class ModelConfig(ConfigModel):
-    """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer."""
+    """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer.
+
+    Norm, MLP, biases and positions can be GPT-2's.
+    """
 
     layers: PositiveInt
     """Number of blocks."""
@@ -91,15 +94,27 @@ class ModelConfig(ConfigModel):
     head_dim: PositiveInt | None = None
     """Width of a head; hidden_size / heads if not given."""
     ffn_size: PositiveInt | None = None
-    """Inner width of the SwiGLU; 8/3 of hidden_size rounded up to a multiple of 64 if not given."""
+    """Inner width of the MLP; if not given, 8/3 of hidden_size rounded up to a multiple of 64, 4 times with `gelu`."""
     vocab_size: PositiveInt = 32_000
-    """Rows of the embedding; the tokenizer may have fewer pieces, never more."""
+    """Tokens that can be read and predicted; the tokenizer may have fewer pieces, never more."""
+    vocab_rows: PositiveInt | None = None
+    """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
     mixer: AnyMixer = Field(default="attention", validate_default=True)
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
     """Layers with another mixer, usually a memory mechanism."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm as GPT-2 has it."""
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it."""
+    bias: bool = False
+    """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Rotations of queries and keys, or a table that is added to the embedding."""
+    max_positions: PositiveInt | None = None
+    """Rows of that table, a multiple of chunk_size. Positions beyond begin at its first row again."""
     tie_embeddings: bool = False
     """Use the embedding's weight as the output head's too."""
     rope_theta: float = Field(default=10_000.0, gt=1)
@@ -124,8 +139,33 @@ class ModelConfig(ConfigModel):
 
     @property
     def ffn(self) -> int:
-        """Inner width of the SwiGLU."""
+        """Inner width of the MLP."""
+        if self.mlp == "gelu":
+            return self.ffn_size or 4 * self.hidden_size
         return self.ffn_size or -(-(8 * self.hidden_size) // (3 * 64)) * 64
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Weights of one layer's MLP, biases left out."""
+        return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.ffn
+
+    @property
+    def rows(self) -> int:
+        """Rows of embedding and head."""
+        return self.vocab_rows or self.vocab_size
+
+    @property
+    def layer_vectors(self) -> int:
+        """Parameters of one layer's norms and biases."""
+        if not self.bias:
+            return 2 * self.norm_vectors
+        projections = (self.heads + 2 * self.kv) * self.head + self.hidden_size
+        return 2 * self.norm_vectors + projections + (1 if self.mlp == "gelu" else 2) * self.ffn + self.hidden_size
+
+    @property
+    def norm_vectors(self) -> int:
+        """Parameters of one norm."""
+        return self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
 
     def mixer_at(self, layer: int) -> MixerConfig:
         """The mixer's configuration of layer `layer` (0-based)."""
@@ -142,6 +182,18 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"head_dim {self.head} is odd; rotary positions need an even width")
         if self.heads % self.kv:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv}")
+        if self.rows < self.vocab_size:
+            raise ValueError(f"vocab_rows {self.vocab_rows} are fewer than vocab_size {self.vocab_size}")
+        if (self.positions == "learned") != (self.max_positions is not None):
+            raise ValueError(
+                f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "
+                "need it, rotary ones have no table"
+            )
+        if self.max_positions is not None and self.max_positions % self.chunk_size:
+            raise ValueError(
+                f"max_positions {self.max_positions} is not a multiple of chunk_size {self.chunk_size}: the table "
+                "would begin again inside a chunk"
+            )
         seen: set[int] = set()
         for entry in self.memory:
             for layer in entry.layers:

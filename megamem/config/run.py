@@ -53,6 +53,8 @@ class OptimizerConfig(ConfigModel):
 
     lr: PositiveFloat = 2e-3
     """Peak learning rate."""
+    fresh_lr: PositiveFloat | None = None
+    """Peak learning rate of parameters that `training.weights` lists as fresh (added memories); lr if not given."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end over the peak."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -254,11 +256,13 @@ class RunConfig(ConfigModel):
     def _layout_fits(self) -> RunConfig:
         model, tp = self.model, self.parallel.tp
         sizes = {
-            "heads": model.heads, "kv_heads": model.kv, "ffn_size": model.ffn, "vocab_size": model.vocab_size,
+            "heads": model.heads, "kv_heads": model.kv, "ffn_size": model.ffn,
+            "vocab_size" if model.vocab_rows is None else "vocab_rows": model.rows,
         }  # fmt: skip
         for name, size in sizes.items():
             if size % tp:
-                raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}")
+                hint = "; vocab_rows may be larger" if name == "vocab_size" else ""
+                raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
         if self.parallel.sequence_parallel and model.chunk_size % tp:
             raise ValueError(
                 f"parallel.sequence_parallel: model.chunk_size {model.chunk_size} is not divisible by parallel.tp {tp}"

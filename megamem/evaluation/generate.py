@@ -5,7 +5,7 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.memory.base import Chunk, to_device
+from megamem.memory.base import LABEL_IGNORED, Chunk, to_device
 from megamem.model.stage import Stage
 from megamem.parallel.gather import gather_shards
 from megamem.parallel.topology import Topology
@@ -42,7 +42,7 @@ class Sampling:
             raise ValueError(f"top_p {self.top_p} is not in (0, 1]")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Next token of each row [B] from logits [B, V] on the CPU."""
+        """Next token of each row [B] from logits [B, V], float32 on the CPU."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.double() / self.temperature
@@ -66,6 +66,7 @@ def generate(
     dtype: torch.dtype,
     sampling: Sampling | None = None,
     end_token: int | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by at most `new_tokens` tokens.
 
@@ -79,6 +80,7 @@ def generate(
         dtype: of the activations (that of the parameters).
         sampling: the likeliest token if not given.
         end_token: a row ends with it.
+        stop: told a row's index and its new tokens after each of them; True ends the row.
     Returns: the new tokens of each row, the end token included.
     Raises: ValueError for an empty prompt.
     """
@@ -94,15 +96,61 @@ def generate(
     with _generating(stage):
         for begin in range(0, longest, stage.config.chunk_size):
             logits = decoder.read(padded[begin : begin + stage.config.chunk_size], chunk.after(begin))
+        ended = [False] * len(rows)
         for made in range(new_tokens):
-            tokens = decoder.agree(None if logits is None else sampling.choose(logits, generator))
-            for row, token in zip(rows, tokens.tolist(), strict=True):
-                if not row or row[-1] != end_token:
-                    row.append(token)
-            if made == new_tokens - 1 or all(row[-1] == end_token for row in rows):
+            tokens = decoder.agree(None if logits is None else sampling.choose(logits[0].cpu(), generator))
+            for index, token in enumerate(tokens.tolist()):
+                if not ended[index]:
+                    rows[index].append(token)
+                    ended[index] = token == end_token or (stop is not None and stop(index, rows[index]))
+            if made == new_tokens - 1 or all(ended):
                 break
             logits = decoder.read(tokens[None], chunk.after(longest + made))
     return rows
+
+
+def continuation_scores(
+    stage: Stage,
+    sequences: Sequence[Sequence[int]],
+    scored: Sequence[int],
+    *,
+    topology: Topology | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[tuple[float, bool]]:
+    """Log-probability of the last tokens of each sequence given those before, and whether each is the likeliest.
+
+    A collective call as `generate`, with the same answer on all ranks of a model.
+
+    Args:
+        sequences: token ids, of any lengths; read side by side, padded on the right.
+        scored: how many tokens of each are scored; fewer than it has.
+    Returns: per sequence the sum in nats, and the flag.
+    """
+    rows, size = len(sequences), stage.config.chunk_size
+    longest = max(map(len, sequences)) - 1
+    tokens, labels = torch.zeros(longest, rows, dtype=torch.int64), torch.full((longest, rows), LABEL_IGNORED)
+    for row, (sequence, count) in enumerate(zip(sequences, scored, strict=True)):
+        assert 0 < count < len(sequence)
+        ids = torch.tensor(sequence)
+        tokens[: len(ids) - 1, row] = ids[:-1]
+        labels[len(ids) - 1 - count : len(ids) - 1, row] = ids[-count:]
+    decoder = _Decoder(stage, topology, device, dtype, rows)
+    found = torch.zeros(2, rows, dtype=torch.float64)  # nats, and tokens that are not the likeliest
+    with _generating(stage):
+        for begin in range(0, longest, size):
+            part = slice(begin, min(begin + size, longest))
+            wanted = labels[part]
+            logits = decoder.read(tokens[part], Chunk((begin,) * rows), keep=len(wanted))
+            if logits is None or bool((wanted == LABEL_IGNORED).all()):
+                continue
+            known = (wanted != LABEL_IGNORED).to(logits.device)
+            target = wanted.clamp(min=0).to(logits.device)
+            nats = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+            found[0] += (nats.double() * known).sum(0).cpu()
+            found[1] += ((logits.argmax(-1) != target) & known).sum(0).cpu()
+        found = decoder.agree(found)
+    return [(nats, wrong == 0) for nats, wrong in found.T.tolist()]
 
 
 @contextmanager
@@ -128,8 +176,8 @@ class _Decoder:
         self.stage, self.topology, self.device, self.dtype, self.rows = stage, topology, device, dtype, rows
         self.states = stage.initial_states(rows, device, dtype)
 
-    def read(self, tokens: Tensor, chunk: Chunk) -> Tensor | None:
-        """Read tokens [tokens, B]; the last one's logits [B, V] in float32 on the CPU of the last stage."""
+    def read(self, tokens: Tensor, chunk: Chunk, keep: int = 1) -> Tensor | None:
+        """Read tokens [tokens, B]; logits [keep, B, V] of the last ones in float32 on the last stage."""
         borders = None
         if self.topology is not None and self.topology.pp_size > 1:
             shape = self.stage.border_shape(*tokens.shape)
@@ -140,17 +188,15 @@ class _Decoder:
             borders.up.put(hidden)
             borders.flush()
             return None
-        local = self.stage.logits(hidden[-1:])[0].float()
-        whole = gather_shards(local, 1, self.topology.tp_group) if self.topology else local
-        return whole.cpu()
+        local = self.stage.logits(hidden[-keep:]).float()
+        return gather_shards(local, 2, self.topology.tp_group) if self.topology else local
 
-    def agree(self, tokens: Tensor | None) -> Tensor:
-        """The last stage's tokens [B] on every stage."""
+    def agree(self, value: Tensor | None) -> Tensor:
+        """The last stage's value on every stage, on the CPU; tokens [B] where other stages have None."""
         if self.topology is None or self.topology.pp_size == 1:
-            assert tokens is not None
-            return tokens
-        on_device = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        if tokens is not None:
-            on_device = tokens.to(self.device)
+            assert value is not None
+            return value
+        value = torch.zeros(self.rows, dtype=torch.int64) if value is None else value
+        on_device = value.to(self.device)
         dist.broadcast(on_device, group=self.topology.pp_group, group_src=self.topology.pp_size - 1)
         return on_device.cpu()

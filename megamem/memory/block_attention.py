@@ -43,6 +43,11 @@ def last_columns(x: Tensor, count: int) -> Tensor:
     return x[x.shape[0] - count :] if count else x.new_zeros((0, *x.shape[1:]))
 
 
+def unturned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the place of `turn` where positions are learned: the embedding has them already."""
+    return x
+
+
 class AttentionProjections(Mixer):
     """Query, key, value and output projections shared by attention mixers; heads are split over ranks."""
 
@@ -58,13 +63,14 @@ class AttentionProjections(Mixer):
         self.width = model.head
         self.theta = model.rope_theta
         self.backend = model.attention
-        self.turn = turn
+        self.rotates = model.positions == "rotary"
+        self.turn = turn if self.rotates else unturned
         init = normal(model.init_std)
-        self.query = linears.column(model.hidden_size, model.heads * model.head, init)
-        self.key = linears.column(model.hidden_size, model.kv * model.head, init)
-        self.value = linears.column(model.hidden_size, model.kv * model.head, init)
+        self.query = linears.column(model.hidden_size, model.heads * model.head, init, model.bias)
+        self.key = linears.column(model.hidden_size, model.kv * model.head, init, model.bias)
+        self.value = linears.column(model.hidden_size, model.kv * model.head, init, model.bias)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.output = linears.row(model.heads * model.head, model.hidden_size, back)
+        self.output = linears.row(model.heads * model.head, model.hidden_size, back, model.bias)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [tokens, batch, local heads, width] before rotation."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, State
-from megamem.model.layers import RMSNorm, SwiGLU
+from megamem.model.layers import make_mlp, make_norm
 from megamem.parallel.linears import Linears
 
 
@@ -15,10 +15,10 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, linears: Linears, layer: int) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(model.hidden_size, model.norm_eps, linears)
+        self.mixer_norm = make_norm(model, linears)
         self.mixer = model.mixer_at(layer).build(model, linears, layer)
-        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps, linears)
-        self.mlp = SwiGLU(model, linears)
+        self.mlp_norm = make_norm(model, linears)
+        self.mlp = make_mlp(model, linears)
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """The contract of a mixer (`megamem.memory.base.Mixer.forward`), residual included."""

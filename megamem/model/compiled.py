@@ -35,5 +35,5 @@ def _use(stage: Stage, norm: Any, gate: Any, rotation: Any) -> None:
             module.function = norm
         elif isinstance(module, SwiGLU):
             module.gated = gate
-        elif isinstance(module, AttentionProjections):
+        elif isinstance(module, AttentionProjections) and module.rotates:
             module.turn = rotation

@@ -1,4 +1,4 @@
-"""RMSNorm and the SwiGLU MLP."""
+"""Norms and MLPs: RMSNorm and SwiGLU, and GPT-2's."""
 
 from __future__ import annotations
 
@@ -35,6 +35,51 @@ class RMSNorm(nn.Module):
         return self.function(x, self.linears.outside(self.weight), self.eps)
 
 
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last axis (Ba et al. 2016)."""
+
+    def __init__(self, width: int, eps: float, bias: bool, linears: Linears) -> None:
+        super().__init__()
+        self.eps = eps
+        self.linears = linears
+        self.weight = declare(nn.Parameter(torch.empty(width)), constant(1.0))
+        self.bias = declare(nn.Parameter(torch.empty(width)), constant(0.0)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        weight = self.linears.outside(self.weight)
+        bias = None if self.bias is None else self.linears.outside(self.bias)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
+
+
+def make_norm(model: ModelConfig, linears: Linears) -> nn.Module:
+    """The norm of `model.norm` over the residual stream."""
+    if model.norm == "layer":
+        return LayerNorm(model.hidden_size, model.norm_eps, model.bias, linears)
+    return RMSNorm(model.hidden_size, model.norm_eps, linears)
+
+
+def make_mlp(model: ModelConfig, linears: Linears) -> nn.Module:
+    """The MLP of `model.mlp`."""
+    return SwiGLU(model, linears) if model.mlp == "swiglu" else GeluMLP(model, linears)
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with GELU's tanh form, inner units split over ranks (GPT-2)."""
+
+    def __init__(self, model: ModelConfig, linears: Linears) -> None:
+        super().__init__()
+        self.linears = linears
+        back = normal(model.init_std / (2 * model.layers) ** 0.5)
+        self.up = linears.column(model.hidden_size, model.ffn, normal(model.init_std), model.bias)
+        self.down = linears.row(model.ffn, model.hidden_size, back, model.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
+        out: Tensor = self.down(F.gelu(self.up(self.linears.enter(hidden)), approximate="tanh"))
+        return out
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), inner units split over ranks (Shazeer 2020)."""
 
@@ -43,9 +88,10 @@ class SwiGLU(nn.Module):
         self.linears = linears
         self.gated = gated
         init = normal(model.init_std)
-        self.gate = linears.column(model.hidden_size, model.ffn, init)
-        self.up = linears.column(model.hidden_size, model.ffn, init)
-        self.down = linears.row(model.ffn, model.hidden_size, normal(model.init_std / (2 * model.layers) ** 0.5))
+        back = normal(model.init_std / (2 * model.layers) ** 0.5)
+        self.gate = linears.column(model.hidden_size, model.ffn, init, model.bias)
+        self.up = linears.column(model.hidden_size, model.ffn, init, model.bias)
+        self.down = linears.row(model.ffn, model.hidden_size, back, model.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]."""

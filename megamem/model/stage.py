@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.errors import ContractError
-from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State
+from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, to_device
 from megamem.model.block import Block
-from megamem.model.layers import RMSNorm
-from megamem.parallel.linears import Linears, normal
+from megamem.model.layers import make_norm
+from megamem.parallel.linears import Linears, declare, normal
 
 
 def add_losses(total: Losses, more: Losses) -> Losses:
@@ -43,12 +43,15 @@ class Stage(nn.Module):
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         self.recompute = False
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(model.vocab_size, model.hidden_size, normal(model.init_std))
+            self.embedding = linears.embedding(model.rows, model.hidden_size, normal(model.init_std))
+        if self.first and model.max_positions is not None:
+            table = torch.empty(model.max_positions, model.hidden_size)
+            self.positions = declare(nn.Parameter(table), normal(model.init_std))
         self.layers = nn.ModuleDict({str(i): Block(model, linears, i) for i in layers})
         if self.last:
-            self.norm = RMSNorm(model.hidden_size, model.norm_eps, linears)
+            self.norm = make_norm(model, linears)
             if not model.tie_embeddings:
-                self.head = linears.column(model.hidden_size, model.vocab_size, normal(model.init_std))
+                self.head = linears.column(model.hidden_size, model.rows, normal(model.init_std))
 
     @property
     def blocks(self) -> list[Block]:
@@ -83,7 +86,7 @@ class Stage(nn.Module):
         Returns: hidden (on the last stage after the final norm), new states, auxiliary losses summed over layers.
         Raises: ValueError if left padding ends inside the call while tokens are split over ranks.
         """
-        hidden = self.embedding(x) if self.first else x
+        hidden = self._embedded(x, chunk) if self.first else x
         split = self.linears.sequence_parallel
         pieces = chunk.pieces(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
         if len(pieces) == 1:
@@ -102,6 +105,17 @@ class Stage(nn.Module):
             losses = add_losses(losses, extra)
         return torch.cat(outputs), new, losses
 
+    def _embedded(self, tokens: Tensor, chunk: Chunk) -> Tensor:
+        """This rank's tokens' embeddings, with those of their positions where they are learned."""
+        hidden: Tensor = self.embedding(tokens)
+        if self.config.positions == "rotary":
+            return hidden
+        own = hidden.shape[0]
+        first = self.linears.tp_rank * own if self.linears.sequence_parallel else 0
+        steps = torch.arange(first, first + own, device=hidden.device)[:, None]
+        places = (to_device(chunk.starts, hidden.device) + steps) % self.positions.shape[0]
+        return hidden + self.linears.outside(self.positions)[places]
+
     def _run(self, hidden: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
         new_states: list[State] = []
         losses: Losses = {}
@@ -118,11 +132,14 @@ class Stage(nn.Module):
         return hidden, new_states, losses
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Local logits [tokens, batch, vocab / tp] of the last stage's hidden."""
+        """Local logits [tokens, batch, rows / tp] of the last stage's hidden; -inf beyond the vocabulary."""
         x = self.linears.enter(hidden)
-        if self.config.tie_embeddings:
-            return F.linear(x, cast(Tensor, self.embedding.weight))
-        return cast(Tensor, self.head(x))
+        logits = F.linear(x, cast(Tensor, self.embedding.weight)) if self.config.tie_embeddings else self.head(x)
+        real = self.config.vocab_size - self.linears.tp_rank * logits.shape[-1]
+        if real < logits.shape[-1]:  # rows that only fill up the ranks' shares
+            spare = torch.arange(logits.shape[-1], device=logits.device) >= real
+            logits = logits.masked_fill(spare, -torch.inf)
+        return cast(Tensor, logits)
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored."""

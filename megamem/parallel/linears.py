@@ -62,11 +62,11 @@ class Linears(Protocol):
     tp_rank: int
     sequence_parallel: bool
 
-    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
-        """A projection whose outputs are split over ranks. Its input must have passed `enter`. No bias."""
+    def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
+        """A projection whose outputs are split over ranks. Its input must have passed `enter`."""
 
-    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
-        """A projection whose inputs are split over ranks; sums (or reduce-scatters) its output. No bias."""
+    def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
+        """A projection whose inputs are split over ranks; sums (or reduce-scatters) its output, then adds the bias."""
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
         """Token embedding split over ranks by vocabulary: [tokens, batch] int64 -> [tokens, batch, width]."""
@@ -91,16 +91,20 @@ class PlainLinears:
     tp_rank = 0
     sequence_parallel = False
 
-    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+    def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.column`."""
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=_default_device())
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
         declare(layer.weight, init, shard_axis=0)
+        if bias:
+            declare(layer.bias, constant(0.0), shard_axis=0)
         return layer
 
-    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+    def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.row`."""
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=_default_device())
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
         declare(layer.weight, init, shard_axis=1)
+        if bias:
+            declare(layer.bias, constant(0.0))
         return layer
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megamem.parallel.libraries import quiet
-from megamem.parallel.linears import Initializer, declare
+from megamem.parallel.linears import Initializer, constant, declare
 from megamem.parallel.sequence import gather_tokens, reduce_scatter_tokens, split_tokens
 
 with quiet():
@@ -43,7 +43,8 @@ class _Row(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.linears.sequence_parallel:
-            return reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
+            own = reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
+            return own if self.bias is None else own + self.linears.outside(self.bias)
         out: Tensor = super().forward(x)[0]
         return out
 
@@ -72,34 +73,38 @@ class MegatronLinears:
             params_dtype=torch.float32,
         )
 
-    def column(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+    def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.column`."""
         layer = _Column(
             inputs,
             outputs,
             config=self._config,
             init_method=_unused,
-            bias=False,
+            bias=bias,
             disable_grad_reduce=True,
             tp_group=self.group,
         )
         declare(layer.weight, init, shard_axis=0)
+        if bias:
+            declare(layer.bias, constant(0.0), shard_axis=0)
         return layer
 
-    def row(self, inputs: int, outputs: int, init: Initializer) -> nn.Module:
+    def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.row`."""
         layer = _Row(
             inputs,
             outputs,
             config=self._config,
             init_method=_unused,
-            bias=False,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=False,
             tp_group=self.group,
         )
         layer.linears = self
         declare(layer.weight, init, shard_axis=1)
+        if bias:
+            declare(layer.bias, constant(0.0))
         return layer
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:

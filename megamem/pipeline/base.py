@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -86,8 +86,13 @@ class StepResult:
 class TrainingEngine(ABC):
     """One rank's layers, optimizer and, in streams mode, memory states carried from step to step."""
 
-    def __init__(self, config: RunConfig, topology: Topology, layers: range | None, backwards: int) -> None:
-        """layers: those of this rank's stage, all if None. backwards: see `deepspeed_config`."""
+    def __init__(
+        self, config: RunConfig, topology: Topology, layers: range | None, backwards: int, fresh: Collection[str]
+    ) -> None:
+        """layers: those of this rank's stage, all if None. backwards: see `deepspeed_config`.
+
+        fresh: names of parameters that learn at `optimizer.fresh_lr`.
+        """
         import deepspeed
 
         self.config = config
@@ -96,7 +101,7 @@ class TrainingEngine(ABC):
         self.dtype = DTYPES[config.training.precision]
         self.stage = build_stage(config, topology, layers)
         self.optimizer = AgreeingAdamW(
-            parameter_groups(self.stage.parameters(), config.optimizer.weight_decay), config.optimizer
+            parameter_groups(self.stage.named_parameters(), config.optimizer, fresh), config.optimizer
         )
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
@@ -148,7 +153,7 @@ class TrainingEngine(ABC):
         if watch is not None:
             watch("gradient reduction and optimizer step")
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         own_bad = torch.maximum(1 - loss_sum.isfinite().float(), self._bad_partitions())
         self.optimizer.own_bad, self.optimizer.bad = own_bad, None
         norm = self._clip_plain() if self.config.parallel.zero_stage == 0 else None

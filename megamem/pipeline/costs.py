@@ -45,26 +45,26 @@ class PartCosts:
 
 def parameter_costs(model: ModelConfig) -> PartCosts:
     """Parameters of each layer and of embedding and head (tied: both hold the matrix)."""
-    matrix = float(model.vocab_size * model.hidden_size)
-    shared = 3 * model.hidden_size * model.ffn + 2 * model.hidden_size
+    matrix = float(model.rows * model.hidden_size)
+    shared = model.mlp_matrices + model.layer_vectors
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
     return PartCosts(
         tuple(float(shared + m.projection_parameters(model) + m.extra_parameters(model)) for m in mixers),
-        matrix,
-        matrix + model.hidden_size,
+        matrix + (model.max_positions or 0) * model.hidden_size,
+        matrix + model.norm_vectors,
     )
 
 
 def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
     """Training FLOPs per token of each layer and the head; looking an embedding up costs none."""
-    shared = 3 * model.hidden_size * model.ffn
+    shared = model.mlp_matrices
     layers = []
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
         mixing = mixer.mixing_flops(model, sequence_length, True).values()
         products = 6.0 * (shared + mixer.projection_parameters(model))
         layers.append(products + sum(flops.forward + flops.backward for flops in mixing))
-    return PartCosts(tuple(layers), 0.0, 6.0 * model.vocab_size * model.hidden_size)
+    return PartCosts(tuple(layers), 0.0, 6.0 * model.rows * model.hidden_size)
 
 
 def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
@@ -73,7 +73,7 @@ def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
     counts: layers of each stage. A chunk's share is what a sequence that ends with it costs more than one that ends
     before it.
     """
-    products = 2.0 * 3 * model.hidden_size * model.ffn
+    products = 2.0 * model.mlp_matrices
     forward = [[0.0] * chunks for _ in counts]
     backward = [[0.0] * chunks for _ in counts]
     for stage, layers in enumerate(contiguous(counts)):
@@ -87,7 +87,7 @@ def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
                 forward[stage][chunk] += linear + total[0] - before[0]
                 backward[stage][chunk] += 2 * linear + total[1] - before[1]
                 before = total
-    head = 2.0 * model.vocab_size * model.hidden_size
+    head = 2.0 * model.rows * model.hidden_size
     for chunk in range(chunks):
         forward[-1][chunk] += head
         backward[-1][chunk] += 2 * head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,13 +14,20 @@ from megamem.config.run import OptimizerConfig
 from megamem.parallel.linears import info
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Two AdamW groups by each parameter's declaration: with and without decay."""
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in parameters:
-        (decayed if info(parameter).decay else plain).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, fresh: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """AdamW groups by each parameter's declaration, with and without decay, and by whether it is fresh.
+
+    `lr_scale` of a group is its learning rate over the run's.
+    """
+    scale = 1.0 if config.fresh_lr is None else config.fresh_lr / config.lr
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        decay = config.weight_decay if info(parameter).decay else 0.0
+        groups.setdefault((decay, scale if name in fresh else 1.0), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)  # with decay first
+    return [{"params": p, "weight_decay": decay, "lr_scale": scale} for (decay, scale), p in ordered]
 
 
 class AgreeingAdamW(torch.optim.AdamW):

@@ -22,8 +22,8 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
     parts: dict[str, Flops] = {
         "projections": product(2 * sum(mixer.projection_parameters(model) for mixer in mixers)),
-        "mlp": product(2 * model.layers * 3 * model.hidden_size * model.ffn),
-        "head": product(2 * model.hidden_size * model.vocab_size),
+        "mlp": product(2 * model.layers * model.mlp_matrices),
+        "head": product(2 * model.hidden_size * model.rows),
     }
     # layers with equal mixers cost the same
     counts = Counter(mixer.model_dump_json() for mixer in mixers)

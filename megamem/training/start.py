@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import start_from
 from checkpoints.saver import Saver
-from checkpoints.weights import save_weights
+from checkpoints.weights import fresh_names, save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch, EvaluationDocument
@@ -217,7 +217,7 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
             console.print(f"{folder}: ended after step {checkpoint.step} already; these are its figures")
         return done
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology)
+    engine = build_engine(config, topology, fresh_parameters(config))
     if chief:
         lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
         goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
@@ -257,6 +257,13 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
             "memory_gib_by_rank": [round(peak / 2**30, 3) for peak in peak_memory_by_rank(topology)],
         }
         return _evaluate(figures, engine, sinks, console, watchdog.at)
+
+
+def fresh_parameters(config: RunConfig) -> set[str]:
+    """Names of the parameters that learn at `optimizer.fresh_lr`. Raises CheckpointError for an unreadable file."""
+    if config.optimizer.fresh_lr is None or config.training.weights is None:
+        return set()
+    return fresh_names(config.training.weights)
 
 
 def finished(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import STEPS, assert_gradients, assert_losses_and_weights, case
+from tests.distributed.training_cases import GPT2
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +21,8 @@ WORLDS = {
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=2, parallel={"sequence_parallel": True}),
         "tp2-recompute": case(2, 2, bptt=2, micro=2, training={"recompute": True}),
         "tp2-tied": case(2, 2, bptt=2, micro=2, model={"tie_embeddings": True}),
+        "tp2-gpt2": case(2, 1, bptt=2, micro=4, model=GPT2),
+        "tp2-gpt2-sequence-parallel": case(2, 1, micro=4, model=GPT2, parallel={"sequence_parallel": True}),
         "dp2-zero0": case(1, 0, bptt=2, micro=2),
         "dp2-zero1": case(1, 1, micro=2, steps=STEPS),
         "dp2-zero2": case(1, 2, bptt=2, micro=4, steps=STEPS),

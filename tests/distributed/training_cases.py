@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import torch
 
@@ -28,6 +30,11 @@ MODEL = {
     "chunk_size": CHUNK,
     "memory": [{"layers": [layer], "mixer": MIXERS[kind]} for layer, kind in enumerate(sorted(MIXERS))],
 }
+GPT2 = {
+    "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "max_positions": 3 * CHUNK,
+    "tie_embeddings": True, "vocab_size": VOCABULARY, "vocab_rows": VOCABULARY + 8,
+}  # fmt: skip
+"""GPT-2's norm, MLP, biases and positions; a vocabulary with spare rows."""
 
 
 def run_config(steps: int = 20, **sections) -> RunConfig:
@@ -69,9 +76,12 @@ def local_batches(config: RunConfig, topology: Topology, step: int) -> list[Batc
     return batches
 
 
-def reference(steps: int, bptt_chunks: int, lr: float, tied: bool, uneven: bool):
-    """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window."""
-    config = run_config(model={"tie_embeddings": tied}, training={"bptt_chunks": bptt_chunks})
+def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool):
+    """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
+
+    model: what differs from `MODEL`, as JSON.
+    """
+    config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
     stage = Stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
     groups = [

@@ -45,6 +45,10 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
     },
+    "megamem.hf": {
+        "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
+        "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
+    },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -53,6 +57,7 @@ COMMANDS = {
     "megamem.cli_data",
     "megamem.cli_plan",
     "megamem.cli_checkpoint",
+    "megamem.cli_models",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",

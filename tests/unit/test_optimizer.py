@@ -117,14 +117,31 @@ def test_groups_follow_the_declarations():
     matrix, norm, embedding = (nn.Parameter(torch.ones(*shape)) for shape in ((2, 2), (2,), (3, 2)))
     for parameter in (matrix, norm, embedding):
         declare(parameter, constant(1.0))
-    decayed, plain = parameter_groups([matrix, norm, embedding], 0.1)
-    assert decayed == {"params": [matrix, embedding], "weight_decay": 0.1}
-    assert plain == {"params": [norm], "weight_decay": 0.0}
+    decayed, plain = parameter_groups(
+        [("matrix", matrix), ("norm", norm), ("embedding", embedding)], OptimizerConfig(weight_decay=0.1)
+    )
+    assert decayed == {"params": [matrix, embedding], "weight_decay": 0.1, "lr_scale": 1.0}
+    assert plain == {"params": [norm], "weight_decay": 0.0, "lr_scale": 1.0}
+
+
+def test_fresh_parameters_learn_at_their_own_rate():
+    names = ("old", "new", "old.norm", "new.norm")
+    parameters = {name: nn.Parameter(torch.ones(*((2,) if "norm" in name else (2, 2)))) for name in names}
+    for parameter in parameters.values():
+        declare(parameter, constant(1.0))
+    config = OptimizerConfig(lr=1e-4, fresh_lr=1e-3, weight_decay=0.1)
+    groups = parameter_groups(parameters.items(), config, fresh={"new", "new.norm"})
+    found = {(g["weight_decay"], g["lr_scale"]): g["params"] for g in groups}
+    assert found == {
+        (0.1, 1.0): [parameters["old"]], (0.1, 10.0): [parameters["new"]],
+        (0.0, 1.0): [parameters["old.norm"]], (0.0, 10.0): [parameters["new.norm"]],
+    }  # fmt: skip
+    assert len(parameter_groups(parameters.items(), config)) == 2
 
 
 def test_a_parameter_without_a_declaration_is_a_defect():
     with pytest.raises(AttributeError):
-        parameter_groups([nn.Parameter(torch.ones(2))], 0.1)
+        parameter_groups([("weight", nn.Parameter(torch.ones(2)))], OptimizerConfig())
 
 
 class TestSchedule:

@@ -1,0 +1,24 @@
+"""A checkpoint of any layout as a whole model in one process."""
+
+from __future__ import annotations
+
+import torch
+
+from checkpoints.folder import Checkpoint
+from checkpoints.read import weights
+from megamem.config.model import ModelConfig
+from megamem.errors import CheckpointError
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears
+
+
+def whole_model(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
+    """The model as training computes it, on the CPU, for evaluation. Raises CheckpointError where it does not fit."""
+    with torch.device("meta"):
+        stage = Stage(model, PlainLinears())
+    expected = {name for name, _ in stage.named_parameters()}
+    values = {name: value.to(dtype) for name, value in weights(checkpoint)}
+    if wrong := sorted(expected ^ values.keys()):
+        raise CheckpointError(f"{checkpoint.path}: {wrong[0]} is in the checkpoint or in the model, but not in both")
+    stage.load_state_dict(values, assign=True)
+    return stage.eval()

@@ -1,0 +1,203 @@
+"""`megamem convert to-hf`: a training checkpoint of any layout as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig
+
+import megamem.hf  # noqa: F401  (registers the architecture with the Auto classes)
+from checkpoints.folder import Checkpoint, verify
+from checkpoints.read import weights
+from checkpoints.whole import whole_model
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.errors import ConversionError
+from megamem.hf.card import model_card
+from megamem.hf.configuration import MegamemConfig
+from megamem.hf.names import LLAMA, PREFIX, is_llama, renamed
+from megamem.hf.tokenizer import export_tokenizer
+from megamem.memory.base import Chunk
+from megamem.model.stage import Stage
+from tokenization.tokenizer import Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PARTIAL = ".partial"
+FACTS = "conversion.json"
+PARITY_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the exported model is from the training model on the same tokens, both in the export's dtype."""
+
+    tokens: int
+    max_diff: float
+    """Largest difference of two logits."""
+    max_logit: float
+    """Largest logit, for scale."""
+
+
+def to_hf(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    dtype: str = "fp32",
+    shard_bytes: int = 4 * 2**30,
+    native: bool = True,
+    tokenizer: Path | None = None,
+    evaluate: Callable[[Stage], Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Write `out`; it appears whole or not at all.
+
+    Args:
+        checkpoint: complete; every file is hashed first.
+        dtype: of the weights, `fp32` or `bf16`.
+        shard_bytes: largest safetensors file.
+        native: write models that are one as a `LlamaForCausalLM`, which needs no megamem.
+        tokenizer: its folder; none is written if not given.
+        evaluate: measures the model, for the card.
+    Returns: what FACTS in the folder says. Raises: CheckpointError, ConversionError, ConfigError, DataError.
+    """
+    if out.exists():
+        raise ConversionError(f"{out}: exists already; choose another folder")
+    verify(checkpoint)
+    run = checkpoint.run()
+    model = parse_config(ModelConfig, run["config"]["model"], f"{checkpoint.path}: model")
+    words = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if words is not None and words.vocab_size > model.vocab_size:
+        raise ConversionError(
+            f"{tokenizer}: has {words.vocab_size:,} tokens, the model {model.vocab_size:,}; give the tokenizer it was "
+            "trained with"
+        )
+    llama = native and is_llama(model)
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    length = run["sequence_length"]
+    config = (
+        llama_config(model, length)
+        if llama
+        else MegamemConfig(megamem=model.model_dump(mode="json"), max_position_embeddings=length)
+    )
+    ends = {} if words is None else {"bos_token_id": words.meta.bos_id, "eos_token_id": words.eos_id}
+    _write_config(partial, config, dtype, llama, ends)
+    written = write_shards(partial, _named(checkpoint, model, DTYPES[dtype], llama), shard_bytes)
+    if words is not None and tokenizer is not None:
+        export_tokenizer(tokenizer, words, partial)
+    stage = whole_model(checkpoint, model, DTYPES[dtype])
+    facts = {
+        "checkpoint": str(checkpoint.path),
+        "step": run["step"],
+        "tokens": run["tokens"],
+        "architecture": "llama" if llama else MegamemConfig.model_type,
+        "dtype": dtype,
+        "parameters": written,
+        "parity": asdict(parity(stage, partial, DTYPES[dtype])),
+        "evaluation": {} if evaluate is None else dict(evaluate(stage)),
+        "megamem": run["megamem"],
+    }
+    (partial / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (partial / "README.md").write_text(model_card(out.name, model, run, facts), encoding="utf-8")
+    partial.rename(out)
+    return facts
+
+
+def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
+    """The configuration under which transformers' Llama computes the same."""
+    return LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv,
+        head_dim=model.head,
+        rms_norm_eps=model.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        tie_word_embeddings=model.tie_embeddings,
+        initializer_range=model.init_std,
+        max_position_embeddings=trained_length,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _write_config(folder: Path, config: PreTrainedConfig, dtype: str, llama: bool, ends: dict[str, Any]) -> None:
+    config.architectures = ["LlamaForCausalLM" if llama else "MegamemForCausalLM"]
+    config.dtype = DTYPES[dtype]
+    for name, value in ends.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    GenerationConfig(**ends, pad_token_id=ends.get("eos_token_id")).save_pretrained(folder)
+
+
+def _named(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype, llama: bool) -> Iterator[tuple[str, Tensor]]:
+    """Weights one after the other, under the names of the export."""
+    for name, value in weights(checkpoint):
+        exported = renamed(name, LLAMA) if llama else PREFIX + name
+        assert exported is not None, name
+        yield exported, value.to(dtype)
+
+
+def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
+    """Safetensors files of at most `shard_bytes` and their index; one file goes without. Returns the values written.
+
+    No more than one file's tensors are in memory at a time.
+    """
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    held = total = count = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and held + tensor.nbytes > shard_bytes:
+            flush()
+            held = 0
+        pending[name] = tensor.contiguous()
+        held, total, count = held + tensor.nbytes, total + tensor.nbytes, count + tensor.numel()
+    flush()
+    if len(shards) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return count
+    places: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{index}").rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return count
+
+
+def parity(stage: Stage, folder: Path, dtype: torch.dtype) -> Parity:
+    """Compare an export with the training model over some chunks of random tokens."""
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    size = stage.config.chunk_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(stage.config.vocab_size, (PARITY_CHUNKS * size, 1), generator=generator)
+    largest = scale = 0.0
+    with torch.no_grad():
+        states = stage.initial_states(1, torch.device("cpu"), dtype)
+        cache = None
+        for begin in range(0, len(tokens), size):
+            part = tokens[begin : begin + size]
+            hidden, states, _ = stage(part, states, Chunk((begin,)))
+            ours = stage.logits(hidden)[:, 0]
+            output = exported(part.T, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            largest = max(largest, (ours - output.logits[0]).abs().max().item())
+            scale = max(scale, ours.abs().max().item())
+    return Parity(len(tokens), largest, scale)

@@ -1,0 +1,31 @@
+"""Figures of a model on held-out text, for the card of its export."""
+
+from __future__ import annotations
+
+from megamem.config.run import RunConfig
+from megamem.data.feeder import evaluation_documents
+from megamem.evaluation.losses import evaluate_losses
+from megamem.model.stage import Stage
+from tokenization.tokenizer import Tokenizer
+
+
+def held_out_figures(stage: Stage, config: RunConfig, max_tokens: int) -> dict[str, float]:
+    """Loss, perplexity and bits per byte on the first `max_tokens` tokens of the run's held-out documents."""
+    weight = next(stage.parameters())
+    report = evaluate_losses(
+        stage,
+        evaluation_documents(config.data, chunk_size=config.model.chunk_size),
+        topology=None,
+        device=weight.device,
+        dtype=weight.dtype,
+        rows=config.evaluation.rows,
+        max_tokens=max_tokens,
+        token_bytes=Tokenizer.load(config.data.tokenizer).byte_lengths() if config.data.tokenizer else None,
+    )
+    figures = {"held-out tokens": float(report.tokens), "loss (nats per token)": report.loss}
+    figures["perplexity"] = report.perplexity
+    if report.bits_per_byte is not None:
+        figures["bits per byte"] = report.bits_per_byte
+    if report.beyond_first_chunk_loss is not None:
+        figures["loss beyond the first chunk"] = report.beyond_first_chunk_loss
+    return figures

@@ -1,0 +1,221 @@
+"""`megamem convert from-hf`: transformers' Llama and GPT-2 types and our own exports as weights to start from.
+
+OUT/model.yaml           the `model` section, for `base:` of a run's configuration
+OUT/weights.safetensors  FP32 weights by global name, for training.weights
+OUT/tokenizer/           where the source has one
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from checkpoints.weights import write_weights
+from megamem.config.load import apply_override, parse_config
+from megamem.config.model import ModelConfig
+from megamem.errors import ConversionError
+from megamem.hf.names import LLAMA, PREFIX, renamed
+from megamem.hf.source import Source, open_source
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears
+from tokenization.importing import import_tokenizer
+
+KNOWN = ("gpt2", "llama", "megamem")
+WEIGHTS, MODEL, TOKENIZER = "weights.safetensors", "model.yaml", "tokenizer"
+PARTIAL = ".partial"
+
+
+def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multiple: int = 128) -> dict[str, Any]:
+    """Write `out`; it appears whole or not at all.
+
+    Args:
+        source: a folder of transformers' form with safetensors, or a GGUF file.
+        overrides: of the model section, as `chunk_size=512` or `memory=[{layers: [8], mixer: elastic_memory}]`.
+        vocab_multiple: embedding and head get so many rows more that this divides them.
+    Returns: what was found. Raises: ConversionError, ConfigError naming file and field.
+    """
+    if out.exists():
+        raise ConversionError(f"{out}: exists already; choose another folder")
+    opened = open_source(source)
+    kind = opened.config.get("model_type")
+    if kind not in KNOWN:
+        raise ConversionError(f"{source}: architecture {kind!r} is not known; known are {', '.join(KNOWN)}")
+    section = {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section}[kind](opened)
+    if section["vocab_size"] % vocab_multiple and kind != "megamem":
+        section["vocab_rows"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
+    tree: dict[str, Any] = {"model": section}
+    for override in overrides:
+        tree = apply_override(tree, f"model.{override}")
+    model = parse_config(ModelConfig, tree["model"], f"{source}: as a model section")
+    weights, fresh = collect(opened, kind, model)
+    partial = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(weights, partial / WEIGHTS, fresh=fresh)
+    text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
+    (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
+    words = None
+    if (opened.folder / "tokenizer.json").is_file() or (opened.folder / "vocab.json").is_file():
+        words = import_tokenizer(opened.folder, partial / TOKENIZER).vocab_size
+        if words > model.vocab_size:
+            raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
+    partial.rename(out)
+    return {
+        "architecture": kind,
+        "parameters": sum(value.numel() for value in weights.values()),
+        "fresh": fresh,
+        "tokenizer": words,
+        "unused": sorted(opened.unused()),
+    }
+
+
+def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Tensor], list[str]]:
+    """FP32 weights by our names, and the names of parameters the source has nothing for: those of added memories.
+
+    Raises: ConversionError where a tensor of the backbone is missing or of another shape.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in Stage(model, PlainLinears()).named_parameters()}
+    take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor}[kind]
+    weights: dict[str, Tensor] = {}
+    fresh = []
+    for name, shape in shapes.items():
+        value = take(source, name)
+        if value is None:
+            fresh.append(name)
+            continue
+        value = value.float()
+        if name.startswith(("embedding.", "head.")) and value.shape[0] < shape[0]:
+            value = torch.cat((value, value.new_zeros(shape[0] - value.shape[0], *value.shape[1:])))
+        if tuple(value.shape) != shape:
+            raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
+        weights[name] = value.contiguous()
+    if lacking := [name for name in fresh if not re.fullmatch(r"layers\.\d+\.mixer\..*", name)]:
+        raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
+    return weights, fresh
+
+
+def _refuse(source: Source, expected: Mapping[str, Any]) -> None:
+    """Raise ConversionError at the first setting of the configuration that our model does not know."""
+    for name, value in expected.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if (found := source.config.get(name, allowed[0])) not in allowed:
+            raise ConversionError(f"{source.folder}: {name} {found!r} is not supported; only {allowed[0]!r} is")
+
+
+def llama_section(source: Source) -> dict[str, Any]:
+    """The model section of a Llama."""
+    c = source.config
+    rope = c.get("rope_parameters") or {}
+    scaling = c.get("rope_scaling") or rope
+    if (form := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+        raise ConversionError(f"{source.folder}: rope_type {form!r} is not supported; only 'default' is")
+    _refuse(source, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
+    return {
+        "layers": c["num_hidden_layers"],
+        "hidden_size": c["hidden_size"],
+        "heads": c["num_attention_heads"],
+        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
+        **({"head_dim": c["head_dim"]} if c.get("head_dim") else {}),
+        "ffn_size": c["intermediate_size"],
+        "vocab_size": c["vocab_size"],
+        "chunk_size": 512,
+        "mixer": "full_attention",
+        "tie_embeddings": c.get("tie_word_embeddings", False),
+        "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10_000.0),
+        "norm_eps": c["rms_norm_eps"],
+        "init_std": c.get("initializer_range", 0.02),
+    }
+
+
+def llama_tensor(source: Source, name: str) -> Tensor | None:
+    """Our tensor `name` from a Llama."""
+    theirs = renamed(name, LLAMA)
+    return None if theirs is None else source.get(theirs)
+
+
+def gpt2_section(source: Source) -> dict[str, Any]:
+    """The model section of a GPT-2."""
+    c = source.config
+    _refuse(
+        source,
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": True,
+            "add_cross_attention": False,
+        },
+    )
+    return {
+        "layers": c["n_layer"],
+        "hidden_size": c["n_embd"],
+        "heads": c["n_head"],
+        "ffn_size": c.get("n_inner") or 4 * c["n_embd"],
+        "vocab_size": c["vocab_size"],
+        "chunk_size": min(512, c["n_positions"]),
+        "mixer": "full_attention",
+        "norm": "layer",
+        "mlp": "gelu",
+        "bias": True,
+        "positions": "learned",
+        "max_positions": c["n_positions"],
+        "tie_embeddings": True,
+        "norm_eps": c["layer_norm_epsilon"],
+        "init_std": c.get("initializer_range", 0.02),
+    }
+
+
+GPT2 = {
+    "embedding.weight": "wte.weight",
+    "positions": "wpe.weight",
+    "norm": "ln_f",
+    "mixer_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "mixer.output": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+"""Our name -> GPT-2's, without layer and .weight or .bias."""
+JOINED = ("query", "key", "value")
+"""GPT-2 keeps these side by side in attn.c_attn."""
+
+
+def gpt2_tensor(source: Source, name: str) -> Tensor | None:
+    """Our tensor `name` from a GPT-2, whose projections are stored transposed."""
+    prefix = "transformer." if "transformer.wte.weight" in source.names else ""
+    if name in GPT2:
+        return source.get(prefix + GPT2[name])
+    part, _, form = name.rpartition(".")
+    if part in GPT2:
+        return source.get(f"{prefix}{GPT2[part]}.{form}")
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", part)
+    if found is None:
+        return None
+    layer, inner = found[1], found[2]
+    if inner.removeprefix("mixer.") in JOINED:
+        joined = source.get(f"{prefix}h.{layer}.attn.c_attn.{form}")
+        value = None if joined is None else joined.chunk(3, -1)[JOINED.index(inner.removeprefix("mixer."))]
+    elif inner in GPT2:
+        value = source.get(f"{prefix}h.{layer}.{GPT2[inner]}.{form}")
+    else:
+        return None
+    return value.T if value is not None and value.ndim == 2 else value
+
+
+def own_section(source: Source) -> dict[str, Any]:
+    """The model section of an export."""
+    section: dict[str, Any] = dict(source.config["megamem"])
+    return section
+
+
+def own_tensor(source: Source, name: str) -> Tensor | None:
+    """Our tensor `name` from an export."""
+    return source.get(PREFIX + name)

@@ -1,0 +1,48 @@
+"""Tensor names of native Hugging Face architectures beside ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from megamem.config.model import ModelConfig
+
+PREFIX = "model."
+"""Of all parameters in an export of our own architecture."""
+
+LLAMA = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "layers.#.mixer_norm.weight": "model.layers.#.input_layernorm.weight",
+    "layers.#.mlp_norm.weight": "model.layers.#.post_attention_layernorm.weight",
+    "layers.#.mixer.query.weight": "model.layers.#.self_attn.q_proj.weight",
+    "layers.#.mixer.key.weight": "model.layers.#.self_attn.k_proj.weight",
+    "layers.#.mixer.value.weight": "model.layers.#.self_attn.v_proj.weight",
+    "layers.#.mixer.output.weight": "model.layers.#.self_attn.o_proj.weight",
+    "layers.#.mlp.gate.weight": "model.layers.#.mlp.gate_proj.weight",
+    "layers.#.mlp.up.weight": "model.layers.#.mlp.up_proj.weight",
+    "layers.#.mlp.down.weight": "model.layers.#.mlp.down_proj.weight",
+}
+"""Our name -> Llama's; # stands for the layer."""
+
+
+def is_llama(model: ModelConfig) -> bool:
+    """Whether transformers' own Llama computes the same function: full attention over all tokens in every layer."""
+    plain = (model.norm, model.mlp, model.bias, model.positions) == ("rms", "swiglu", False, "rotary")
+    return (
+        plain
+        and model.rows == model.vocab_size
+        and all(
+            (mixer := model.mixer_at(layer)).kind == "full_attention" and getattr(mixer, "max_chunks", None) is None
+            for layer in range(model.layers)
+        )
+    )
+
+
+def renamed(name: str, table: Mapping[str, str]) -> str | None:
+    """`name` in the other library; None if it has nothing like it."""
+    layer = re.search(r"(?<=layers\.)\d+(?=\.)", name)
+    pattern = name if layer is None else f"{name[: layer.start()]}#{name[layer.end() :]}"
+    found = table.get(pattern)
+    return found if found is None or layer is None else found.replace("#", layer[0])

@@ -1,0 +1,97 @@
+"""A pretrained model's files: its configuration and its tensors one by one, never a pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megamem.errors import ConversionError
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+
+
+class Source:
+    """Configuration and tensors of a pretrained model."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], places: Mapping[str, Path | Tensor]) -> None:
+        """places: by tensor name, the safetensors file it lies in, or the tensor itself."""
+        self.folder, self.config, self._places = folder, config, places
+        self._taken: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._places)
+
+    def get(self, name: str) -> Tensor | None:
+        """One tensor; None if there is none of this name."""
+        place = self._places.get(name)
+        if place is None:
+            return None
+        self._taken.add(name)
+        if isinstance(place, Tensor):
+            return place
+        with safe_open(place, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def unused(self) -> set[str]:
+        """Tensors nobody asked for."""
+        return self.names - self._taken
+
+
+def open_source(path: Path) -> Source:
+    """Raises ConversionError naming the file that is missing or cannot be read."""
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    if not path.is_dir():
+        raise ConversionError(f"{path}: no such folder or GGUF file")
+    config = _json(path / CONFIG)
+    if (path / INDEX).is_file():
+        places = {name: path / file for name, file in _json(path / INDEX)["weight_map"].items()}
+        for file in sorted(set(places.values())):
+            _names(file)
+    elif (path / SINGLE).is_file():
+        places = dict.fromkeys(_names(path / SINGLE), path / SINGLE)
+    else:
+        pickled = sorted(file.name for file in path.glob("*.bin"))
+        why = f"holds pickled weights only ({pickled[0]}), which are not read" if pickled else "holds no safetensors"
+        raise ConversionError(f"{path}: {why}; save the model with save_pretrained of a current transformers first")
+    return Source(path, config, places)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConversionError(f"{path}: is not JSON ({error})") from None
+    return value
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConversionError(f"{path}: cannot be read ({error})") from None
+
+
+def _open_gguf(path: Path) -> Source:
+    """Weights that transformers puts back from llama.cpp's quantised form. Needs the `gguf` package."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ConversionError(
+            f"{path}: reading GGUF needs the packages gguf and accelerate; pip install them"
+        ) from None
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+    return Source(path.parent, model.config.to_dict(), dict(model.state_dict()))

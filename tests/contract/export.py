@@ -1,0 +1,69 @@
+"""The experiment on exports: every mechanism under some layouts, its checkpoint, logits and greedy continuation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.contract.cases import CASES, CHUNK, Case
+from tests.distributed.training_cases import run_config
+
+LAYOUTS = {"tp1": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
+"""World size and `parallel` section."""
+HEADS, CHUNKS, PROMPT, NEW_TOKENS = 4, 4, 5, 300
+
+
+def configured(case: Case, parallel: dict[str, int]) -> Any:
+    """A run of the case's model."""
+    model = case.model(layers=3, at=1, heads=HEADS).model_dump(mode="json")
+    return run_config(
+        model=model,
+        data={"sequence_length": CHUNKS * CHUNK},
+        training={"batch_tokens": 2 * CHUNKS * CHUNK},
+        parallel=parallel,
+    )
+
+
+def tokens(vocabulary: int) -> torch.Tensor:
+    """[tokens, 1] ids of some chunks."""
+    return torch.randint(vocabulary, (CHUNKS * CHUNK, 1), generator=torch.Generator().manual_seed(3))
+
+
+def world(payload: dict[str, Any]) -> dict[str, Any]:
+    """Body of a rank: per case `logits` [tokens, vocabulary] (last stage only) and `made`, the new tokens."""
+    from checkpoints.saver import Saver
+    from checkpoints.training_state import all_fragments, optimizer_steps
+    from megamem.config.checkpoint import CheckpointConfig
+    from megamem.evaluation.generate import _Decoder, _generating, generate
+    from megamem.memory.base import Chunk
+    from megamem.parallel.topology import Topology
+    from megamem.pipeline.engine import build_engine
+    from megamem.training.checkpointing import cpu_group, run_facts
+
+    results: dict[str, Any] = {}
+    for layout, parallel in payload["layouts"].items():
+        topology = Topology.start(parallel.get("tp", 1), pp=parallel.get("pp", 1), device="cpu")
+        group = cpu_group(60)
+        for case in CASES:
+            config = configured(case, parallel)
+            engine = build_engine(config, topology)
+            folder = Path(payload["folder"]) / f"{case.id}-{layout}"
+            run = {
+                "step": 0,
+                "tokens": 0,
+                "optimizer_steps": optimizer_steps(engine),
+                **run_facts(config, "none", None),
+            }
+            Saver(folder, CheckpointConfig(), group).save(0, all_fragments(engine), run, wait=True)
+            where = {"topology": topology, "device": topology.device, "dtype": torch.float32}
+            ids = tokens(config.model.vocab_size)
+            decoder, parts = _Decoder(engine.stage, **where, rows=1), []
+            with _generating(engine.stage):
+                for begin in range(0, len(ids), CHUNK):
+                    parts.append(decoder.read(ids[begin : begin + CHUNK], Chunk((begin,)), keep=CHUNK))
+            (made,) = generate(engine.stage, [ids[:PROMPT, 0].tolist()], NEW_TOKENS, **where)
+            last = None if parts[0] is None else torch.cat(parts)[:, 0].clone()
+            results[f"{case.id}/{layout}"] = {"logits": last, "made": made}
+    return results

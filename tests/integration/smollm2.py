@@ -1,0 +1,37 @@
+"""What the SmolLM2 test runs on each rank: perplexity and logits under tensor parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+
+def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
+    """Whole logits [tokens, vocabulary] of an imported model, read chunk by chunk."""
+    from checkpoints.resume import start_from
+    from megamem.evaluation.generate import _Decoder, _generating
+    from megamem.memory.base import Chunk
+    from megamem.pipeline.engine import build_engine
+    from megamem.training.checkpointing import cpu_group
+    from megamem.training.start import start_topology
+    from tests.distributed.training_cases import run_config
+
+    model = yaml.safe_load((Path(folder) / "model.yaml").read_text())["model"]
+    size = model["chunk_size"]
+    config = run_config(
+        model={**model, "memory": []}, data={"sequence_length": size}, training={"batch_tokens": size},
+        parallel={"tp": tp},
+    )  # fmt: skip
+    topology = start_topology(config)
+    engine = build_engine(config, topology)
+    start_from(engine, Path(folder) / "weights.safetensors", cpu_group(300))
+    decoder = _Decoder(engine.stage, topology, topology.device, torch.float32, 1)
+    tokens, parts = torch.tensor(ids)[:, None], []
+    with _generating(engine.stage):
+        for begin in range(0, len(ids), size):
+            part = tokens[begin : begin + size]
+            parts.append(decoder.read(part, Chunk((begin,)), keep=len(part)))
+    return {"logits": torch.cat(parts)[:, 0] if topology.rank == 0 else None}

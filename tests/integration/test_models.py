@@ -1,0 +1,206 @@
+"""A trained model leaves its run: converted, continued, evaluated, started from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from checkpoints.folder import checkpoints_in
+from megamem.cli import app
+from megamem.errors import MegamemError
+from tests.integration.commands import CHUNK, LENGTH, run_tree, write_config
+from tests.integration.model_cases import TASKS, figures, tasks_under, write_tasks
+from tests.integration.ranks import Job, command
+
+pytestmark = pytest.mark.distributed
+
+
+def invoke(*arguments):
+    """stdout of a command that must succeed."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def refused(*arguments):
+    """The line with which a command is refused."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert isinstance(result.exception, MegamemError), (result.exception, result.stdout)
+    assert "\n" not in str(result.exception)
+    return str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def place(data, tmp_path_factory):
+    """Folder with two finished runs: `run` has a memory, `plain` is a Transformer++ with full attention."""
+    folder = tmp_path_factory.mktemp("models")
+    trees = {"run": run_tree(data, folder / "runs", parallel={"tp": 2})}
+    plain = {"mixer": "full_attention", "memory": []}
+    trees["plain"] = run_tree(data, folder / "runs", name="plain", parallel={"tp": 2}, model=plain)
+    for name, tree in trees.items():
+        config = write_config(folder / f"{name}.yaml", tree)
+        with Job(folder / f"job-{name}", 2, command, "train", str(config)) as job:
+            assert job.codes(90) == [0, 0], job.output(0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    return place / "runs" / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(place, run):
+    """(folder, facts)"""
+    facts = json.loads(invoke("convert", "to-hf", run, place / "hf", "--json", "--shard-gib", "0.001"))
+    return place / "hf", facts
+
+
+class TestToHf:
+    def test_the_folder(self, exported):
+        folder, facts = exported
+        assert facts["parity"]["max_diff"] <= 1e-5 * facts["parity"]["max_logit"]
+        assert facts["parity"]["tokens"] == 4 * CHUNK
+        assert facts["evaluation"]["held-out tokens"] > 100
+        assert facts == json.loads((folder / "conversion.json").read_text())
+        names = {path.name for path in folder.iterdir()}
+        assert {"config.json", "generation_config.json", "tokenizer.json", "README.md"} <= names
+
+    def test_the_card(self, exported):
+        card = (exported[0] / "README.md").read_text()
+        assert "`attention` at layers 0; `elastic_memory` at layers 1" in card
+        assert "for 6 steps = 3,072 tokens of" in card
+        assert "perplexity" in card
+
+    def test_the_tokenizer(self, data, exported):
+        from transformers import AutoTokenizer
+
+        from tokenization.tokenizer import Tokenizer
+
+        ours, theirs = Tokenizer.load(data / "tokenizer"), AutoTokenizer.from_pretrained(exported[0])
+        text = "memory of a chunk, élan — and more\n"
+        assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+        assert (theirs.eos_token_id, theirs.padding_side) == (ours.eos_id, "left")
+
+    def test_a_plain_transformer_needs_no_megamem(self, place):
+        facts = json.loads(invoke("convert", "to-hf", place / "runs" / "plain", place / "llama", "--json"))
+        assert facts["architecture"] == "llama"
+        assert facts["parity"]["max_diff"] <= 1e-5 * facts["parity"]["max_logit"]
+        code = (
+            "import sys; from transformers import AutoModelForCausalLM as A; "
+            f"m = A.from_pretrained({str(place / 'llama')!r}); print(type(m).__name__, 'megamem' in sys.modules)"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+        assert found.stdout == "LlamaForCausalLM False\n"
+
+    def test_import_needs_no_training_libraries(self):
+        code = "import sys, megamem.hf; print([n for n in ('deepspeed', 'megatron') if n in sys.modules])"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert found.stdout.endswith("[]\n")
+
+    def test_bad_input(self, place, run, tmp_path):
+        assert "exists already; choose another folder" in refused("convert", "to-hf", run, place)
+        unfinished = tmp_path / "step-00000006"
+        (newest,) = checkpoints_in(run / "checkpoints")[-1:]
+        shutil.copytree(newest.path, unfinished)
+        (unfinished / "COMPLETE").unlink()
+        assert "was not written to its end (COMPLETE is missing)" in refused("convert", "to-hf", unfinished, "out")
+        assert not (tmp_path / "out").exists()
+        assert "no complete checkpoint" in refused("convert", "to-hf", tmp_path, "out")
+        assert "--dtype int4: give fp32 or bf16" in refused("convert", "to-hf", run, "out", "--dtype", "int4")
+        alien = tmp_path / "tokenizer"
+        from tests.unit.data_helpers import make_tokenizer
+
+        make_tokenizer(alien, vocab_size=700)
+        line = refused("convert", "to-hf", run, tmp_path / "out", "--tokenizer", alien)
+        assert "give the tokenizer it was trained with" in line or "tokens, the model 320" in line
+
+
+class TestGenerate:
+    def test_checkpoint_and_export_say_the_same(self, run, exported):
+        prompt = ["--prompt", "memory of the", "--max-new-tokens", str(3 * CHUNK)]
+        ours = invoke("generate", run, *prompt)
+        theirs = invoke("generate", exported[0], *prompt)
+        assert len(ours) > CHUNK
+        assert ours.strip() == theirs.strip()
+
+    def test_sampling_is_repeatable(self, run):
+        arguments = ["--prompt", "gate", "--temperature", "1", "--top-p", "0.9", "--max-new-tokens", "30", "--seed"]
+        assert invoke("generate", run, *arguments, "3") == invoke("generate", run, *arguments, "3")
+        assert invoke("generate", run, *arguments, "3") != invoke("generate", run, *arguments, "4")
+
+    def test_bad_input(self, run, tmp_path):
+        assert "give either --prompt or --prompt-file" in refused("generate", run)
+        assert "the prompt is empty" in refused("generate", run, "--prompt", "")
+        assert "cannot be read" in refused("generate", run, "--prompt-file", tmp_path / "gone")
+
+
+def test_evaluation_of_a_checkpoint_is_that_of_its_run(run):
+    found = json.loads(invoke("evaluate", run, "--json").splitlines()[-1])
+    at_the_end = json.loads((run / "result.json").read_text())
+    for name in ("val_loss", "val_bits_per_byte", "memory_gain", "sliding_perplexity"):
+        assert found[name] == pytest.approx(at_the_end[name], rel=1e-5), name
+
+
+class TestTasks:
+    @pytest.fixture(scope="class")
+    def tasks(self, tmp_path_factory):
+        return write_tasks(tmp_path_factory.mktemp("tasks") / "tasks")
+
+    def test_all_ways_give_the_same_numbers(self, data, place, run, exported, tasks, tmp_path):
+        """A checkpoint, its export through lm-eval's own model, and the live model under TP 2 and PP 2."""
+        common = ["--tasks", ",".join(TASKS), "--include-path", tasks, "--max-length", LENGTH, "--rows", "3"]
+        one, other = (figures(json.loads(invoke("evaluate", m, *common, "--json"))) for m in (run, exported[0]))
+        assert set(one) >= {"megamem_choice/acc,none", "megamem_rolling/bits_per_byte,none"}
+        assert one == pytest.approx(other, rel=1e-5)
+        layouts = {
+            "tp2": run_tree(data, tmp_path, parallel={"tp": 2}), "pp2": run_tree(data, tmp_path, parallel={"pp": 2})
+        }  # fmt: skip
+        (newest,) = checkpoints_in(run / "checkpoints")[-1:]
+        with Job(tmp_path / "job", 2, tasks_under, layouts, str(newest.path), str(tasks)) as job:
+            ranks = job.results(200)
+        for name in layouts:
+            numbers, answers = ranks[0][name]
+            assert numbers == pytest.approx(one, rel=1e-5)
+            assert (numbers, answers) == tuple(ranks[1][name]), "all ranks have the same answer"
+
+    def test_bad_input(self, run, exported, tmp_path):
+        assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")
+        assert "has no held-out text" in refused("evaluate", exported[0])
+
+
+def test_a_run_starts_from_an_imported_model_with_a_memory_added(data, place, tmp_path):
+    """The plain model exported, imported with Elastic Memory at one layer, trained on under TP 2 and PP 2."""
+    from transformers import AutoModelForCausalLM
+
+    if not (place / "llama").exists():
+        invoke("convert", "to-hf", place / "runs" / "plain", place / "llama")
+    memory = "memory=[{layers: [1], mixer: {kind: elastic_memory, order: 8, block: 8}}]"
+    invoke("convert", "from-hf", place / "llama", tmp_path / "ours", f"chunk_size={CHUNK}", memory)
+    base = {"base": str(tmp_path / "ours" / "model.yaml")}
+    tree = run_tree(
+        data, tmp_path / "runs", training={"weights": str(tmp_path / "ours" / "weights.safetensors")},
+        optimizer={"lr": 1e-3, "fresh_lr": 1e-2}, logging={"every": 1},
+    )  # fmt: skip
+    del tree["model"]
+    losses = []
+    for name, layout in {"tp2": {"tp": 2}, "pp2": {"pp": 2}}.items():
+        parallel = {"parallel": {**tree["parallel"], **layout}}
+        config = write_config(tmp_path / f"{name}.yaml", {**base, **tree, **parallel, "name": name})
+        with Job(tmp_path / f"job-{name}", 2, command, "train", str(config)) as job:
+            assert job.codes(90) == [0, 0], job.output(0)
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([record["loss"] for record in map(json.loads, lines) if "loss" in record])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    invoke("convert", "to-hf", tmp_path / "runs" / "tp2", tmp_path / "again")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()

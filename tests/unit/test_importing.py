@@ -1,0 +1,210 @@
+"""Pretrained models of other architectures become ours, with the same logits; what cannot is refused in one line."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from checkpoints.weights import fresh_names
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.errors import ConfigError, ConversionError
+from megamem.hf.importing import MODEL, WEIGHTS, from_hf
+from megamem.memory.base import Chunk
+from megamem.model.stage import Stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+
+LENGTH, CHUNK = 48, 16
+LLAMA = {
+    "vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 48, "initializer_range": 0.2,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def saved(kind, folder, **changes):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**LLAMA, **changes}) if kind == "llama" else GPT2Config(**{**GPT2, **changes})
+    model = (LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel)(config).eval()
+    with torch.no_grad():  # biases and norms of a trained model are not zeros and ones
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+def imported(folder):
+    """Our model from what `from_hf` wrote."""
+    config = parse_config(ModelConfig, yaml.safe_load((folder / MODEL).read_text())["model"], "test")
+    stage = Stage(config, PlainLinears())
+    initialize_parameters(stage, 0)
+    stage.load_state_dict(load_file(folder / WEIGHTS), strict=False)
+    return stage
+
+
+def logits(stage, ids):
+    """[rows, tokens, vocabulary], read chunk by chunk."""
+    rows, size = len(ids), stage.config.chunk_size
+    states, parts = stage.initial_states(rows, torch.device("cpu"), torch.float32), []
+    with torch.no_grad():
+        for begin in range(0, ids.shape[1], size):
+            hidden, states, _ = stage(ids.T[begin : begin + size], states, Chunk((begin,) * rows))
+            parts.append(stage.logits(hidden))
+    return torch.cat(parts).transpose(0, 1)
+
+
+def theirs(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama(tmp_path, ids, tied):
+    model = saved("llama", tmp_path / "hf", tie_word_embeddings=tied)
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
+    stage = imported(tmp_path / "ours")
+    assert facts["unused"] == facts["fresh"] == []
+    assert stage.config.vocab_rows == 128, "filled up to a multiple that tensor-parallel sizes divide"
+    found = logits(stage, ids)
+    torch.testing.assert_close(found[..., :96], theirs(model, ids), rtol=1e-4, atol=1e-4)
+    assert found[..., 96:].isneginf().all(), "rows beyond the vocabulary are never predicted"
+
+
+def test_gpt2(tmp_path, ids):
+    model = saved("gpt2", tmp_path / "hf")
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
+    stage = imported(tmp_path / "ours")
+    assert facts["fresh"] == []
+    torch.testing.assert_close(logits(stage, ids)[..., :97], theirs(model, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_local_attention_and_memories_change_nothing_in_the_first_chunk(tmp_path, ids, kind):
+    model = saved(kind, tmp_path / "hf")
+    memory = "memory=[{layers: [1], mixer: {kind: elastic_memory, order: 8}}]"
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=attention", memory])
+    found, expected = logits(imported(tmp_path / "ours"), ids), theirs(model, ids)
+    size = expected.shape[-1]
+    torch.testing.assert_close(found[:, :CHUNK, :size], expected[:, :CHUNK], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[:, CHUNK:, :size], expected[:, CHUNK:], atol=1e-2)
+
+
+def test_positions_of_gpt2_begin_again(tmp_path):
+    saved("gpt2", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=attention"])
+    ids = torch.randint(97, (1, LENGTH), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
+    found = logits(imported(tmp_path / "ours"), ids)
+    torch.testing.assert_close(found[:, LENGTH:], found[:, :LENGTH])
+
+
+def test_parameters_of_an_added_memory_are_fresh(tmp_path, monkeypatch):
+    import megamem.hf.importing as module
+
+    saved("llama", tmp_path / "hf")
+    parameters = Stage.named_parameters
+
+    def with_a_gate(self, *args, **kwargs):
+        yield from parameters(self, *args, **kwargs)
+        yield "layers.1.mixer.gate", torch.nn.Parameter(torch.zeros(3))
+
+    monkeypatch.setattr(module.Stage, "named_parameters", with_a_gate)
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours")
+    assert facts["fresh"] == ["layers.1.mixer.gate"]
+    assert fresh_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'linear' is not supported; only 'default' is",
+        ),
+        ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(tmp_path, kind, changes, said):
+    saved(kind, tmp_path / "hf", **changes)
+    with pytest.raises(ConversionError, match=said):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+class TestBadSources:
+    def config(self, folder, **changes):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    def test_an_unknown_architecture(self, tmp_path):
+        saved("llama", tmp_path)
+        self.config(tmp_path, model_type="mamba")
+        with pytest.raises(ConversionError, match="architecture 'mamba' is not known; known are gpt2, llama, megamem"):
+            from_hf(tmp_path, tmp_path / "ours")
+
+    def test_a_shape_that_is_not_the_configurations(self, tmp_path):
+        saved("llama", tmp_path)
+        self.config(tmp_path, intermediate_size=48)
+        with pytest.raises(ConversionError, match=r"layers\.0\.mlp\.gate\.weight would have shape \[40, 24\]"):
+            from_hf(tmp_path, tmp_path / "ours")
+
+    def test_a_missing_layer(self, tmp_path):
+        saved("llama", tmp_path)
+        self.config(tmp_path, num_hidden_layers=4)
+        with pytest.raises(ConversionError, match=r"holds nothing for layers\.3\.mixer_norm\.weight"):
+            from_hf(tmp_path, tmp_path / "ours")
+
+    def test_no_folder(self, tmp_path):
+        with pytest.raises(ConversionError, match="no such folder or GGUF file"):
+            from_hf(tmp_path / "gone", tmp_path / "ours")
+
+    def test_pickled_weights(self, tmp_path):
+        saved("llama", tmp_path)
+        (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+        with pytest.raises(ConversionError, match=r"pickled weights only \(pytorch_model\.bin\), which are not read"):
+            from_hf(tmp_path, tmp_path / "ours")
+
+    def test_a_truncated_file(self, tmp_path):
+        saved("llama", tmp_path)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(ConversionError, match=r"model\.safetensors: cannot be read"):
+            from_hf(tmp_path, tmp_path / "ours")
+
+    def test_a_folder_in_use(self, tmp_path):
+        saved("llama", tmp_path / "hf")
+        (tmp_path / "ours").mkdir()
+        with pytest.raises(ConversionError, match="exists already"):
+            from_hf(tmp_path / "hf", tmp_path / "ours")
+
+    def test_a_chunk_that_does_not_fit_the_positions(self, tmp_path):
+        saved("gpt2", tmp_path / "hf")
+        with pytest.raises(ConfigError, match="max_positions 48 is not a multiple of chunk_size 20"):
+            from_hf(tmp_path / "hf", tmp_path / "ours", ["chunk_size=20"])
+
+    def test_an_unknown_mechanism(self, tmp_path):
+        saved("llama", tmp_path / "hf")
+        with pytest.raises(ConfigError, match="telepathy"):
+            from_hf(tmp_path / "hf", tmp_path / "ours", ["memory=[{layers: [1], mixer: telepathy}]"])
+
+
+def test_auto_classes_know_what_we_import(tmp_path):
+    """The folders above are what transformers itself opens."""
+    saved("gpt2", tmp_path)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), GPT2LMHeadModel)
