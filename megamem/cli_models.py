@@ -67,7 +67,7 @@ def to_hf(
     dtype: Precision = "fp32",
     shard_gib: Annotated[float, typer.Option(min=0.001, help="largest safetensors file, GiB")] = 4.0,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; the run's if not given")] = None,
-    with_tokenizer: Annotated[bool, typer.Option("--tokenizer/--no-tokenizer", help="write one")] = True,
+    no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="write none")] = False,
     native: Annotated[bool, typer.Option(help="write a plain Transformer++ as LlamaForCausalLM")] = True,
     evaluation_tokens: Annotated[
         int, typer.Option(min=0, help="held-out tokens the card's figures are measured on; 0 for none")
@@ -88,7 +88,7 @@ def to_hf(
         dtype=dtype,
         shard_bytes=int(shard_gib * 2**30),
         native=native,
-        tokenizer=(tokenizer or config.data.tokenizer) if with_tokenizer else None,
+        tokenizer=None if no_tokenizer else tokenizer or config.data.tokenizer,
         evaluate=(lambda stage: held_out_figures(stage, config, evaluation_tokens)) if measure else None,
     )
     if as_json:

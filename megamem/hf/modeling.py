@@ -128,6 +128,7 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self._read(cache, input_ids.T)
         kept = hidden[-logits_to_keep:] if logits_to_keep else hidden
         logits = self.model.logits(kept.transpose(0, 1).contiguous())
+        logits = logits[..., : self.config.vocab_size].contiguous()  # without rows that only fill up shares
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)

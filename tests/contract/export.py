@@ -10,6 +10,8 @@ import torch
 from tests.contract.cases import CASES, CHUNK, Case
 from tests.distributed.training_cases import run_config
 
+KINDS = {case.kind: case for case in reversed(CASES)}
+"""The first case of every mechanism: what every run of the tests exports; the others are slow tests."""
 LAYOUTS = {"tp1": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 """World size and `parallel` section."""
 HEADS, CHUNKS, PROMPT, NEW_TOKENS = 4, 4, 5, 300
@@ -32,7 +34,10 @@ def tokens(vocabulary: int) -> torch.Tensor:
 
 
 def world(payload: dict[str, Any]) -> dict[str, Any]:
-    """Body of a rank: per case `logits` [tokens, vocabulary] (last stage only) and `made`, the new tokens."""
+    """Body of a rank: per case and layout `logits` [tokens, vocabulary] (last stage only) and `made`, the new tokens.
+
+    payload: `layouts`, the `folder` checkpoints go to, and the ids of the `cases`.
+    """
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
@@ -46,7 +51,7 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
     for layout, parallel in payload["layouts"].items():
         topology = Topology.start(parallel.get("tp", 1), pp=parallel.get("pp", 1), device="cpu")
         group = cpu_group(60)
-        for case in CASES:
+        for case in (case for case in CASES if case.id in payload["cases"]):
             config = configured(case, parallel)
             engine = build_engine(config, topology)
             folder = Path(payload["folder"]) / f"{case.id}-{layout}"

@@ -48,10 +48,16 @@ def assert_gradients(case: dict[str, Any], found: dict[str, Any]) -> None:
 
 def assert_losses_and_weights(case: dict[str, Any], found: dict[str, Any]) -> None:
     """Loss of each step and the weights after the last."""
-    _, losses, weights = expected(case)
+    gradients, losses, weights = expected(case)
+    global_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     # 20 AdamW steps may amplify FP32 rounding of near-zero gradients to about lr * 1e-2 per weight
     assert found["losses"] == pytest.approx(losses, abs=1e-4)
     assert found["weights"].keys() == weights.keys()
     for parameter, exact in weights.items():
+        if gradients[parameter].norm() < 1e-6 * global_norm:
+            # a bias of keys adds the same to all scores of a query, and softmax takes it out: what is left is rounding,
+            # which AdamW scales up to a full step
+            assert parameter.endswith("key.bias")
+            continue
         error = (found["weights"][parameter] - exact).norm() / exact.norm()
         assert error < 1e-3, f"{parameter}: {error:.2e}"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from megamem.errors import MegamemError
 from tests.integration.commands import CHUNK, LENGTH, run_tree, write_config
 from tests.integration.model_cases import TASKS, figures, tasks_under, write_tasks
 from tests.integration.ranks import Job, command
+from tokenization.train import train
 
 pytestmark = pytest.mark.distributed
 
@@ -117,11 +119,10 @@ class TestToHf:
         assert "no complete checkpoint" in refused("convert", "to-hf", tmp_path, "out")
         assert "--dtype int4: give fp32 or bf16" in refused("convert", "to-hf", run, "out", "--dtype", "int4")
         alien = tmp_path / "tokenizer"
-        from tests.unit.data_helpers import make_tokenizer
-
-        make_tokenizer(alien, vocab_size=700)
+        letters = np.random.default_rng(0).choice(list("abcdefgh "), 20_000)
+        train(["".join(letters)], 700, alien)
         line = refused("convert", "to-hf", run, tmp_path / "out", "--tokenizer", alien)
-        assert "give the tokenizer it was trained with" in line or "tokens, the model 320" in line
+        assert "tokens, the model 320; give the tokenizer it was trained with" in line
 
 
 class TestGenerate:
@@ -147,7 +148,7 @@ def test_evaluation_of_a_checkpoint_is_that_of_its_run(run):
     found = json.loads(invoke("evaluate", run, "--json").splitlines()[-1])
     at_the_end = json.loads((run / "result.json").read_text())
     for name in ("val_loss", "val_bits_per_byte", "memory_gain", "sliding_perplexity"):
-        assert found[name] == pytest.approx(at_the_end[name], rel=1e-5), name
+        assert found[name] == pytest.approx(at_the_end[name], rel=1e-5, abs=1e-6), name
 
 
 class TestTasks:
@@ -168,9 +169,7 @@ class TestTasks:
         with Job(tmp_path / "job", 2, tasks_under, layouts, str(newest.path), str(tasks)) as job:
             ranks = job.results(200)
         for name in layouts:
-            numbers, answers = ranks[0][name]
-            assert numbers == pytest.approx(one, rel=1e-5)
-            assert (numbers, answers) == tuple(ranks[1][name]), "all ranks have the same answer"
+            assert ranks[0][name] == pytest.approx(one, rel=1e-5)
 
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")
@@ -203,4 +202,6 @@ def test_a_run_starts_from_an_imported_model_with_a_memory_added(data, place, tm
     assert losses[0][-1] < losses[0][0]
     invoke("convert", "to-hf", tmp_path / "runs" / "tp2", tmp_path / "again")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+    logits = model(torch.tensor([[1, 2, 3]])).logits
+    assert logits.shape[-1] == model.config.vocab_size
+    assert torch.isfinite(logits).all()
