@@ -149,7 +149,7 @@ def generate(
     text = prompt if prompt is not None else _read(prompt_file)
     if not text:
         raise DataError("generate: the prompt is empty")
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if (model / "config.json").is_file():
         _generate_exported(model, text, max_new_tokens, settings, _dtype(dtype), _device(device))
         return

@@ -6,6 +6,7 @@ The tasks' arithmetic (what is a context, where windows lie) is lm-eval's; the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,11 @@ class HarnessModel(TemplateLM):
             totals[index] += nats
         return totals
 
+    def _holds(self, stops: Sequence[str], row: int, tokens: list[int]) -> bool:
+        """Whether the text of `tokens` holds a stop string."""
+        text = self.words.decode(tokens)
+        return any(stop in text for stop in stops)
+
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to a stop string, the end of the document or the limit."""
         answers = []
@@ -114,7 +120,7 @@ class HarnessModel(TemplateLM):
                 limit,
                 sampling=Sampling(temperature=float(settings.get("temperature", 1.0)) if warm else 0.0),
                 end_token=self.eot_token_id,
-                stop=lambda _, made, stops=stops: any(stop in self.words.decode(made) for stop in stops),
+                stop=partial(self._holds, stops),
                 **self._where,
             )
             text = self.words.decode([token for token in tokens if token != self.eot_token_id])

@@ -123,11 +123,11 @@ class OneRank(PlainLinears):
     def __init__(self, tp_size, tp_rank):
         self.tp_size, self.tp_rank = tp_size, tp_rank
 
-    def column(self, inputs, outputs, init):
-        return super().column(inputs, outputs // self.tp_size, init)
+    def column(self, inputs, outputs, init, bias=False):
+        return super().column(inputs, outputs // self.tp_size, init, bias)
 
-    def row(self, inputs, outputs, init):
-        return super().row(inputs // self.tp_size, outputs, init)
+    def row(self, inputs, outputs, init, bias=False):
+        return super().row(inputs // self.tp_size, outputs, init, bias)
 
     def embedding(self, vocabulary, width, init):
         return super().embedding(vocabulary // self.tp_size, width, init)
