@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,11 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
     (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
     words = None
-    if (opened.folder / "tokenizer.json").is_file() or (opened.folder / "vocab.json").is_file():
-        words = import_tokenizer(opened.folder, partial / TOKENIZER).vocab_size
-        if words > model.vocab_size:
-            raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
+    with tempfile.TemporaryDirectory() as scratch:
+        if (files := opened.tokenizer(Path(scratch))) is not None:
+            words = import_tokenizer(files, partial / TOKENIZER).vocab_size
+    if words is not None and words > model.vocab_size:
+        raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
     partial.rename(out)
     return {
         "architecture": kind,

@@ -18,9 +18,11 @@ INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "co
 class Source:
     """Configuration and tensors of a pretrained model."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], places: Mapping[str, Path | Tensor]) -> None:
-        """places: by tensor name, the safetensors file it lies in, or the tensor itself."""
-        self.folder, self.config, self._places = folder, config, places
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], places: Mapping[str, Path | Tensor], gguf: str | None = None
+    ) -> None:
+        """places: by tensor name, the safetensors file it lies in, or the tensor itself. gguf: name of such a file."""
+        self.folder, self.config, self._places, self._gguf = folder, config, places, gguf
         self._taken: set[str] = set()
 
     @property
@@ -39,6 +41,16 @@ class Source:
         with safe_open(place, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def tokenizer(self, scratch: Path) -> Path | None:
+        """Folder with the tokenizer's files, None if there is none. scratch: where it may be unpacked."""
+        if self._gguf is not None:
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(self.folder, gguf_file=self._gguf).save_pretrained(scratch)
+            return scratch
+        found = any((self.folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+        return self.folder if found else None
 
     def unused(self) -> set[str]:
         """Tensors nobody asked for."""
@@ -94,4 +106,7 @@ def _open_gguf(path: Path) -> Source:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
-    return Source(path.parent, model.config.to_dict(), dict(model.state_dict()))
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    return Source(path.parent, model.config.to_dict(), tensors, gguf=path.name)

@@ -41,8 +41,6 @@ def pretrained(folder):
 
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
     words = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
-    model.save_pretrained(folder / "hf")
-    words.save_pretrained(folder / "hf")
     text = (folder / "corpus" / "validation" / "carroll-alice.txt").read_text(encoding="utf-8")
     return model, words, words(text[:8000])["input_ids"][:TOKENS]
 
@@ -55,7 +53,7 @@ def perplexity(logits, ids):
 def ours(folder, pretrained):
     from megamem.hf.importing import from_hf
 
-    facts = from_hf(folder / "hf", folder / "ours", [f"chunk_size={CHUNK}"])
+    facts = from_hf(folder / "model.gguf", folder / "ours", [f"chunk_size={CHUNK}"])
     assert facts["fresh"] == facts["unused"] == []
     return folder / "ours"
 
@@ -82,7 +80,7 @@ def test_with_a_memory_it_learns_and_is_exported_again(folder, pretrained, ours,
     from tokenization.shards import write_shards
 
     memory = "memory=[{layers: [10], mixer: {kind: elastic_memory, order: 64, sample_offset: 0.5}}]"
-    from_hf(folder / "hf", tmp_path / "start", [f"chunk_size={CHUNK}", "mixer=attention", memory])
+    from_hf(folder / "model.gguf", tmp_path / "start", [f"chunk_size={CHUNK}", "mixer=attention", memory])
     shards = tmp_path / "shards"
     write_shards([folder / "corpus" / "train"], tmp_path / "start" / "tokenizer", shards)
     steps = 50
