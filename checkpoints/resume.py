@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
@@ -31,8 +30,7 @@ from checkpoints.weights import fresh_names
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
-from megamem.model.stage import Stage
-from megamem.parallel.linears import PlainLinears
+from megamem.model.stage import meta_stage
 from megamem.pipeline.base import TrainingEngine
 
 
@@ -123,14 +121,14 @@ def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
 
     A collective call of all ranks of `group`. Raises: CheckpointError naming file and tensor.
     """
-    with torch.device("meta"):
-        whole = Stage(engine.config.model, PlainLinears())
+    whole = meta_stage(engine.config.model)
     shapes = {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
     _all_agree(_wrong_weights(path, shapes), group)
     with safe_open(path, framework="pt") as file:
+        held = set(file.keys())
         for key, fragments in optimizer_fragments(engine).items():
             kind, name = key.split("/", 1)
-            for piece in fragments.pieces if kind == "master" and name in file.keys() else []:  # noqa: SIM118
+            for piece in fragments.pieces if kind == "master" and name in held else []:
                 piece.tensor.copy_(file.get_slice(name)[region(piece.offsets, piece.tensor.shape)])
     spread_masters(engine)
 

@@ -8,14 +8,12 @@ from checkpoints.folder import Checkpoint
 from checkpoints.read import weights
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
-from megamem.model.stage import Stage
-from megamem.parallel.linears import PlainLinears
+from megamem.model.stage import Stage, meta_stage
 
 
 def whole_model(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
     """The model as training computes it, on the CPU, for evaluation. Raises CheckpointError where it does not fit."""
-    with torch.device("meta"):
-        stage = Stage(model, PlainLinears())
+    stage = meta_stage(model)
     expected = {name for name, _ in stage.named_parameters()}
     values = {name: value.to(dtype) for name, value in weights(checkpoint)}
     if wrong := sorted(expected ^ values.keys()):

@@ -29,12 +29,11 @@ Precision = Annotated[str, typer.Option("--dtype", help="fp32 or bf16")]
 
 
 def _dtype(name: str) -> torch.dtype:
-    import torch
+    from megamem.memory.base import DTYPES
 
-    known = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if name not in known:
+    if name not in DTYPES:
         raise ConfigError(f"--dtype {name}: give fp32 or bf16")
-    return known[name]
+    return DTYPES[name]
 
 
 def _device(name: str | None) -> torch.device:
@@ -51,13 +50,13 @@ def _run_config(checkpoint: Checkpoint) -> RunConfig:
     return parse_config(RunConfig, checkpoint.run()["config"], f"{checkpoint.path / 'run.json'}: config")
 
 
-def _trained(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[RunConfig, Stage]:
+def _trained(checkpoint: Checkpoint, config: RunConfig, dtype: torch.dtype, device: torch.device) -> Stage:
+    """The whole model of a run, for evaluation."""
     from checkpoints.folder import verify
     from checkpoints.whole import whole_model
 
     verify(checkpoint)
-    config = _run_config(checkpoint)
-    return config, whole_model(checkpoint, config.model, dtype).to(device)
+    return whole_model(checkpoint, config.model, dtype).to(device)
 
 
 @convert_app.command("to-hf")
@@ -157,7 +156,9 @@ def generate(
     from megamem.evaluation.generate import generate as continue_prompts
     from tokenization.tokenizer import Tokenizer
 
-    config, stage = _trained(one_checkpoint(model), _dtype(dtype), _device(device))
+    checkpoint = one_checkpoint(model)
+    config = _run_config(checkpoint)
+    stage = _trained(checkpoint, config, _dtype(dtype), _device(device))
     folder = tokenizer or config.data.tokenizer
     if folder is None:
         raise ConfigError(f"{model}: its run names no tokenizer; give --tokenizer")
@@ -264,14 +265,15 @@ def _held_out(model: Path, overrides: list[str], dtype: torch.dtype, device: str
     from megamem.training.start import held_out, open_tokenizer
 
     checkpoint = one_checkpoint(model)
-    tree = _run_config(checkpoint).model_dump(mode="json")
+    trained = _run_config(checkpoint)
+    tree = trained.model_dump(mode="json")
     for override in overrides:
         tree = apply_override(tree, override)
     config = parse_config(RunConfig, tree, f"{checkpoint.path / 'run.json'}: config")
     if not config.data.validation:
         raise ConfigError(f"{model}: its run names no held-out text; give data.validation='[SHARDS]'")
     topology = Topology.start(device=str(_device(device)))
-    _, stage = _trained(checkpoint, dtype, topology.device)
+    stage = _trained(checkpoint, trained, dtype, topology.device)
     figures = final_evaluation(
         stage, lambda: held_out(config), open_tokenizer(config), config, topology, dtype=dtype, console=console
     )
@@ -307,9 +309,11 @@ def _tasks(
         from megamem.evaluation.harness import HarnessModel
         from tokenization.tokenizer import Tokenizer
 
-        config, stage = _trained(one_checkpoint(model), dtype, _device(device))
+        checkpoint = one_checkpoint(model)
+        config = _run_config(checkpoint)
         if config.data.tokenizer is None:
             raise ConfigError(f"{model}: its run names no tokenizer")
+        stage = _trained(checkpoint, config, dtype, _device(device))
         lm = HarnessModel(
             stage,
             Tokenizer.load(config.data.tokenizer),

@@ -141,16 +141,34 @@ def continuation_scores(
         for begin in range(0, longest, size):
             part = slice(begin, min(begin + size, longest))
             wanted = labels[part]
-            logits = decoder.read(tokens[part], Chunk((begin,) * rows), keep=len(wanted))
-            if logits is None or bool((wanted == LABEL_IGNORED).all()):
+            known = wanted != LABEL_IGNORED
+            logits = decoder.read(tokens[part], Chunk((begin,) * rows), keep=len(wanted) if known.any() else 0)
+            if logits is None:
                 continue
-            known = (wanted != LABEL_IGNORED).to(logits.device)
+            known = known.to(logits.device)
             target = wanted.clamp(min=0).to(logits.device)
             nats = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
             found[0] += (nats.double() * known).sum(0).cpu()
             found[1] += ((logits.argmax(-1) != target) & known).sum(0).cpu()
         found = decoder.agree(found)
     return [(nats, wrong == 0) for nats, wrong in found.T.tolist()]
+
+
+def read_logits(
+    stage: Stage, tokens: Tensor, *, topology: Topology | None, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """Logits [tokens, B, V] in float32 of documents read from their start, chunk by chunk; None but on the last stage.
+
+    A collective call as `generate`. tokens: ids [tokens, B].
+    """
+    decoder, parts = _Decoder(stage, topology, device, dtype, tokens.shape[1]), []
+    begin = 0
+    with _generating(stage):
+        for part in tokens.split(stage.config.chunk_size):
+            parts.append(decoder.read(part, Chunk((begin,) * tokens.shape[1]), keep=len(part)))
+            begin += len(part)
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 @contextmanager
@@ -177,7 +195,7 @@ class _Decoder:
         self.states = stage.initial_states(rows, device, dtype)
 
     def read(self, tokens: Tensor, chunk: Chunk, keep: int = 1) -> Tensor | None:
-        """Read tokens [tokens, B]; logits [keep, B, V] of the last ones in float32 on the last stage."""
+        """Read tokens [tokens, B]; logits [keep, B, V] of the last ones in float32 on the last stage, None if 0."""
         borders = None
         if self.topology is not None and self.topology.pp_size > 1:
             shape = self.stage.border_shape(*tokens.shape)
@@ -187,6 +205,8 @@ class _Decoder:
         if borders and borders.up:
             borders.up.put(hidden)
             borders.flush()
+            return None
+        if not keep:
             return None
         local = self.stage.logits(hidden[-keep:]).float()
         return gather_shards(local, 2, self.topology.tp_group) if self.topology else local

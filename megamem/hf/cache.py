@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -86,8 +87,6 @@ class MegamemCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
-        import torch
-
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,14 +22,13 @@ from megamem.config.model import ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.card import model_card
 from megamem.hf.configuration import MegamemConfig
+from megamem.hf.folder import new_partial, refuse_existing
 from megamem.hf.names import LLAMA, PREFIX, is_llama, renamed
 from megamem.hf.tokenizer import export_tokenizer
-from megamem.memory.base import Chunk
+from megamem.memory.base import DTYPES, Chunk
 from megamem.model.stage import Stage
 from tokenization.tokenizer import Tokenizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PARTIAL = ".partial"
 FACTS = "conversion.json"
 PARITY_CHUNKS = 4
 
@@ -67,8 +65,7 @@ def to_hf(
         evaluate: measures the model, for the card.
     Returns: what FACTS in the folder says. Raises: CheckpointError, ConversionError, ConfigError, DataError.
     """
-    if out.exists():
-        raise ConversionError(f"{out}: exists already; choose another folder")
+    refuse_existing(out)
     verify(checkpoint)
     run = checkpoint.run()
     model = parse_config(ModelConfig, run["config"]["model"], f"{checkpoint.path}: model")
@@ -79,9 +76,7 @@ def to_hf(
             "trained with"
         )
     llama = native and is_llama(model)
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = new_partial(out)
     length = run["sequence_length"]
     config = (
         llama_config(model, length)

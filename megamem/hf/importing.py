@@ -8,7 +8,6 @@ OUT/tokenizer/           where the source has one
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,15 +21,14 @@ from checkpoints.weights import write_weights
 from megamem.config.load import apply_override, parse_config
 from megamem.config.model import ModelConfig
 from megamem.errors import ConversionError
+from megamem.hf.folder import new_partial, refuse_existing
 from megamem.hf.names import LLAMA, PREFIX, renamed
 from megamem.hf.source import Source, open_source
-from megamem.model.stage import Stage
-from megamem.parallel.linears import PlainLinears
+from megamem.model.stage import meta_stage
 from tokenization.importing import import_tokenizer
 
 KNOWN = ("gpt2", "llama", "megamem")
 WEIGHTS, MODEL, TOKENIZER = "weights.safetensors", "model.yaml", "tokenizer"
-PARTIAL = ".partial"
 
 
 def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multiple: int = 128) -> dict[str, Any]:
@@ -42,8 +40,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         vocab_multiple: embedding and head get so many rows more that this divides them.
     Returns: what was found. Raises: ConversionError, ConfigError naming file and field.
     """
-    if out.exists():
-        raise ConversionError(f"{out}: exists already; choose another folder")
+    refuse_existing(out)
     opened = open_source(source)
     kind = opened.config.get("model_type")
     if kind not in KNOWN:
@@ -56,9 +53,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         tree = apply_override(tree, f"model.{override}")
     model = parse_config(ModelConfig, tree["model"], f"{source}: as a model section")
     weights, fresh = collect(opened, kind, model)
-    partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = new_partial(out)
     write_weights(weights, partial / WEIGHTS, fresh=fresh)
     text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
     (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
@@ -83,8 +78,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
 
     Raises: ConversionError where a tensor of the backbone is missing or of another shape.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Stage(model, PlainLinears()).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in meta_stage(model).named_parameters()}
     take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor}[kind]
     weights: dict[str, Tensor] = {}
     fresh = []

@@ -74,6 +74,10 @@ class Growing:
 StateSpec = Mapping[str, "TensorSpec | Growing"]
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Of activations and exported weights, by the names that configurations and commands use."""
+
+
 def state_dtype(compute: torch.dtype) -> torch.dtype:
     """float32, or float64 if the activations are float64: long accumulations never run in half precision."""
     return torch.float64 if compute == torch.float64 else torch.float32

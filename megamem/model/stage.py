@@ -15,7 +15,7 @@ from megamem.errors import ContractError
 from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, to_device
 from megamem.model.block import Block
 from megamem.model.layers import make_norm
-from megamem.parallel.linears import Linears, declare, normal
+from megamem.parallel.linears import Linears, PlainLinears, declare, normal
 
 
 def add_losses(total: Losses, more: Losses) -> Losses:
@@ -24,6 +24,12 @@ def add_losses(total: Losses, more: Losses) -> Losses:
         **total,
         **{name: total[name] + value if name in total else value for name, value in more.items()},
     }
+
+
+def meta_stage(model: ModelConfig) -> Stage:
+    """The whole model with torch's own layers, its parameters without values: for their names and shapes."""
+    with torch.device("meta"):
+        return Stage(model, PlainLinears())
 
 
 class Stage(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import LABEL_IGNORED, State
+from megamem.memory.base import DTYPES, LABEL_IGNORED, State
 from megamem.model.compiled import compile_pointwise
 from megamem.model.stage import Stage
 from megamem.parallel.linears import initialize_parameters
@@ -24,7 +24,6 @@ from megamem.pipeline.window import select_states
 
 Watch = Callable[[str], None]
 """Told in a few words what this rank is at, often enough for a watchdog to see progress."""
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:

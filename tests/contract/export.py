@@ -41,8 +41,7 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
-    from megamem.evaluation.generate import _Decoder, _generating, generate
-    from megamem.memory.base import Chunk
+    from megamem.evaluation.generate import generate, read_logits
     from megamem.parallel.topology import Topology
     from megamem.pipeline.engine import build_engine
     from megamem.training.checkpointing import cpu_group, run_facts
@@ -64,11 +63,8 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
             Saver(folder, CheckpointConfig(), group).save(0, all_fragments(engine), run, wait=True)
             where = {"topology": topology, "device": topology.device, "dtype": torch.float32}
             ids = tokens(config.model.vocab_size)
-            decoder, parts = _Decoder(engine.stage, **where, rows=1), []
-            with _generating(engine.stage):
-                for begin in range(0, len(ids), CHUNK):
-                    parts.append(decoder.read(ids[begin : begin + CHUNK], Chunk((begin,)), keep=CHUNK))
+            logits = read_logits(engine.stage, ids, **where)
             (made,) = generate(engine.stage, [ids[:PROMPT, 0].tolist()], NEW_TOKENS, **where)
-            last = None if parts[0] is None else torch.cat(parts)[:, 0].clone()
-            results[f"{case.id}/{layout}"] = {"logits": last, "made": made}
+            own = None if logits is None else logits[:, 0].clone()
+            results[f"{case.id}/{layout}"] = {"logits": own, "made": made}
     return results

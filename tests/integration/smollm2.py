@@ -12,8 +12,7 @@ import yaml
 def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     """Whole logits [tokens, vocabulary] of an imported model, read chunk by chunk."""
     from checkpoints.resume import start_from
-    from megamem.evaluation.generate import _Decoder, _generating
-    from megamem.memory.base import Chunk
+    from megamem.evaluation.generate import read_logits
     from megamem.pipeline.engine import build_engine
     from megamem.training.checkpointing import cpu_group
     from megamem.training.start import start_topology
@@ -28,10 +27,6 @@ def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     topology = start_topology(config)
     engine = build_engine(config, topology)
     start_from(engine, Path(folder) / "weights.safetensors", cpu_group(300))
-    decoder = _Decoder(engine.stage, topology, topology.device, torch.float32, 1)
-    tokens, parts = torch.tensor(ids)[:, None], []
-    with _generating(engine.stage):
-        for begin in range(0, len(ids), size):
-            part = tokens[begin : begin + size]
-            parts.append(decoder.read(part, Chunk((begin,)), keep=len(part)))
-    return {"logits": torch.cat(parts)[:, 0] if topology.rank == 0 else None}
+    tokens = torch.tensor(ids)[:, None]
+    logits = read_logits(engine.stage, tokens, topology=topology, device=topology.device, dtype=torch.float32)
+    return {"logits": logits[:, 0].clone() if logits is not None and topology.rank == 0 else None}

@@ -111,8 +111,6 @@ def test_positions_of_gpt2_begin_again(tmp_path):
 
 
 def test_parameters_of_an_added_memory_are_fresh(tmp_path, monkeypatch):
-    import megamem.hf.importing as module
-
     saved("llama", tmp_path / "hf")
     parameters = Stage.named_parameters
 
@@ -120,7 +118,7 @@ def test_parameters_of_an_added_memory_are_fresh(tmp_path, monkeypatch):
         yield from parameters(self, *args, **kwargs)
         yield "layers.1.mixer.gate", torch.nn.Parameter(torch.zeros(3))
 
-    monkeypatch.setattr(module.Stage, "named_parameters", with_a_gate)
+    monkeypatch.setattr(Stage, "named_parameters", with_a_gate)
     facts = from_hf(tmp_path / "hf", tmp_path / "ours")
     assert facts["fresh"] == ["layers.1.mixer.gate"]
     assert fresh_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
