@@ -10,8 +10,8 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.memory.attention import AttentionConfig
 from megamem.memory.base import Chunk
-from megamem.memory.infini_attention import InfiniAttention, InfiniAttentionConfig, features, retrieve
 from megamem.memory.blocks import Span
+from megamem.memory.infini_attention import InfiniAttention, InfiniAttentionConfig, features, retrieve
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.state import model_state_bytes, state_sizes
@@ -229,7 +229,7 @@ class TestNumerics:
 
 
 def test_a_block_must_divide_the_chunk():
-    with pytest.raises(ValueError, match="block 3 does not divide model.chunk_size 8"):
+    with pytest.raises(ValueError, match=r"block 3 does not divide model\.chunk_size 8"):
         model_with(block=3)
     assert InfiniAttentionConfig(block=4).update == "delta"
 
