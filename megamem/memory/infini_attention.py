@@ -14,10 +14,9 @@ z [batch, kv_heads, width].
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -92,20 +91,43 @@ class InfiniAttentionConfig(MixerConfig):
         return InfiniAttention(self, model, linears)
 
 
+class _Features(torch.autograd.Function):
+    """Its derivative is exp(x) below zero, which is sigma(x), and 1 above: what it gave is all that it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sigma = x.clamp(max=0).exp_().add_(x.relu())
+        ctx.save_for_backward(sigma)
+        return sigma
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (sigma,) = ctx.saved_tensors
+        return sigma.clamp(max=1).mul_(grad)
+
+
 def features(x: Tensor) -> Tensor:
     """sigma(x) = ELU(x) + 1, with exp(x) itself below zero: ELU(x) + 1 rounds to nothing there, and z could be 0."""
-    return x.clamp(max=0).exp() + x.relu()
+    sigma: Tensor = _Features.apply(x)
+    return sigma
 
 
-def retrieve(sigma: Tensor, associations: Tensor, mass: Tensor, filled: Tensor | None = None) -> Tensor:
+def retrieve(
+    sigma: Tensor, associations: Tensor, mass: Tensor, filled: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """sigma M / (sigma z), a mean of stored values weighted by sigma(q) . sigma(k); [..., tokens, width].
 
     filled: [batch] bool, False for rows with nothing in memory (None: no such row). They get 0 / 1 in place of 0 / 0.
+    eps: if given, the mean divided by its root mean square over the width, as RMSNorm does.
     """
-    total = sigma @ mass[..., None]
+    sums, weights = sigma @ associations, sigma @ mass[..., None]
     if filled is not None:
-        total = torch.where(filled[:, None, None, None], total, 1)
-    return sigma @ associations / total
+        weights = torch.where(filled[:, None, None, None], weights, 1)
+    scale = weights.reciprocal()
+    if eps is not None:  # two factors of each token, multiplied before they meet the whole width
+        norm = torch.linalg.vector_norm(sums, dim=-1, keepdim=True) * scale
+        scale = scale * (norm.square() / sums.shape[-1] + eps).rsqrt()
+    return sums * scale
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -125,7 +147,7 @@ class InfiniAttention(BlockAttention):
     def __init__(self, config: InfiniAttentionConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(model, linears, config.state_specs(model), resolve_block(config.block, model))
         self.config = config
-        self.eps = model.norm_eps
+        self.eps = model.norm_eps if config.normalise else None
         self.groups = model.heads // model.kv
         self.differentiable_state = not config.stop_gradient
         self.gate = declare(
@@ -143,9 +165,8 @@ class InfiniAttention(BlockAttention):
             return output
         filled = some(recalling, query)
         associations, mass = (x.repeat_interleave(self.groups, 1) for x in (state["associations"], state["mass"]))
-        retrieved = retrieve(features(heads_first(query).to(mass.dtype)), associations, mass, filled)
-        if self.config.normalise:
-            retrieved = F.rms_norm(retrieved, retrieved.shape[-1:], eps=self.eps)
+        sigma = features(heads_first(query).to(mass.dtype))
+        retrieved = retrieve(sigma, associations, mass, filled, self.eps)
         gate = self.gate.sigmoid()[:, None].to(output.dtype)
         if filled is not None:
             gate = torch.where(filled[:, None, None], gate, 0)
