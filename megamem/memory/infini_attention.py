@@ -13,7 +13,6 @@ z [batch, kv_heads, width].
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -112,22 +111,20 @@ def features(x: Tensor) -> Tensor:
     return sigma
 
 
-def retrieve(
-    sigma: Tensor, associations: Tensor, mass: Tensor, filled: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """sigma M / (sigma z), a mean of stored values weighted by sigma(q) . sigma(k); [..., tokens, width].
+def retrieve(sigma: Tensor, associations: Tensor, mass: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """sigma M / (sigma z), a mean of stored values weighted by sigma(q) . sigma(k).
 
-    filled: [batch] bool, False for rows with nothing in memory (None: no such row). They get 0 / 1 in place of 0 / 0.
     eps: if given, the mean divided by its root mean square over the width, as RMSNorm does.
+    Returns: [..., tokens, width], 0 from an empty memory (0 / 1 in place of 0 / 0); [..., tokens, 1] bool, whether
+    there was anything to read.
     """
     sums, weights = sigma @ associations, sigma @ mass[..., None]
-    if filled is not None:
-        weights = torch.where(filled[:, None, None, None], weights, 1)
-    scale = weights.reciprocal()
+    known = weights > 0
+    scale = torch.where(known, weights, 1).reciprocal()
     if eps is not None:  # two factors of each token, multiplied before they meet the whole width
         norm = torch.linalg.vector_norm(sums, dim=-1, keepdim=True) * scale
         scale = scale * (norm.square() / sums.shape[-1] + eps).rsqrt()
-    return sums * scale
+    return sums * scale, known
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -135,10 +132,9 @@ def heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def some(rows: Iterable[bool], like: Tensor) -> Tensor | None:
-    """Which rows, [batch] bool on the device of `like`; None for all of them, the case without a mask."""
-    chosen = tuple(rows)
-    return None if all(chosen) else to_device(chosen, like.device, torch.bool)
+def tokens_first(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, width] -> [tokens, batch, heads, width]."""
+    return x.permute(2, 0, 1, 3)
 
 
 class InfiniAttention(BlockAttention):
@@ -159,26 +155,21 @@ class InfiniAttention(BlockAttention):
         return super().forward(hidden, state if self.differentiable_state else detach(state), chunk)
 
     def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
-        """g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document."""
-        recalling = [start > phase for start, phase in zip(span.starts, span.phases, strict=True)]
-        if not any(recalling):
+        """g A_mem + (1 - g) A_local; A_local alone where the memory is empty: in the first block of a document."""
+        if not any(start > phase for start, phase in zip(span.starts, span.phases, strict=True)):
             return output
-        filled = some(recalling, query)
         associations, mass = (x.repeat_interleave(self.groups, 1) for x in (state["associations"], state["mass"]))
         sigma = features(heads_first(query).to(mass.dtype))
-        retrieved = retrieve(sigma, associations, mass, filled, self.eps)
-        gate = self.gate.sigmoid()[:, None].to(output.dtype)
-        if filled is not None:
-            gate = torch.where(filled[:, None, None], gate, 0)
-        return torch.lerp(output, retrieved.permute(2, 0, 1, 3).to(output.dtype), gate)
+        retrieved, known = retrieve(sigma, associations, mass, self.eps)
+        gate = torch.where(known, self.gate.sigmoid()[:, None, None], 0)
+        return torch.lerp(output, tokens_first(retrieved).to(output.dtype), tokens_first(gate).to(output.dtype))
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """The write, in rows whose block ends; all of a block is compared with the memory from before it."""
         associations, mass = state["associations"], state["mass"]
         sigma, new = features(heads_first(keys).to(mass.dtype)), heads_first(values).to(mass.dtype)
-        filled = [close and end > self.block for close, end in zip(span.closing, span.ends, strict=True)]
-        if self.config.update == "delta" and any(filled):
-            new = new - retrieve(sigma, associations, mass, some(filled, keys))
-        if (closing := some(span.closing, keys)) is not None:
-            sigma = sigma * closing[:, None, None, None]
+        if self.config.update == "delta" and any(end > self.block for end in span.ends):
+            new = new - retrieve(sigma, associations, mass)[0]
+        if not all(span.closing):
+            sigma = sigma * to_device(span.closing, sigma.device, torch.bool)[:, None, None, None]
         return {"associations": associations + sigma.mT @ new, "mass": mass + sigma.sum(-2)}

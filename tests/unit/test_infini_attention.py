@@ -132,6 +132,16 @@ class TestGate:
         assert query.grad[:, 0].abs().max() > 0
         assert query.grad[:, 1].abs().max() == 0
 
+    @pytest.mark.parametrize("update", ["delta", "linear"])
+    def test_an_empty_memory_in_the_middle_of_a_document_is_harmless(self, update):
+        """A run that begins there afresh: its first block is local attention, its second reads the first."""
+        mixer = mixer_with(update=update)
+        x = hidden(2 * BLOCK)
+        late, late_state, _ = mixer(x, mixer.initial_state(1, CPU, x.dtype), Chunk((5 * BLOCK,)))
+        early, early_state, _ = mixer(x, mixer.initial_state(1, CPU, x.dtype), Chunk((0,)))
+        torch.testing.assert_close(late, early, rtol=0, atol=1e-13)
+        torch.testing.assert_close(late_state["associations"], early_state["associations"], rtol=0, atol=1e-13)
+
     def test_one_gate_per_query_head_starts_where_it_is_told_and_does_not_decay(self):
         mixer = mixer_with(kv_heads=2, gate_init=-1.5)
         assert mixer.gate.tolist() == [-1.5] * HEADS
@@ -171,7 +181,8 @@ class TestWrite:
         for at in range(0, 3 * BLOCK, BLOCK):
             state = write(mixer, state, keys[at : at + BLOCK], values[at : at + BLOCK], at)
         query = random(1, HEADS, 5, WIDTH, seed=3)
-        found = retrieve(features(query), state["associations"], state["mass"])
+        found, known = retrieve(features(query), state["associations"], state["mass"])
+        assert known.all()
         weights = torch.einsum("bhqi,tbhi->bhqt", features(query), features(keys))
         expected = torch.einsum("bhqt,tbhj->bhqj", weights / weights.sum(-1, keepdim=True), values)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
@@ -207,7 +218,7 @@ class TestNumerics:
         key, value = torch.full((BLOCK, 1, HEADS, WIDTH), -20.0), torch.randn(1, 1, HEADS, WIDTH)
         state = mixer.initial_state(1, CPU, torch.float32)
         state = write(mixer, state, key, value.expand(BLOCK, -1, -1, -1), at=0)
-        found = retrieve(features(torch.full((1, HEADS, 1, WIDTH), -20.0)), state["associations"], state["mass"])
+        found, _ = retrieve(features(torch.full((1, HEADS, 1, WIDTH), -20.0)), state["associations"], state["mass"])
         torch.testing.assert_close(found[0, :, 0], value[0, 0], rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("update", ["delta", "linear"])
