@@ -19,6 +19,10 @@ MIXERS = {
     "attention in blocks": {"kind": "attention", "block": 16},
     "full attention": {"kind": "full_attention"},
     "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
+    "infini": {"kind": "infini_attention"},
+    "infini, linear": {"kind": "infini_attention", "update": "linear", "block": 32},
+    "infini, in blocks, stopped": {"kind": "infini_attention", "block": 16, "stop_gradient": True},
+    "infini, stopped": {"kind": "infini_attention", "stop_gradient": True},
     "elastic memory": {"kind": "elastic_memory", "order": 48, "samples": 24},
     "elastic memory in blocks": {"kind": "elastic_memory", "order": 48, "block": 32},
 }
