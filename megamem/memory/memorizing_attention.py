@@ -34,7 +34,7 @@ INITIAL_SCALE = 20.0
 
 @register_mixer
 class MemorizingAttentionConfig(MixerConfig):
-    """Memorizing Transformer: a queue of past keys and values beside block-local attention, mixed by a gate per head."""
+    """Memorizing Transformer: a queue of past keys and values beside block-local attention, mixed per head."""
 
     kind: Literal["memorizing_attention"] = "memorizing_attention"
     """`memorizing_attention`"""
@@ -77,24 +77,21 @@ class MemorizingAttentionConfig(MixerConfig):
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """Scores and weighted values of the tokens in the queue at each block; with `topk` a search for them first.
 
-        The search has no backward. Tokens that came from an earlier chunk have none with `stop_gradient`.
+        The search has no backward, nor have with `stop_gradient` the tokens a chunk finds in the queue.
         """
         block = resolve_block(self.block, model)
-        blocks = range(-(-sequence_length // block))
+        blocks = -(-sequence_length // block)
+        per_key = 2 * model.heads * model.head / blocks
         reading = searching = Flops(0.0, 0.0)
-        for index in blocks:
-            seen = min(self.queue, index * block)
-            read = seen if self.top_k is None or not causal else min(seen, self.top_k)
-            products = 4 * model.heads * model.head * read / len(blocks)
-            constant_queue = self.stop_gradient and index * block % model.chunk_size == 0
-            reading += Flops(products, products if constant_queue else 2 * products)
-            if self.top_k is not None and self.top_k < seen:
-                searching += Flops(2 * model.heads * model.head * seen / len(blocks), 0.0)
-        return {
-            **local_attention_flops(block, model, sequence_length, causal),
-            "memory_attention": reading,
-            "memory_retrieval": searching,
-        }
+        for begin in range(0, blocks * block, block):
+            keys = min(self.queue, begin)
+            chosen = min(keys, self.top_k or keys)
+            products = 2 * per_key * (chosen if causal else keys)
+            found = self.stop_gradient and begin % model.chunk_size == 0
+            reading += Flops(products, products * (1 if found else 2))
+            searching += Flops(per_key * keys * (chosen < keys), 0.0)
+        parts = {**local_attention_flops(block, model, sequence_length, causal), "memory_attention": reading}
+        return parts if self.top_k is None else {**parts, "memory_retrieval": searching}
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """A gate and a scale per head, where there are such."""
@@ -181,11 +178,10 @@ class MemorizingAttention(BlockAttention):
         """Append the block and drop the oldest tokens, in rows whose block ends."""
         closing = span.closing
         ends = None if all(closing) else to_device(closing, keys.device, torch.bool)[:, None, None]
-        kept = max(self.config.queue - self.block, 0)
+        pushed = min(self.block, self.config.queue)
         new = {}
         for name, block in (("keys", keys), ("values", values)):
             old = state[name]
-            # always a copy: a view would keep a longer tensor alive
-            pushed = torch.cat((old[self.config.queue - kept :], block[-(self.config.queue - kept) :]))
-            new[name] = pushed if ends is None else torch.where(ends, pushed, old)
+            queue = torch.cat((old[pushed:], block[-pushed:]))  # a copy always: a view would keep the block alive
+            new[name] = queue if ends is None else torch.where(ends, queue, old)
         return new
