@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.memory.base import Chunk, TensorSpec, detach
 from megamem.memory.memorizing_attention import INITIAL_SCALE, MemorizingAttention
 from megamem.ops import nearest as search
 from megamem.ops.attention import Past, past_attention
 from megamem.ops.nearest import nearest, nearest_attention
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.planning.parameters import parameter_counts
 
 CHUNK, CPU = 8, torch.device("cpu")
 
@@ -289,3 +293,14 @@ def test_flops_count_what_is_chosen() -> None:
     stopped = dense.model_copy(update={"stop_gradient": True})
     found = stopped.mixing_flops(memory_model(540), 32_768, causal=True)
     assert found["memory_attention"].backward == pytest.approx(2 * per_key * 540)
+
+
+@pytest.mark.parametrize("size", ["100m", "200m", "400m"])
+def test_shipped_models_keep_what_elastic_memory_keeps(size: str) -> None:
+    configs = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+    ours, elastic = (load_config(RunConfig, configs / f"{kind}-{size}.yaml") for kind in ("memorizing", "elastic"))
+    assert numbers(ours.model) == numbers(elastic.model)
+    assert [layer for layer in range(12) if ours.model.mixer_at(layer).kind == "memorizing_attention"] == [8]
+    assert ours.model_dump(exclude={"model", "name"}) == elastic.model_dump(exclude={"model", "name"})
+    extra = parameter_counts(ours.model)["total"] - parameter_counts(elastic.model)["total"]
+    assert extra == ours.model.heads
