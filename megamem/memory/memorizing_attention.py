@@ -87,8 +87,8 @@ class MemorizingAttentionConfig(MixerConfig):
             keys = min(self.queue, begin)
             chosen = min(keys, self.top_k or keys)
             products = 2 * per_key * (chosen if causal else keys)
-            found = self.stop_gradient and begin % model.chunk_size == 0
-            reading += Flops(products, products * (1 if found else 2))
+            stopped = self.stop_gradient and begin % model.chunk_size == 0
+            reading += Flops(products, products * (1 if stopped else 2))
             searching += Flops(per_key * keys * (chosen < keys), 0.0)
         parts = {**local_attention_flops(block, model, sequence_length, causal), "memory_attention": reading}
         return parts if self.top_k is None else {**parts, "memory_retrieval": searching}
@@ -159,20 +159,23 @@ class MemorizingAttention(BlockAttention):
 
     def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
         """g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document."""
-        entries = self.entries(span)
-        if self.gate is None or not any(entries):
+        if self.gate is None:
             return output
-        # rows with an empty queue attend to whatever lies there, since a softmax needs a key, and drop what they get
-        past = self.queued(state, [count or max(entries) for count in entries])
-        if self.config.top_k is None:
-            retrieved = past_attention(query, past, self.backend)
-        else:
-            retrieved = nearest_attention(query, past, self.config.top_k, self.backend)
+        entries = self.entries(span)
+        # with an empty queue the gate mixes equals: ZeRO 3 wants a gradient, if of zeros, from each backward pass
+        retrieved = self.retrieve(query, state, entries) if any(entries) else output
         mixed = torch.lerp(output, retrieved, self.gate.sigmoid()[:, None].to(output.dtype))
-        if all(entries):
+        if all(entries) or not any(entries):
             return mixed
         filled = to_device([count > 0 for count in entries], output.device, torch.bool)
         return torch.where(filled[:, None, None], mixed, output)
+
+    def retrieve(self, query: Tensor, state: State, entries: list[int]) -> Tensor:
+        """A_mem; something finite in rows with an empty queue, since a softmax needs a key to look at."""
+        past = self.queued(state, [count or max(entries) for count in entries])
+        if self.config.top_k is None:
+            return past_attention(query, past, self.backend)
+        return nearest_attention(query, past, self.config.top_k, self.backend)
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """Append the block and drop the oldest tokens, in rows whose block ends."""

@@ -192,6 +192,14 @@ class TestGate:
         assert mixer.gate.grad is not None
         assert (mixer.gate.grad != 0).all()
 
+    def test_it_has_a_gradient_of_zeros_while_there_is_none(self) -> None:
+        """ZeRO 3 keeps the gradient of the step before where a backward pass leaves a parameter out."""
+        mixer = built(queue=8)
+        read(mixer, random(CHUNK, 1, 16))[0].square().sum().backward()
+        assert mixer.gate is not None
+        assert mixer.gate.grad is not None
+        assert not mixer.gate.grad.any()
+
 
 def test_normalised_products_are_the_scale_times_the_cosine() -> None:
     mixer = built(queue=8, normalize_keys=True)
