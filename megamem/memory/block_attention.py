@@ -88,7 +88,7 @@ class BlockAttention(AttentionProjections):
         self.block = block
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
-        """What every query of the span's blocks may see of the past; `like` gives dtype and device."""
+        """What every query of the span's blocks may see of the past; `like` are the queries, rotated."""
         return []
 
     def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
@@ -122,11 +122,11 @@ class BlockAttention(AttentionProjections):
         values = torch.cat((state["open_values"], value)) if waiting else value
         cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
         rotated = self.turn(keys, cos, sin)
-        past = self.recall(state, span, query)
+        turned = self.turn(query, cos[waiting:], sin[waiting:])
+        past = self.recall(state, span, turned)
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
             past = [*past, Past(rotated[:waiting], values[:waiting], visible)]
-        turned = self.turn(query, cos[waiting:], sin[waiting:])
         output = attention(turned, rotated[waiting:], value, past, self.backend)
         output = self.mix(output, query, state, span)
         new = dict(state)

@@ -65,4 +65,23 @@ CASES = [
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}),
     Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
     Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
+    Case("memorizing_attention", "gated", {"queue": 16, "gate_init": 0.7}),
+    Case("memorizing_attention", "short_queue", {"queue": 5, "gate_init": -0.4}),
+    Case("memorizing_attention", "short_block", {"queue": 11, "block": 4, "gate_init": 0.5}, queries_per_key=2),
+    Case("memorizing_attention", "joint", {"queue": 13, "gate": "none"}, queries_per_key=2),
+    Case("memorizing_attention", "joint_normalised", {"queue": 12, "gate": "none", "block": 4, "normalize_keys": True}),
+    Case("memorizing_attention", "normalised", {"queue": 10, "normalize_keys": True}, queries_per_key=2),
+    Case("memorizing_attention", "nearest", {"queue": 14, "block": 4, "retrieval": "topk", "top_k": 5}),
+    Case(
+        "memorizing_attention",
+        "joint_nearest",
+        {"queue": 12, "retrieval": "topk", "top_k": 3, "gate": "none"},
+        queries_per_key=2,
+    ),
+    Case("memorizing_attention", "stopped", {"queue": 16, "stop_gradient": True}),
+    Case(
+        "memorizing_attention",
+        "original",
+        {"queue": 10, "block": 4, "retrieval": "topk", "top_k": 4, "normalize_keys": True, "stop_gradient": True},
+    ),
 ]

@@ -25,6 +25,10 @@ MIXERS = {
     "infini, stopped": {"kind": "infini_attention", "stop_gradient": True},
     "elastic memory": {"kind": "elastic_memory", "order": 48, "samples": 24},
     "elastic memory in blocks": {"kind": "elastic_memory", "order": 48, "block": 32},
+    "memorizing": {"kind": "memorizing_attention", "queue": 100},
+    "memorizing, stopped": {"kind": "memorizing_attention", "queue": 24, "block": 32, "stop_gradient": True},
+    "memorizing, nearest": {"kind": "memorizing_attention", "queue": 90, "retrieval": "topk", "top_k": 70},
+    "memorizing, joint": {"kind": "memorizing_attention", "queue": 80, "gate": "none", "normalize_keys": True},
 }
 
 
