@@ -21,6 +21,8 @@ MIXERS = {
     "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
     "elastic memory": {"kind": "elastic_memory", "order": 48, "samples": 24},
     "elastic memory in blocks": {"kind": "elastic_memory", "order": 48, "block": 32},
+    "melodi": {"kind": "melodi", "summaries": 12},
+    "melodi in blocks": {"kind": "melodi", "summaries": 5, "block": 32},
 }
 
 
