@@ -58,7 +58,7 @@ CASES = [
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}),
     Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
     Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
-    Case("melodi", "short_block", {"summaries": 3, "block": 4}),
-    Case("melodi", "chunk", {"summaries": 2}),
-    Case("melodi", "grouped", {"summaries": 5, "block": 4}, queries_per_key=2),
+    Case("melodi", "short_block", {"summaries": 2, "block": 4}),
+    Case("melodi", "chunk", {"summaries": 3}),
+    Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2),
 ]
