@@ -102,9 +102,9 @@ class SummaryTokens(nn.Module):
         super().__init__()
         self.weight = declare(nn.Parameter(torch.empty(count, width)), init)
 
-    def forward(self, rows: int) -> Tensor:
-        """The same for each of `rows` rows: [summaries, rows, hidden]."""
-        return self.weight[:, None].expand(-1, rows, -1)
+    def forward(self) -> Tensor:
+        """The same for every row: [summaries, 1, hidden]."""
+        return self.weight[:, None]
 
 
 class TokenMixing(nn.Module):
@@ -150,8 +150,8 @@ class Melodi(BlockAttention):
         seen: the memory before, and the block's rotated keys and values. outputs: z, what its tokens' heads put out,
         [block, batch, local heads, width].
         """
-        u = self.summaries(outputs.shape[1])
-        x = self.linears.shared(self._normed(u))
+        u = self.summaries()
+        x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
         query, key, value = (self._heads(layer, x) for layer in (self.query, self.key, self.value))
         # a set without an order: all of them follow the block's last token
         after = run_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
