@@ -64,6 +64,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = 
     return _BACKENDS[backend](query, key, value)
 
 
+def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdpa") -> Tensor:
+    """Attend from each query to everything visible in `parts`; scale 1 / sqrt(width).
+
+    For few queries: every backend but `eager` is torch's fused kernel here.
+    Returns: [tokens, batch, heads, width] in the query's dtype.
+    """
+    if backend == "eager" or any(part.visible is not None for part in parts):
+        none = parts[0].key[:0]
+        return _masked(query, none, none, parts, fused=backend != "eager")
+    repeat = _repeated(query.shape[2] // parts[0].key.shape[2])
+    keys, values = (torch.cat(columns) for columns in zip(*((p.key, p.value) for p in parts), strict=True))
+    return _heads_last(_scaled_dot_product(_heads_first(query), repeat(keys), repeat(values)))
+
+
 def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 

@@ -29,6 +29,8 @@ MIXERS = {
     "memorizing, stopped": {"kind": "memorizing_attention", "queue": 24, "block": 32, "stop_gradient": True},
     "memorizing, nearest": {"kind": "memorizing_attention", "queue": 90, "retrieval": "topk", "top_k": 70},
     "memorizing, joint": {"kind": "memorizing_attention", "queue": 80, "gate": "none", "normalize_keys": True},
+    "melodi": {"kind": "melodi", "summaries": 12},
+    "melodi in blocks": {"kind": "melodi", "summaries": 5, "block": 32},
 }
 
 
