@@ -156,12 +156,14 @@ class InfiniAttention(BlockAttention):
 
     def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
         """g A_mem + (1 - g) A_local; A_local alone where the memory is empty: in the first block of a document."""
+        gate = self.gate.sigmoid()[:, None, None]
         if not any(start > phase for start, phase in zip(span.starts, span.phases, strict=True)):
-            return output
+            # equals are mixed: ZeRO 3 wants a gradient of the gate, if of zeros, from each backward pass
+            return torch.lerp(output, output, gate[:, 0].to(output.dtype))
         associations, mass = (x.repeat_interleave(self.groups, 1) for x in (state["associations"], state["mass"]))
         sigma = features(heads_first(query).to(mass.dtype))
         retrieved, known = retrieve(sigma, associations, mass, self.eps)
-        gate = torch.where(known, self.gate.sigmoid()[:, None, None], 0)
+        gate = torch.where(known, gate, 0)
         return torch.lerp(output, tokens_first(retrieved).to(output.dtype), tokens_first(gate).to(output.dtype))
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:

@@ -132,6 +132,12 @@ class TestGate:
         assert query.grad[:, 0].abs().max() > 0
         assert query.grad[:, 1].abs().max() == 0
 
+    def test_the_gate_has_a_gradient_of_zeros_in_a_first_block(self):
+        """A window of one block must leave no parameter without a gradient."""
+        mixer = mixer_with()
+        mixer(hidden(BLOCK), mixer.initial_state(1, CPU, torch.float64), Chunk((0,)))[0].sum().backward()
+        assert mixer.gate.grad.tolist() == [0.0] * HEADS
+
     @pytest.mark.parametrize("update", ["delta", "linear"])
     def test_an_empty_memory_in_the_middle_of_a_document_is_harmless(self, update):
         """A run that begins there afresh: its first block is local attention, its second reads the first."""
