@@ -91,7 +91,7 @@ class InfiniAttentionConfig(MixerConfig):
 
 
 class _Features(torch.autograd.Function):
-    """Its derivative is exp(x) below zero, which is sigma(x), and 1 above: what it gave is all that it keeps."""
+    """sigma, whose derivative is sigma itself below zero and 1 above: nothing else is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
