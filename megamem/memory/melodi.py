@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from megamem.config.cost import Flops, attention_flops, product
+from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
 from megamem.memory.base import State, StateSpec, TensorSpec, to_device
@@ -62,13 +62,14 @@ class MelodiConfig(MixerConfig):
         return 2 if resolve_block(self.block, model) == model.chunk_size else 1
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Attention to the memory and its projection in each block but the first, summaries in each block.
+        """Attention to the memory, its projection and summaries in each block, the first one's mask included.
 
-        The last block's memory is read by nobody and has no gradient (for a window that spans the sequence).
+        The last block's memory is read by nobody and has no gradient (for a window that spans the sequence); the first
+        block's is a constant, so that its projection has a gradient of the weights only.
         """
         block, count = resolve_block(self.block, model), self.summaries
         blocks = -(-sequence_length // block)
-        reading, both = (blocks - 1) / blocks, max(blocks - 2, 0) / blocks
+        written = (blocks - 1) / blocks
         queries, keys = model.heads * model.head, model.kv * model.head
         projections = 2 * model.hidden_size * (2 * queries + 2 * keys)
         attending, attending_memory = 4 * queries * (block + count), 4 * queries * count
@@ -76,11 +77,12 @@ class MelodiConfig(MixerConfig):
         per_token = count / block
         always = per_token * (projections + attending + mixing)
         recalled = per_token * attending_memory
+        retrieval = per_token * 2 * model.hidden_size * 2 * keys
         return {
             **local_attention_flops(block, model, sequence_length, causal),
-            "memory_attention": attention_flops(model.heads, model.head, count * reading),
-            "memory_retrieval": product(per_token * 2 * model.hidden_size * 2 * keys * reading),
-            "memory_update": Flops(always + recalled * reading, 2 * (always * reading + recalled * both)),
+            "memory_attention": attention_flops(model.heads, model.head, count),
+            "memory_retrieval": Flops(retrieval, retrieval * (1 + written)),
+            "memory_update": Flops(always + recalled, 2 * (always + recalled) * written),
         }
 
     def extra_parameters(self, model: ModelConfig) -> int:
@@ -135,10 +137,12 @@ class Melodi(BlockAttention):
         self.mixing = TokenMixing(block, config.summaries, init, linears)
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
-        """Keys and values of the memory, not rotated; rows in the first block of their document have none."""
+        """Keys and values of the memory, not rotated; rows in the first block of their document see none.
+
+        They are made in every block: where documents begin differs by rank, and ZeRO-3 gathers the projections from all
+        ranks whenever one uses them.
+        """
         written = [start > phase for start, phase in zip(span.starts, span.phases, strict=True)]
-        if not any(written):
-            return []
         # one memory on every rank, read by each rank's heads
         memory = self.linears.shared(state["memory"])
         visible = None if all(written) else to_device(written, like.device, torch.bool)
