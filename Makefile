@@ -43,7 +43,7 @@ test: install  ## All tests but the slow ones and those for a CUDA device
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/distributed tests/integration tests/gpu
 
 test-full: install  ## All tests; those for a CUDA device skip without one
-	$(BIN)/python -m pytest
+	MEGAMEM_CASES=all $(BIN)/python -m pytest
 
 test-gpu: install  ## The tests for a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu

@@ -46,6 +46,10 @@ class MixerConfig(ConfigModel):
         """Parameters of one layer besides those."""
         return 0
 
+    def training_window(self, model: ModelConfig) -> int:
+        """Chunks a window must span at least for every parameter of one layer to get a gradient."""
+        return 1
+
     @abstractmethod
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Mixer:
         """The module of layer `layer` (0-based), its projections made by `linears`."""

@@ -204,6 +204,13 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        for layer in range(self.model.layers):
+            mixer = self.model.mixer_at(layer)
+            if self.bptt_chunks < (needed := mixer.training_window(self.model)):
+                raise ValueError(
+                    f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
+                    f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
+                )
         profile = self.logging.profile_steps
         if profile and not profile[0] <= profile[1] <= self.steps:
             raise ValueError(

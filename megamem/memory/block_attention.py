@@ -1,7 +1,8 @@
 """Causal attention within blocks, with whatever a mechanism puts in front of each block.
 
-The base of plain local attention and of memories that feed attention: they override `recall` (what the queries of a
-block may see besides the block) and `remember` (what a finished block leaves behind).
+The base of plain local attention and of memories beside it: they override `recall` (what the queries of a block may
+see besides the block) or `mix` (what joins the output of local attention), and `remember` (what a finished block
+leaves behind).
 """
 
 from __future__ import annotations
@@ -87,8 +88,15 @@ class BlockAttention(AttentionProjections):
         self.block = block
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
-        """What every query of the span's blocks may see of the past; `like` gives dtype and device."""
+        """What every query of the span's blocks may see of the past; `like` are the queries, rotated."""
         return []
+
+    def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
+        """The output of attention joined with what a memory answers to the same queries.
+
+        output, query (before rotation): [tokens, batch, local heads, width].
+        """
+        return output
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """New memory tensors after a span that closes the block of some rows (`span.closing`).
@@ -114,12 +122,13 @@ class BlockAttention(AttentionProjections):
         values = torch.cat((state["open_values"], value)) if waiting else value
         cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
         rotated = self.turn(keys, cos, sin)
-        past = self.recall(state, span, query)
+        turned = self.turn(query, cos[waiting:], sin[waiting:])
+        past = self.recall(state, span, turned)
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
             past = [*past, Past(rotated[:waiting], values[:waiting], visible)]
-        query = self.turn(query, cos[waiting:], sin[waiting:])
-        output = attention(query, rotated[waiting:], value, past, self.backend)
+        output = attention(turned, rotated[waiting:], value, past, self.backend)
+        output = self.mix(output, query, state, span)
         new = dict(state)
         if any(span.closing):
             new |= self.remember(state, span, keys[-self.block :], values[-self.block :])

@@ -34,7 +34,8 @@ FLEX_SHAPES = 64
 class Past:
     """Keys and values that every query may see, [keys, batch, kv_heads, width], unless `visible` says otherwise.
 
-    `visible`: None (all), [batch] bool (whole rows) or [keys, batch] bool.
+    `visible`: None (all), [batch] bool (whole rows), [keys, batch] bool, or [batch, heads, tokens, keys] bool (each
+    query its own).
     """
 
     key: Tensor
@@ -63,6 +64,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = 
     return _BACKENDS[backend](query, key, value)
 
 
+def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdpa") -> Tensor:
+    """Attend from each query to everything visible in `parts`; scale 1 / sqrt(width).
+
+    For few queries: every backend but `eager` is torch's fused kernel here.
+    Returns: [tokens, batch, heads, width] in the query's dtype.
+    """
+    if backend == "eager" or any(part.visible is not None for part in parts):
+        none = parts[0].key[:0]
+        return _masked(query, none, none, parts, fused=backend != "eager")
+    repeat = _repeated(query.shape[2] // parts[0].key.shape[2])
+    keys, values = (torch.cat(columns) for columns in zip(*((p.key, p.value) for p in parts), strict=True))
+    return _heads_last(_scaled_dot_product(_heads_first(query), repeat(keys), repeat(values)))
+
+
 def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
@@ -79,33 +94,51 @@ def _repeated(groups: int) -> Callable[[Tensor], Tensor]:
     return repeat
 
 
-def _mask(tokens: int, own: int, past: Sequence[Past], like: Tensor) -> Tensor:
-    """Boolean [batch or 1, 1, tokens, keys]: True where a query may look."""
-    batch = like.shape[1]
-    columns = []
-    for part in past:
-        seen = torch.ones((), dtype=torch.bool, device=like.device) if part.visible is None else part.visible
-        columns.append(seen.expand(part.key.shape[0], batch))
-    causal = torch.ones(tokens, own, dtype=torch.bool, device=like.device).tril(own - tokens)
-    causal = causal.expand(batch, 1, tokens, own)
-    if not columns:
-        return causal
-    seen = torch.cat(columns).T[:, None, None].expand(batch, 1, tokens, -1)
-    return torch.cat((seen, causal), dim=-1)
+def past_attention(query: Tensor, past: Past, backend: str = "sdpa") -> Tensor:
+    """Attend from each query to the past alone, a softmax of its own; every query must see a key of it.
+
+    Returns: as `attention`.
+    """
+    mask = None if past.visible is None else _seen(past, query)
+    return _rectangle(query, past.key, past.value, mask, fused=backend != "eager")
+
+
+def _seen(part: Past, query: Tensor) -> Tensor:
+    """`visible` as boolean [batch, heads or 1, tokens, keys]."""
+    tokens, batch = query.shape[:2]
+    seen = torch.ones((), dtype=torch.bool, device=query.device) if part.visible is None else part.visible
+    if seen.ndim == 4:
+        return seen
+    return seen.expand(part.key.shape[0], batch).T[:, None, None].expand(batch, 1, tokens, -1)
+
+
+def _mask(query: Tensor, own: int, past: Sequence[Past]) -> Tensor:
+    """Boolean [batch, heads or 1, tokens, keys]: True where a query may look."""
+    tokens, batch = query.shape[:2]
+    causal = torch.ones(tokens, own, dtype=torch.bool, device=query.device).tril(own - tokens)
+    parts = [*(_seen(part, query) for part in past), causal[None, None]]
+    heads = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(batch, heads, tokens, -1) for part in parts], dim=-1)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fused: bool) -> Tensor:
+    mask = _mask(query, key.shape[0], past)
+    key = torch.cat([*(part.key for part in past), key])
+    value = torch.cat([*(part.value for part in past), value])
+    return _rectangle(query, key, value, mask, fused)
+
+
+def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fused: bool) -> Tensor:
+    """Attend where `mask` [batch, heads or 1, tokens, keys] allows it; everywhere if it is None."""
     groups = query.shape[2] // key.shape[2]
-    mask = _mask(query.shape[0], key.shape[0], past, query)
-    q = _heads_first(query)
-    k = _repeated(groups)(torch.cat([*(part.key for part in past), key]))
-    v = _repeated(groups)(torch.cat([*(part.value for part in past), value]))
+    q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
     if fused:
         return _heads_last(_scaled_dot_product(q, k, v, attn_mask=mask))
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = (q.to(compute) @ k.to(compute).transpose(-1, -2)) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-    return _heads_last((weights @ v.to(compute)).to(query.dtype))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return _heads_last((scores.softmax(dim=-1) @ v.to(compute)).to(query.dtype))
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ class Linears(Protocol):
     def outside(self, parameter: Tensor) -> Tensor:
         """A replicated parameter used outside of parallel regions (norms); summed over ranks if tokens are split."""
 
+    def whole(self, row: nn.Module, x: Tensor) -> Tensor:
+        """What a `row` projection makes of rows that are not the call's tokens: the same on each rank, never split."""
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
@@ -124,6 +127,10 @@ class PlainLinears:
     def outside(self, parameter: Tensor) -> Tensor:
         """See `Linears.outside`."""
         return parameter
+
+    def whole(self, row: nn.Module, x: Tensor) -> Tensor:
+        """See `Linears.whole`."""
+        return cast(Tensor, row(x))
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.cross_entropy`; float64 logits stay in float64."""

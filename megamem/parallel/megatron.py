@@ -41,8 +41,8 @@ class _Column(ColumnParallelLinear):
 class _Row(RowParallelLinear):
     linears: MegatronLinears
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.linears.sequence_parallel:
+    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+        if self.linears.sequence_parallel and not whole:
             own = reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
             return own if self.bias is None else own + self.linears.outside(self.bias)
         out: Tensor = super().forward(x)[0]
@@ -134,6 +134,11 @@ class MegatronLinears:
     def outside(self, parameter: Tensor) -> Tensor:
         """See `Linears.outside`."""
         return self.shared(parameter) if self.sequence_parallel else parameter
+
+    def whole(self, row: nn.Module, x: Tensor) -> Tensor:
+        """See `Linears.whole`."""
+        out: Tensor = row(x, whole=True)
+        return out
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.cross_entropy`. Overwrites float32 logits."""

@@ -5,6 +5,7 @@ Add at least one entry per mixer, and one for every option that changes what pas
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ class Case:
     name: str
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     queries_per_key: int = 1
+    core: bool = True
+    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it."""
 
     @property
     def id(self) -> str:
@@ -48,14 +51,51 @@ class Case:
         )
 
 
-CASES = [
+ALL_CASES = [
     Case("attention", "chunk"),
     Case("attention", "short_block", {"block": 4}),
     Case("attention", "grouped", {"block": 4}, queries_per_key=2),
     Case("full_attention", "unbounded"),
     Case("full_attention", "bounded", {"max_chunks": 2}),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2),
+    Case("infini_attention", "delta"),
+    Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),
+    Case("infini_attention", "short_block", {"block": 4, "gate_init": -0.5}, core=False),
+    Case("infini_attention", "grouped", {"block": 4}, queries_per_key=2),
+    Case("infini_attention", "plain_read", {"update": "linear", "normalise": False}, queries_per_key=2, core=False),
+    Case("infini_attention", "plain_delta", {"block": 4, "normalise": False}, core=False),
+    Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}),
     Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
     Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
+    Case("memorizing_attention", "gated", {"queue": 16, "gate_init": 0.7}, core=False),
+    Case("memorizing_attention", "short_queue", {"queue": 5, "gate_init": -0.4}, core=False),
+    Case("memorizing_attention", "short_block", {"queue": 11, "block": 4, "gate_init": 0.5}, queries_per_key=2),
+    Case("memorizing_attention", "joint", {"queue": 13, "gate": "none"}, queries_per_key=2, core=False),
+    Case(
+        "memorizing_attention",
+        "joint_normalised",
+        {"queue": 12, "gate": "none", "block": 4, "normalize_keys": True},
+        core=False,
+    ),
+    Case("memorizing_attention", "normalised", {"queue": 10, "normalize_keys": True}, queries_per_key=2, core=False),
+    Case("memorizing_attention", "nearest", {"queue": 14, "block": 4, "retrieval": "topk", "top_k": 5}, core=False),
+    Case(
+        "memorizing_attention",
+        "joint_nearest",
+        {"queue": 12, "retrieval": "topk", "top_k": 3, "gate": "none"},
+        queries_per_key=2,
+    ),
+    Case("memorizing_attention", "stopped", {"queue": 16, "stop_gradient": True}, core=False),
+    Case(
+        "memorizing_attention",
+        "original",
+        {"queue": 10, "block": 4, "retrieval": "topk", "top_k": 4, "normalize_keys": True, "stop_gradient": True},
+        core=False,
+    ),
+    Case("melodi", "short_block", {"summaries": 2, "block": 4}),
+    Case("melodi", "chunk", {"summaries": 3}, core=False),
+    Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2),
 ]
+
+CASES = [case for case in ALL_CASES if case.core or os.environ.get("MEGAMEM_CASES") == "all"]

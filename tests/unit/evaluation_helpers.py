@@ -16,6 +16,7 @@ MIXERS = {
     "attention": {"kind": "attention"},
     "full_attention": {"kind": "full_attention"},
     "elastic_memory": {"kind": "elastic_memory", "order": 6, "samples": 5, "block": 4},
+    "infini_attention": {"kind": "infini_attention", "block": 4},
 }
 HOW = {"topology": None, "device": CPU, "dtype": torch.float64, "rows": 3}
 TOLERANCE = 1e-10

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megamem.ops.attention import Past, attention
+from megamem.ops.attention import Past, attention, unmasked_attention
 
 HEADS, WIDTH, BATCH = 4, 8, 2
 
@@ -62,6 +62,17 @@ def test_masked_pasts(backend, mask):
     query, key, value, past = make(5, (4, 3), 2, mask)
     out = attention(query, key, value, past, backend)
     torch.testing.assert_close(out, naive(query, key, value, past), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flex"])
+@pytest.mark.parametrize("mask", [None, "rows"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_queries_that_see_everything(backend, mask, kv_heads):
+    query, key, value, past = make(5, (4, 3), kv_heads, mask)
+    parts = [*past, Past(key, value)]
+    none = key[:0]
+    expected = naive(query, none, none, parts)
+    torch.testing.assert_close(unmasked_attention(query, parts, backend), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 4)])

@@ -69,7 +69,8 @@ def test_model_has_the_size_of_its_label(path: Path) -> None:
     print(f"{path.stem}: {total:,} parameters")
     number, unit = re.fullmatch(r".*-([\d.]+)([mb])", path.stem).groups()
     label = float(number) * {"m": 1e6, "b": 1e9}[unit]
-    assert abs(total / label - 1) < TOLERANCE
+    # labels leave out what a memory adds
+    assert abs((total - parameter_counts(model)["memory"]) / label - 1) < TOLERANCE
     stated = re.search(r"([\d,.]+)M parameters", path.read_text())
     assert stated is not None
     assert float(stated.group(1).replace(",", "")) == pytest.approx(total / 1e6, abs=0.051)
@@ -111,6 +112,37 @@ def test_memory_of_the_paper(size: str, memory: int) -> None:
                 found += torch.Size(spec.sizes(sizes)).numel()
     assert found == memory
     assert found == model.head**2 * model.heads * model.layers, "the size of the paper's Infini-Transformer"
+
+
+@pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])
+def test_melodi_has_the_memory_of_the_paper(size: str, memory: int) -> None:
+    """Its Table 1 counts (N_mem + N_sum) d: the vectors that pass on, and the summary tokens."""
+    model = load_model(CONFIGS / "models" / f"melodi-{size}.yaml")
+    found = 0
+    for layer in range(model.layers):
+        mixer = model.mixer_at(layer)
+        (spec,) = [spec for spec in mixer.state_specs(model).values() if spec.kind == "memory"]
+        assert spec.shape == (mixer.summaries, "batch", "hidden")
+        found += 2 * mixer.summaries * model.hidden_size
+    assert found == memory
+    # the rest of the model is the baseline's
+    plain = parameter_counts(load_model(CONFIGS / "models" / f"transformer-{size}.yaml"))
+    assert {**parameter_counts(model), "memory": 0} == {
+        **plain, "memory": 0, "total": plain["total"] + parameter_counts(model)["memory"],
+        "non_embedding": plain["non_embedding"] + parameter_counts(model)["memory"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("summaries", "millions"), [(45, "1.5"), (90, "3.1"), (180, "6.4"), (360, "13.5"), (720, "30.1")]
+)
+def test_melodi_adds_the_parameters_of_the_paper(summaries: int, millions: str) -> None:
+    """Its Table 3, from 1x to 16x memory."""
+    model = load_model(CONFIGS / "models" / "melodi-100m.yaml")
+    mixer = model.mixer.model_copy(update={"summaries": summaries})
+    added = model.layers * mixer.extra_parameters(model)
+    assert added == 12 * (summaries * 720 + (2048 + summaries) * summaries)
+    assert f"{added / 1e6:.1f}" == millions
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -19,8 +19,18 @@ MIXERS = {
     "attention in blocks": {"kind": "attention", "block": 16},
     "full attention": {"kind": "full_attention"},
     "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
+    "infini": {"kind": "infini_attention"},
+    "infini, linear": {"kind": "infini_attention", "update": "linear", "block": 32},
+    "infini, in blocks, stopped": {"kind": "infini_attention", "block": 16, "stop_gradient": True},
+    "infini, stopped": {"kind": "infini_attention", "stop_gradient": True},
     "elastic memory": {"kind": "elastic_memory", "order": 48, "samples": 24},
     "elastic memory in blocks": {"kind": "elastic_memory", "order": 48, "block": 32},
+    "memorizing": {"kind": "memorizing_attention", "queue": 100},
+    "memorizing, stopped": {"kind": "memorizing_attention", "queue": 24, "block": 32, "stop_gradient": True},
+    "memorizing, nearest": {"kind": "memorizing_attention", "queue": 90, "retrieval": "topk", "top_k": 70},
+    "memorizing, joint": {"kind": "memorizing_attention", "queue": 80, "gate": "none", "normalize_keys": True},
+    "melodi": {"kind": "melodi", "summaries": 12},
+    "melodi in blocks": {"kind": "melodi", "summaries": 5, "block": 32},
 }
 
 

@@ -33,6 +33,10 @@ REFUSALS = {
         {"model": {"chunk_size": 24}}, ["data.sequence_length 64 is not divisible by model.chunk_size 24"],
     ),
     "bptt": ({"training": {"bptt_chunks": 3}}, ["training.bptt_chunks 3 does not divide the 4 chunks"]),
+    "a window in which a memory is written but not read": (
+        {"training": {"bptt_chunks": 1}, "model": {"memory": [{"layers": [1], "mixer": "melodi"}]}},
+        ["training.bptt_chunks 1", "melodi (model layer 1)", "use at least 2"],
+    ),
     "stride": (
         {"evaluation": {"sliding_stride": 5}}, ["evaluation.sliding_stride 5 does not divide model.chunk_size 16"],
     ),
@@ -180,6 +184,11 @@ def test_stages_that_fit(sections):
     placement = sections["parallel"].get("placement", "flops")
     assert run.parallel.placement == (tuple(placement) if isinstance(placement, list) else placement)
     assert parse_config(RunConfig, yaml.safe_load(dump_yaml(run)), "saved") == run
+
+
+def test_a_memory_that_is_read_in_its_own_chunk_trains_in_any_window():
+    memory = [{"layers": [1], "mixer": {"kind": "melodi", "block": 8}}]
+    assert config(model={"memory": memory}, training={"bptt_chunks": 1}).bptt_chunks == 1
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (512, 1), (513, 2), (5120, 10)])

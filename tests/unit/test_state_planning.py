@@ -46,6 +46,15 @@ def test_the_paper_s_elastic_memory_holds_0_78m_numbers_per_sequence():
     assert found == {"memory": 540 * 2 * 720 * 4, "open": 0}
 
 
+def test_melodi_carries_its_vectors_at_every_layer_and_on_every_rank():
+    model = ModelConfig.model_validate({**MODEL, "mixer": "melodi", "memory": []})
+    # 45 vectors of 720 in BF16, 3 rows; whole on each of 2 ranks, as they are no heads
+    found = model_state_bytes(model, 3, torch.bfloat16, 2, 2048 + 100)
+    assert found["memory"] == 12 * 45 * 3 * 720 * 2
+    # keys, values and what the heads put out, of half of the heads
+    assert found["open"] == 12 * 3 * 100 * 3 * 360 * 2
+
+
 def test_an_unfinished_chunk_is_open_in_every_layer():
     found = model_state_bytes(ModelConfig.model_validate(MODEL), 2, torch.bfloat16, 2, 2048 + 100)
     assert found["open"] == 12 * 2 * 100 * 2 * 360 * 2

@@ -1,0 +1,68 @@
+"""Melodi within a layer, one query at a time.
+
+Read:   a token sees the vectors of the memory m (keys W_k m_s and values W_v m_s, no positions) and its block up to
+        itself, at positions 0, 1, ... of the block; the first block of a document has no memory.
+Write:  when a block of L tokens is finished, summary token s asks as W_q n_s with n_s = u_s / rms(u_s), at position L,
+        and sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and summaries got
+        from their heads,
+        m_s = v / rms(v),  v = u_s + W_o (z_s + sum_t M[t, s] z_t + sum_r M[L + r, s] z_r).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+
+
+def normed(vector: Tensor, eps: float) -> Tensor:
+    mean = sum(float(x) ** 2 for x in vector) / len(vector)
+    return vector / math.sqrt(mean + eps)
+
+
+def look(model, query: Tensor, position: int, memory, keys, values) -> Tensor:
+    """What all heads of one query get, joined; keys and values are lists of (position, [kv_heads, width])."""
+    mixed = []
+    for h in range(model.heads):
+        g = h // (model.heads // model.kv)
+        seen_keys = [rotary(k[g], at, model.rope_theta) for at, k in keys]
+        seen_values = [v[g] for _, v in values]
+        if memory is not None:
+            seen_keys, seen_values = [*memory[0][:, g], *seen_keys], [*memory[1][:, g], *seen_values]
+        mixed.append(attend(rotary(query[h], position, model.rope_theta), seen_keys, seen_values))
+    return torch.cat(mixed)
+
+
+def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    block, count = mixer.block or model.chunk_size, mixer.summaries
+    u, mixing, back = weights["summaries.weight"], weights["mixing.weight"], weights["output.weight"]
+    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    n = torch.stack([normed(vector, model.norm_eps) for vector in u])
+    u_query, u_key, u_value = (heads(n, weights[f"{name}.weight"], model.head) for name in ("query", "key", "value"))
+    m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
+    memory, got = None, []
+    for t in range(len(hidden)):
+        first = t - t % block
+        keys = [(j - first, key[j]) for j in range(first, t + 1)]
+        values = [(j - first, value[j]) for j in range(first, t + 1)]
+        got.append(look(model, query[t], t - first, memory, keys, values))
+        if (t + 1) % block == 0:
+            keys += [(block, u_key[s]) for s in range(count)]
+            values += [(block, u_value[s]) for s in range(count)]
+            summaries = [look(model, u_query[s], block, memory, keys, values) for s in range(count)]
+            everything = [*got[first : t + 1], *summaries]
+            for s in range(count):
+                mixed = summaries[s] + sum(mixing[i, s] * z for i, z in enumerate(everything))
+                m[s] = normed(u[s] + back @ mixed, model.norm_eps)
+            memory = tuple(heads(m, weights[f"{name}.weight"], model.head) for name in ("key", "value"))
+    done, z = len(hidden) - len(hidden) % block, torch.stack(got)
+    state = {
+        "memory": m[:, None],
+        "open_keys": columns(key, done, len(hidden)),
+        "open_values": columns(value, done, len(hidden)),
+        "open_outputs": columns(z.unflatten(1, (model.heads, model.head)), done, len(hidden)),
+    }
+    return Answer(torch.stack([back @ vector for vector in got]), state)

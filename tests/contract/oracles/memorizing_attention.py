@@ -1,0 +1,79 @@
+"""Memorizing Transformer, one token and one head at a time, the queue a list from which the oldest are removed.
+
+Mix:    sigmoid: g read + (1 - g) local, g = 1 / (1 + e^-b_h), each a softmax of its own; local alone while the queue is
+        empty. none: one softmax over the queue's keys and the block's.
+Read:   keys as projected; the query is the one before rotation with a gate, the rotated one without.
+        topk: only the keys with the largest q . k.
+Scale:  with normalize_keys q and k are divided by their lengths and q . k / sqrt(width) becomes e^(s_h) cos(q, k).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+
+
+def normalised(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Every query and key [tokens, heads, width], such that q . k / sqrt(width) = e^s cos."""
+    width = query.shape[-1]
+    query, key = query.clone(), key.clone()
+    for t in range(len(query)):
+        for h in range(query.shape[1]):
+            factor = math.exp(float(log_scale[h])) * math.sqrt(width)
+            query[t, h] *= factor / math.sqrt(float(query[t, h] @ query[t, h]))
+        for h in range(key.shape[1]):
+            key[t, h] /= math.sqrt(float(key[t, h] @ key[t, h]))
+    return query, key
+
+
+def best(mixer, query: Tensor, entries: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of the queue that a query reads."""
+    if mixer.retrieval == "topk":
+        entries = sorted(entries, key=lambda entry: -float(query @ entry[0]))[: mixer.top_k]
+    return [key for key, _ in entries], [value for _, value in entries]
+
+
+def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    block = mixer.block or model.chunk_size
+    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    if mixer.normalize_keys:
+        query, key = normalised(query, key, weights["log_scale"])
+    queue: list[int] = []
+    output = []
+    for t in range(len(hidden)):
+        first = t - t % block
+        mixed = []
+        for h in range(model.heads):
+            g = h // (model.heads // model.kv)
+            q = rotary(query[t, h], t - first, model.rope_theta)
+            keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
+            values = [value[j, g] for j in range(first, t + 1)]
+            entries = [(key[j, g], value[j, g]) for j in queue]
+            if mixer.gate == "none":
+                memory_keys, memory_values = best(mixer, q, entries)
+                mixed.append(attend(q, memory_keys + keys, memory_values + values))
+            else:
+                local = attend(q, keys, values)
+                if queue:
+                    gate = 1 / (1 + math.exp(-float(weights["gate"][h])))
+                    local = gate * attend(query[t, h], *best(mixer, query[t, h], entries)) + (1 - gate) * local
+                mixed.append(local)
+        output.append(weights["output.weight"] @ torch.cat(mixed))
+        if (t + 1) % block == 0:
+            queue += range(first, t + 1)
+            while len(queue) > mixer.queue:
+                queue.pop(0)
+    state = {
+        "open_keys": columns(key, len(hidden) - len(hidden) % block, len(hidden)),
+        "open_values": columns(value, len(hidden) - len(hidden) % block, len(hidden)),
+    }
+    for name, rows in (("keys", key), ("values", value)):
+        kept = torch.zeros(mixer.queue, 1, model.kv, model.head, dtype=torch.float64)
+        for place, j in enumerate(queue):
+            kept[mixer.queue - len(queue) + place, 0] = rows[j]
+        state[name] = kept
+    return Answer(torch.stack(output), state)
