@@ -18,7 +18,6 @@ in the paper's appendix E.2; the first step, with t = 0, stores the first value)
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,9 +25,9 @@ import torch
 from torch import Tensor
 
 from megamem.memory.hippo import kernel, reconstruction
+from megamem.memory.hippo_rules import Rule, backward, bilinear, forward, legs
 
 LENGTH = 1024
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,25 +57,9 @@ def noise(seeds: int, generator: torch.Generator) -> Tensor:
     return torch.randn(LENGTH, seeds, generator=generator, dtype=torch.float64)
 
 
-def forward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
-    """Explicit Euler: c' = c - (A/t) c + (B/t) f."""
-    return state - rate @ state + drive
-
-
-def backward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
-    """Implicit Euler: (I + A/t) c' = c + (B/t) f."""
-    return torch.linalg.solve_triangular(torch.eye(len(rate), dtype=rate.dtype) + rate, state + drive, upper=False)
-
-
-def bilinear(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
-    """Tustin's rule: half a step explicit, half implicit."""
-    return backward(rate / 2, forward(rate / 2, state, drive), torch.zeros_like(drive))
-
-
 def run_rule(rule: Rule, order: int, signal: Tensor, time_shift: int) -> Tensor:
     """State [N, seeds] after the token-by-token recurrence with A/t and B/t frozen at t = k + time_shift."""
-    B = (2 * torch.arange(order) + 1).double().sqrt()[:, None]
-    A = (B * B.T).tril(-1) + torch.diag(torch.arange(1, order + 1).double())
+    A, B = legs(order)
     state = torch.zeros(order, signal.shape[1], dtype=signal.dtype)
     for k, value in enumerate(signal):
         t = k + time_shift

@@ -12,11 +12,20 @@ from megamem.model.stage import Stage, meta_stage
 
 
 def whole_model(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
-    """The model as training computes it, on the CPU, for evaluation. Raises CheckpointError where it does not fit."""
+    """The model as training computes it, on the CPU, for evaluation.
+
+    model: the one trained, or one that differs in what has no parameters (where a memory is sampled).
+    Raises: CheckpointError where a parameter is missing or of another shape.
+    """
     stage = meta_stage(model)
-    expected = {name for name, _ in stage.named_parameters()}
+    expected = {name: parameter.shape for name, parameter in stage.named_parameters()}
     values = {name: value.to(dtype) for name, value in weights(checkpoint)}
-    if wrong := sorted(expected ^ values.keys()):
+    if wrong := sorted(expected.keys() ^ values.keys()):
         raise CheckpointError(f"{checkpoint.path}: {wrong[0]} is in the checkpoint or in the model, but not in both")
+    for name, value in values.items():
+        if value.shape != expected[name]:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {list(value.shape)}, but the model's is {list(expected[name])}"
+            )
     stage.load_state_dict(values, assign=True)
     return stage.eval()

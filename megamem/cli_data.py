@@ -17,7 +17,7 @@ from tokenization import corpus, importing, shards, sources, train
 from tokenization.files import read_json, require_space
 from tokenization.tokenizer import Tokenizer
 
-corpus_app = typer.Typer(help="Fetch the default corpus.", no_args_is_help=True)
+corpus_app = typer.Typer(help="Fetch free text to train on.", no_args_is_help=True)
 tokenizer_app = typer.Typer(help="Train or import a tokenizer.", no_args_is_help=True)
 shards_app = typer.Typer(help="Write, verify and describe token shards.", no_args_is_help=True)
 
@@ -31,21 +31,39 @@ ShardFolder = Annotated[Path, typer.Argument(help="Folder of token shards.")]
 TOKENIZER_BYTES = 32 << 20  # the largest tokenizers in use take about 20 MB
 
 
-@corpus_app.callback()
-def _corpus() -> None:
-    """Keep `fetch` a verb of its own."""
+CorpusName = Annotated[str, typer.Option("--corpus", help=f"{', '.join(corpus.CORPORA)}; default: books, speeches")]
 
 
 @corpus_app.command("fetch")
 def fetch(
     folder: Annotated[Path, typer.Argument(help="Folder to write train/, validation/ and test/ to.")],
+    name: CorpusName = "default",
 ) -> None:
-    """Download, check, clean and split the default corpus. A folder that holds it already is verified."""
-    manifest = read_json(corpus.fetch(folder))
+    """Download, check, clean and split a corpus. A folder that holds it already is verified."""
+    manifest = read_json(corpus.fetch(folder, name))
     table = Table("split", "documents", "bytes")
     for split, totals in manifest["splits"].items():
         table.add_row(split, f"{totals['documents']:,}", f"{totals['bytes']:,}")
     console.print(table)
+
+
+@corpus_app.command("prepare")
+def prepare(
+    folder: Annotated[Path, typer.Argument(help="Folder to write corpus/, tokenizer/ and shards/ to.")],
+    name: CorpusName = "default",
+    vocab_size: Annotated[int, typer.Option(help="Tokens of its byte-level BPE.")] = 4096,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+) -> None:
+    """Fetch a corpus, train a tokenizer on its training part, write token shards. What is there is checked and kept."""
+    texts, words = folder / "corpus", folder / "tokenizer"
+    fetch(texts, name)
+    if words.exists():
+        Tokenizer.load(words)
+    else:
+        train_tokenizer([texts / "train"], words, vocab_size)
+    for split in ("train", "validation", "test"):
+        if (texts / split).is_dir():  # not every corpus has all
+            write([texts / split], words, folder / "shards" / split, workers=workers, shard_mib=None)
 
 
 @tokenizer_app.command("train")

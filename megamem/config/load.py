@@ -88,21 +88,26 @@ def apply_override(tree: Tree, override: str) -> Tree:
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"override {override!r}: expected key.path=value")
-    keys = path.strip().split(".")
-    return _set(tree, keys, _parse(text, f"override {override!r}"), override)
+    return with_value(tree, path.strip(), _parse(text, f"override {override!r}"))
 
 
-def _set(node: Any, keys: Sequence[str], value: Any, override: str) -> Any:
+def with_value(tree: Tree, path: str, value: Any) -> Tree:
+    """`tree` with `value` at a dotted path, in which a number picks from a list."""
+    changed: Tree = _set(tree, path.split("."), value, path)
+    return changed
+
+
+def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
     if not keys:
         return value
     key, rest = keys[0], keys[1:]
     if isinstance(node, list):
         if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(f"override {override!r}: {key!r} is no index of a list of {len(node)}")
-        return [_set(item, rest, value, override) if i == int(key) else item for i, item in enumerate(node)]
+            raise ConfigError(f"{path}: {key!r} is no index of a list of {len(node)}")
+        return [_set(item, rest, value, path) if i == int(key) else item for i, item in enumerate(node)]
     if not isinstance(node, dict):
         node = {}
-    return {**node, key: _set(node.get(key, {}), rest, value, override)}
+    return {**node, key: _set(node.get(key, {}), rest, value, path)}
 
 
 def load_config(config_type: type[C], path: Path, overrides: Sequence[str] = ()) -> C:

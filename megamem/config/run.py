@@ -125,6 +125,17 @@ class LoggingConfig(ConfigModel):
     """Step whose actions on each pipeline stage are recorded with their times; `megamem plan --recorded` draws them."""
 
 
+class CorruptionConfig(ConfigModel):
+    """Noise in the place of keys and values of the local context; see docs/evaluation.md."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of each block's tokens whose keys and values are replaced; 0 leaves everything as it is."""
+    layers: Literal["memory", "all"] = "memory"
+    """`memory`: layers that carry a state from chunk to chunk. `all`: the others too."""
+    remembered: bool = False
+    """Whether memories store the noise; if not, what they store is left alone."""
+
+
 class EvaluationConfig(ConfigModel):
     """Held-out evaluation, while training and at its end."""
 
@@ -140,6 +151,8 @@ class EvaluationConfig(ConfigModel):
     """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
     sliding_max_tokens: PositiveInt = 32_768
     """Tokens of the sliding-window evaluation."""
+    corruption: CorruptionConfig = CorruptionConfig()
+    """Of the evaluation at the end or by `megamem evaluate`, never of training."""
 
 
 class RunConfig(ConfigModel):

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.baselines import LzmaReport, lzma_baseline
+from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.losses import LossReport, cut_documents, evaluate_losses
 from megamem.evaluation.probe import MemoryReport, memory_use
 from megamem.evaluation.reading import Progress
@@ -67,7 +68,8 @@ def final_evaluation(
     main = topology.rank == 0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
-        with _Passes(console if main else None, watch) as passes:
+        passing = _Passes(console if main else None, watch)
+        with corrupted(stage, config.evaluation.corruption), passing as passes:
             figures = _figures(stage, chosen, config, topology, dtype, token_bytes, passes)
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:

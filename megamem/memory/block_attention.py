@@ -79,6 +79,13 @@ class AttentionProjections(Mixer):
         query, key, value = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value))
         return query, key, value
 
+    def local(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [tokens, batch, local kv heads, width] of the present block as its queries see them.
+
+        As they are; `megamem.evaluation.corruption` replaces this to ask what a model knows without its local context.
+        """
+        return keys, values
+
 
 class BlockAttention(AttentionProjections):
     """Softmax attention, causal inside each block of `block` tokens; rotary positions restart with the block."""
@@ -121,13 +128,14 @@ class BlockAttention(AttentionProjections):
         keys = torch.cat((state["open_keys"], key)) if waiting else key
         values = torch.cat((state["open_values"], value)) if waiting else value
         cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
-        rotated = self.turn(keys, cos, sin)
+        seen_keys, seen_values = self.local(keys, values)
+        rotated = self.turn(seen_keys, cos, sin)
         turned = self.turn(query, cos[waiting:], sin[waiting:])
         past = self.recall(state, span, turned)
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
-            past = [*past, Past(rotated[:waiting], values[:waiting], visible)]
-        output = attention(turned, rotated[waiting:], value, past, self.backend)
+            past = [*past, Past(rotated[:waiting], seen_values[:waiting], visible)]
+        output = attention(turned, rotated[waiting:], seen_values[waiting:], past, self.backend)
         output = self.mix(output, query, state, span)
         new = dict(state)
         if any(span.closing):

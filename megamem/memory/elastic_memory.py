@@ -5,7 +5,7 @@ Paper 000 ("Towards Compressive and Scalable Recurrent Memory"), Eq. 5-10 and Al
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -17,9 +17,13 @@ from megamem.config.registry import register_mixer
 from megamem.memory.base import State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.blocks import Span
-from megamem.memory.hippo import HippoBank, shared_bank
+from megamem.memory.hippo import Sampling
+from megamem.memory.hippo_bank import Discretization, HippoBank
 from megamem.ops.attention import Past
 from megamem.parallel.linears import Linears
+
+FORWARD_ORDER = 40
+"""Up to here the forward rule's first block, whose parts grow as 2^order, keeps half of float64's digits."""
 
 
 @register_mixer
@@ -33,28 +37,44 @@ class ElasticMemoryConfig(MixerConfig):
     order: PositiveInt = 540
     """Number N of Legendre coefficients per channel of keys and values (the paper's 1x)."""
     samples: PositiveInt | None = None
-    """Memory tokens reconstructed per block; min(order, 512) if not given."""
-    sampling: Literal["uniform", "exponential"] = "exponential"
-    """Where in the history the memory tokens lie: evenly, or denser towards the present."""
+    """Memory tokens reconstructed per block; as many as `points`, or min(order, 512), if not given."""
+    sampling: Sampling = "exponential"
+    """Where in the history the memory tokens lie: evenly, denser towards the present, or at `points`."""
+    points: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """Of custom sampling: fractions of the history, 0 the oldest token and 1 the present."""
     alpha: float | None = Field(default=None, gt=0, lt=1)
     """Base of exponential sampling; t^(-1/(samples-1)) if not given, which puts the newest sample one token back."""
     sample_offset: float = Field(default=0.0, ge=0, le=1)
     """Added to sampling points in tokens: 0 is the paper's left edge, 0.5 the middle, far more accurate."""
 
+    discretization: Discretization = "zoh"
+    """Rule by which tokens enter the state: zoh (exact for tokens held constant), or an approximate one, for study."""
+
     @model_validator(mode="after")
     def _fits(self) -> ElasticMemoryConfig:
         if self.sampling == "exponential" and self.samples == 1:
             raise ValueError("samples 1 with sampling exponential: the newest point needs a second one; use uniform")
+        if (self.sampling == "custom") != bool(self.points):
+            raise ValueError(
+                f"sampling {self.sampling} with {len(self.points)} points: custom takes points, others none"
+            )
+        if self.points and self.samples not in (None, len(self.points)):
+            raise ValueError(f"samples {self.samples} with {len(self.points)} points: leave samples out")
         return self
 
     @property
     def sample_count(self) -> int:
         """Memory tokens per block."""
-        return self.samples or min(self.order, 512)
+        return len(self.points) or self.samples or min(self.order, 512)
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
-        resolve_block(self.block, model)
+        block = resolve_block(self.block, model)
+        if self.discretization == "forward" and (self.order > FORWARD_ORDER or self.order > block):
+            raise ValueError(
+                f"discretization forward diverges until it has seen as many tokens as its order: order {self.order} "
+                f"must be at most {min(FORWARD_ORDER, block)} (block {block}); or use zoh, backward or bilinear"
+            )
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Coefficients of keys (0) and values (1), and the open block."""
@@ -95,9 +115,11 @@ class ElasticMemory(BlockAttention):
         self.config = config
 
     def bank(self, dtype: torch.dtype) -> HippoBank:
-        """The matrices for every position, shared by layers of the same shape."""
+        """The matrices for every position, shared with other layers."""
         c = self.config
-        return shared_bank(c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, dtype=dtype)
+        return HippoBank(
+            c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, c.points, c.discretization, dtype
+        )
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
         """K_mem, V_mem = R C (Eq. 8), not rotated; rows in the first block of their document see none."""

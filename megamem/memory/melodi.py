@@ -171,14 +171,15 @@ class Melodi(BlockAttention):
         keys = torch.cat((state["open_keys"], key)) if waiting else key
         values = torch.cat((state["open_values"], value)) if waiting else value
         cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
-        rotated = self.turn(keys, cos, sin)
+        seen_keys, seen_values = self.local(keys, values)
+        rotated = self.turn(seen_keys, cos, sin)
         memory = self.recall(state, span, query)
         past = memory
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
-            past = [*memory, Past(rotated[:waiting], values[:waiting], visible)]
+            past = [*memory, Past(rotated[:waiting], seen_values[:waiting], visible)]
         query = self.turn(query, cos[waiting:], sin[waiting:])
-        output = attention(query, rotated[waiting:], value, past, self.backend)
+        output = attention(query, rotated[waiting:], seen_values[waiting:], past, self.backend)
         outputs = torch.cat((state["open_outputs"], output)) if waiting else output
         new = dict(state)
         if any(span.closing):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import STEPS, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import GPT2
+from tests.distributed.training_cases import EVERY, GPT2
 
 pytestmark = pytest.mark.distributed
 
@@ -19,6 +19,7 @@ WORLDS = {
         "tp2-zero0": case(2, 0, micro=4, steps=STEPS),
         "tp2-zero1-bptt1": case(2, 1, bptt=1, micro=2),
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=2, parallel={"sequence_parallel": True}),
+        "tp2-every-mechanism": case(2, 1, bptt=2, micro=4, model=EVERY, parallel={"sequence_parallel": True}),
         "tp2-recompute": case(2, 2, bptt=2, micro=2, training={"recompute": True}),
         "tp2-tied": case(2, 2, bptt=2, micro=2, model={"tie_embeddings": True}),
         "tp2-gpt2": case(2, 1, bptt=2, micro=4, model=GPT2),
@@ -34,6 +35,7 @@ WORLDS = {
         "tp2-dp2-zero1": case(2, 1, bptt=2, micro=2, steps=STEPS),
         "tp2-dp2-zero2": case(2, 2, bptt=4),
         "tp2-dp2-zero3": case(2, 3, bptt=1, micro=2),
+        "tp2-dp2-zero3-every-mechanism": case(2, 3, bptt=2, micro=2, model=EVERY),
         "tp2-dp2-zero3-sequence-parallel": case(2, 3, bptt=2, parallel={"sequence_parallel": True}),
     },
 }

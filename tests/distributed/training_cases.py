@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +22,23 @@ from tests.contract.cases import CASES
 ROWS, LENGTH, CHUNK, VOCABULARY = 8, 64, 16, 64
 MIXERS = {case.kind: {"kind": case.kind, **case.options} for case in reversed(CASES)}
 """Every registered mechanism once, with the options of its first contract case."""
+KINDS = ["attention", "elastic_memory", "full_attention", "infini_attention"]
+"""No state, a state of fixed size, one that grows, and a memory with parameters: the layers of most cases."""
+
+
+def layers_of(kinds: list[str]) -> dict[str, Any]:
+    """Sections of a model whose layers are these mechanisms."""
+    return {
+        "layers": len(kinds),
+        "memory": [{"layers": [layer], "mixer": MIXERS[kind]} for layer, kind in enumerate(kinds)],
+    }
+
+
 MODEL = {
-    "layers": max(4, len(MIXERS)),
-    "hidden_size": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "vocab_size": VOCABULARY,
-    "chunk_size": CHUNK,
-    "memory": [{"layers": [layer], "mixer": MIXERS[kind]} for layer, kind in enumerate(sorted(MIXERS))],
-}
+    "hidden_size": 32, "heads": 4, "kv_heads": 2, "vocab_size": VOCABULARY, "chunk_size": CHUNK, **layers_of(KINDS),
+}  # fmt: skip
+EVERY = layers_of(sorted(MIXERS))
+"""Every mechanism, for a few layouts: the laws hold each to float64 by itself."""
 GPT2 = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "max_positions": 3 * CHUNK,
     "tie_embeddings": True, "vocab_size": VOCABULARY, "vocab_rows": VOCABULARY + 8,

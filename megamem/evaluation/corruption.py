@@ -1,0 +1,99 @@
+"""What a model knows without its local context: keys and values of a share of each block's tokens become noise.
+
+Source: "Elastic Memory", section 3.6 and Table 7. The paper does not describe its noise: here it is normal, with the
+mean and standard deviation that the keys (or values) of that head and row have over the block, so that it looks like
+keys and values and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from megamem.config.model import ModelConfig
+from megamem.config.run import CorruptionConfig
+from megamem.errors import ConfigError
+from megamem.memory.base import Growing
+from megamem.memory.block_attention import AttentionProjections
+from megamem.model.stage import Stage
+
+SEED = 20_250_625
+Pair = tuple[Tensor, Tensor]
+
+
+@contextmanager
+def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
+    """Within it, `stage` computes with a corrupted local context. The same seed each time.
+
+    Tokens are drawn per row and call, alike in all heads and in keys and values. Raises: ConfigError where no layer has
+    a local context to corrupt.
+    """
+    model = stage.config
+    chosen = range(model.layers) if config.layers == "all" else memory_layers(model)
+    if config.share and not chosen:
+        raise ConfigError("evaluation.corruption.layers memory: no layer of the model has a memory; use all")
+    with ExitStack() as stack:
+        for name, block in stage.layers.items() if config.share else ():
+            mixer, layer = block.mixer, int(name)
+            if layer not in chosen:
+                continue
+            if not isinstance(mixer, AttentionProjections):
+                kind = model.mixer_at(layer).kind
+                raise ConfigError(f"evaluation.corruption: {kind} (model layer {layer}) attends to no local context")
+            stack.enter_context(_installed(mixer, _Noise(config.share, layer, mixer), config.remembered))
+        yield
+
+
+def memory_layers(model: ModelConfig) -> list[int]:
+    """Layers from which anything passes from one chunk to the next."""
+    specs = [model.mixer_at(layer).state_specs(model).values() for layer in range(model.layers)]
+    return [
+        layer
+        for layer, declared in enumerate(specs)
+        if any(isinstance(spec, Growing) or spec.kind == "memory" for spec in declared)
+    ]
+
+
+@contextmanager
+def _installed(
+    mixer: AttentionProjections, noise: Callable[[Tensor, Tensor], Pair], remembered: bool
+) -> Iterator[None]:
+    name = "project" if remembered else "local"
+    clean = mixer.project
+
+    def project(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = clean(hidden)
+        return query, *noise(key, value)
+
+    setattr(mixer, name, project if remembered else noise)
+    try:
+        yield
+    finally:
+        delattr(mixer, name)
+
+
+class _Noise:
+    """Replaces the keys and values of a share of the tokens of [tokens, batch, local heads, width]."""
+
+    def __init__(self, share: float, layer: int, mixer: AttentionProjections) -> None:
+        self.share, self.mixer = share, mixer
+        self.generator = torch.Generator().manual_seed(SEED + layer)
+
+    def __call__(self, keys: Tensor, values: Tensor) -> Pair:
+        tokens, rows = keys.shape[:2]
+        order = torch.rand(tokens, rows, generator=self.generator).argsort(0).argsort(0)
+        chosen = (order < round(self.share * tokens)).to(keys.device)[..., None, None]
+        return torch.where(chosen, self._like(keys), keys), torch.where(chosen, self._like(values), values)
+
+    def _like(self, x: Tensor) -> Tensor:
+        linears = self.mixer.linears
+        # drawn for the heads of all ranks, so that a layout changes nothing
+        heads = x.shape[2] * linears.tp_size
+        drawn = torch.randn(*x.shape[:2], heads, x.shape[3], generator=self.generator)
+        own = drawn[:, :, linears.tp_rank * x.shape[2] : (linears.tp_rank + 1) * x.shape[2]].to(x.device, torch.float32)
+        over = x.float()
+        mean, std = over.mean((0, 3), keepdim=True), over.std((0, 3), keepdim=True)
+        return (mean + std * own).to(x.dtype)

@@ -1,0 +1,1 @@
+"""Families of runs: a grid in one YAML file, trained, read in several ways, collected into tables and pictures."""

@@ -1,0 +1,136 @@
+"""Tables and pictures of a study: mean and standard deviation over seeds, beside published figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from megamem.errors import ConfigError
+from megamem.study.config import READING, SEED, TRAINED, StudyConfig, TableConfig, matches
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: what was measured with each seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return mean(self.values)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds, None of a single one."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" if self.spread is None else f"{self.mean:.4g} ± {self.spread:.2g}"
+
+
+Cells = dict[tuple[str, str], Cell]
+
+
+def axis_values(study: StudyConfig, axis: str) -> list[str]:
+    """All values of an axis, in the order of the study."""
+    if axis == READING:
+        return [TRAINED, *study.readings]
+    return [str(seed) for seed in study.seeds] if axis == SEED else list(study.axes[axis])
+
+
+def cells(study: StudyConfig, table: TableConfig, records: Sequence[Mapping[str, Any]]) -> Cells:
+    """(row, column) -> cell, of what has been measured.
+
+    Raises: ConfigError where records of one cell differ in more than their seed, or none has the figure.
+    """
+    where = dict(table.where)
+    if READING not in where and READING not in (table.rows, table.columns):
+        where[READING] = (TRAINED,)
+    axes = [axis for axis in (*study.axes, READING) if axis not in (table.rows, table.columns)]
+    grouped: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        if matches(where, record):
+            grouped.setdefault((record[table.rows], record[table.columns]), []).append(record)
+    found = {}
+    for place, group in grouped.items():
+        for axis in axes:
+            if len(values := sorted({record[axis] for record in group})) > 1:
+                raise ConfigError(
+                    f"tables.{table.name}: {axis} {', '.join(values)} fall into one cell; make it rows or columns, or "
+                    f"choose one under where.{axis}"
+                )
+        if any(table.figure not in record for record in group):
+            raise ConfigError(f"tables.{table.name}.figure: {table.figure!r} is not among a run's figures")
+        found[place] = Cell(tuple(float(record[table.figure]) for record in group))
+    return found
+
+
+def sides(study: StudyConfig, table: TableConfig, found: Cells) -> tuple[list[str], list[str]]:
+    """Row and column names with at least one cell."""
+    rows = [name for name in axis_values(study, table.rows) if any(name == row for row, _ in found)]
+    columns = [name for name in axis_values(study, table.columns) if any(name == column for _, column in found)]
+    return rows, columns
+
+
+def markdown(study: StudyConfig, table: TableConfig, found: Cells) -> str:
+    """The table, measured figures first, published ones in columns of their own."""
+    rows, columns = sides(study, table, found)
+    published = [c for c in columns if any(c in table.paper.get(row, {}) for row in rows)]
+    heads = [table.rows, *columns, *(f"{column}, published" for column in published)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        measured = [str(found[row, column]) if (row, column) in found else "" for column in columns]
+        beside = [f"{table.paper.get(row, {})[c]:g}" if c in table.paper.get(row, {}) else "" for c in published]
+        lines.append(f"| {' | '.join([row, *measured, *beside])} |")
+    seeds = max((len(cell.values) for cell in found.values()), default=0)
+    notes = [f"`{table.figure}`, mean ± standard deviation over up to {seeds} seeds."]
+    notes += [f"Published: {table.source}."] if published and table.source else []
+    return f"### {table.title}\n\n" + "\n".join(lines) + f"\n\n{' '.join(notes)}\n"
+
+
+def as_json(study: StudyConfig, table: TableConfig, found: Cells) -> dict[str, Any]:
+    """The table as plain data."""
+    return {
+        "title": table.title, "figure": table.figure, "rows": table.rows, "columns": table.columns,
+        "cells": [
+            {"row": row, "column": column, "mean": cell.mean, "spread": cell.spread, "values": list(cell.values),
+             "published": table.paper.get(row, {}).get(column)}
+            for (row, column), cell in found.items()
+        ],
+    }  # fmt: skip
+
+
+def picture(study: StudyConfig, table: TableConfig, found: Cells, path: Path) -> None:
+    """Points with error bars by column, one colour per row; published figures in a panel of their own."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, columns = sides(study, table, found)
+    published = {row: cells for row, cells in table.paper.items() if row in rows}
+    figure = Figure(figsize=(5.5 * (2 if published else 1), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2 if published else 1, squeeze=False)[0]
+    panels[0].set_title("measured")
+    for index, row in enumerate(rows):
+        here = [(x, found[row, column]) for x, column in enumerate(columns) if (row, column) in found]
+        shift = 0.06 * (index - (len(rows) - 1) / 2)
+        panels[0].errorbar(
+            [x + shift for x, _ in here], [cell.mean for _, cell in here], [cell.spread or 0 for _, cell in here],
+            marker="o", capsize=3, label=row, color=f"C{index}",
+        )  # fmt: skip
+        if row in published:
+            known = [(x, published[row][column]) for x, column in enumerate(columns) if column in published[row]]
+            panels[1].plot(*zip(*known, strict=True), marker="s", color=f"C{index}", label=row)
+            panels[1].set_title("published")
+    for panel in panels:
+        panel.set_xticks(range(len(columns)), columns)
+        panel.set_xlabel(table.columns)
+        panel.set_ylabel(table.figure)
+        panel.grid(alpha=0.3)
+    panels[0].legend(title=table.rows, fontsize="small")
+    figure.suptitle(table.title)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,252 @@
+"""Studies: the grid, the queue of processes, tables over seeds."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megamem.config.load import parse_config
+from megamem.errors import ConfigError, RunFolderError
+from megamem.study import queue
+from megamem.study.config import StudyConfig
+from megamem.study.grid import load_study, planned_runs
+from megamem.study.queue import Queue, records, tasks
+from megamem.study.report import write_report
+from megamem.study.tables import cells, markdown
+
+RUN = {
+    "name": "small",
+    "model": {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 64, "chunk_size": 8},
+    "data": {"sources": [], "sequence_length": 16},
+    "training": {"steps": 2, "batch_tokens": 16, "precision": "fp32"},
+    "parallel": {"device": "cpu"},
+}
+STUDY = {
+    "name": "pair",
+    "run": "run.yaml",
+    "change": {"data.sources": ["shards"]},
+    "seeds": [3, 4],
+    "axes": {
+        "model": {
+            "plain": {},
+            "memory": {"model.memory": [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 4}}]},
+        },
+        "width": {"narrow": {}, "wide": {"model.hidden_size": 32}},
+    },
+    "skip": [{"model": ["plain"], "width": ["wide"]}],
+    "readings": {"uniform": {"where": {"model": ["memory"]}, "change": {"model.memory.0.mixer.sampling": "uniform"}}},
+    "tables": [
+        {"name": "losses", "title": "Losses", "figure": "val_loss", "rows": "model", "columns": "width",
+         "paper": {"memory": {"wide": 1.5}}, "source": "nowhere"},
+        {"name": "read", "title": "Read otherwise", "figure": "val_loss", "rows": "model", "columns": "reading",
+         "where": {"width": ["narrow"]}},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def study(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "study.yaml").write_text(
+        yaml.safe_dump({**STUDY, "folder": str(tmp_path / "studies")}, sort_keys=False)
+    )
+    return load_study(tmp_path / "study.yaml")
+
+
+# --- the grid ---
+
+
+def test_every_combination_but_those_skipped(study):
+    runs = planned_runs(study)
+    assert [run.name for run in runs] == [
+        f"{model}-{width}-{seed}"
+        for model, width in (("plain", "narrow"), ("memory", "narrow"), ("memory", "wide"))
+        for seed in (3, 4)
+    ]
+    last = runs[-1]
+    assert last.labels == {"model": "memory", "width": "wide", "seed": "4"}
+    assert last.tree["model"]["hidden_size"] == 32
+    assert last.tree["model"]["memory"][0]["mixer"]["order"] == 4
+    assert last.tree["training"]["seed"] == last.tree["data"]["seed"] == 4
+    assert last.tree["data"]["sources"] == ["shards"]
+    assert last.folder == study.folder / "pair" / "runs" / "memory-wide-4"
+
+
+def test_a_combination_that_cannot_run_is_named(study):
+    axes = {"width": {"odd": {"model.heads": 3}}}
+    broken = parse_config(StudyConfig, {"name": "x", "run": str(study.run), "axes": axes, "change": study.change}, "s")
+    with pytest.raises(ConfigError, match=r"x: width odd, seed 0: .*heads 3"):
+        planned_runs(broken)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"axes": {"seed": {"a": {}}}}, "axes.seed: reserved; give seeds"),
+        ({"axes": {}}, "axes"),
+        ({"skip": [{"colour": ["red"]}]}, "skip.0: axis 'colour' is none of model, reading, seed, width"),
+        ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
+        ({"readings": {"trained": {"change": {}}}}, "readings.trained: reserved"),
+        ({"tables": [{**STUDY["tables"][0], "rows": "depth"}]}, "tables.losses: axis 'depth'"),
+        ({"tables": [{**STUDY["tables"][0], "paper": {"magic": {}}}]}, "paper: row 'magic'"),
+        ({"tables": [{**STUDY["tables"][0], "paper": {"plain": {"huge": 1}}}]}, "paper.plain: column 'huge'"),
+    ],
+)
+def test_bad_studies_are_refused(change, said):
+    with pytest.raises(ConfigError) as refused:
+        parse_config(StudyConfig, {**STUDY, **change}, "study.yaml")
+    assert said in str(refused.value)
+
+
+def test_the_studies_of_the_repository_can_be_planned():
+    folder = Path(__file__).parents[2] / "configs" / "studies"
+    found = [path for path in folder.rglob("*.yaml") if "axes" in path.read_text()]
+    assert found
+    for path in found:
+        assert planned_runs(load_study(path))
+
+
+# --- the queue, with a stand-in for megamem ---
+
+FAKE = """
+import json, os, pathlib, signal, sys, time, yaml
+verb, path = sys.argv[1:3]
+calls = pathlib.Path(os.environ["CALLS"])
+with calls.open("a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+if verb == "evaluate":
+    print("a table")
+    print(json.dumps({"val_loss": 7.0}))
+    sys.exit()
+tree = yaml.safe_load(open(path))
+folder = pathlib.Path(tree["runs_folder"]) / tree["name"]
+folder.mkdir(parents=True, exist_ok=True)
+if tree["name"] == os.environ.get("FAILS") and not (folder / "once").exists():
+    (folder / "once").touch()
+    sys.exit(5)
+if tree["name"] == os.environ.get("ALWAYS_FAILS"):
+    sys.exit(5)
+if tree["name"] == os.environ.get("HANGS"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    time.sleep(60)
+loss = tree["training"]["seed"] + (tree["model"]["hidden_size"] == 32) + bool(tree["model"].get("memory"))
+(folder / "result.json").write_text(json.dumps({"val_loss": loss, "picture": "x.png", "ok": True}))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(queue, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return lambda: (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+
+
+def run(study):
+    said, moved = [], []
+    outcome = Queue(study, said.append, lambda done, total: moved.append((done, total))).run(
+        tasks(study, planned_runs(study))
+    )
+    return outcome, said, moved
+
+
+def test_runs_then_readings_then_nothing_more(study, fake):
+    outcome, said, moved = run(study.model_copy(update={"parallel": 2}))
+    assert (len(outcome.done), outcome.failed, outcome.stopped) == (10, [], False)
+    assert moved[-1] == (10, 10)
+    assert len(said) == 10
+    evaluations = [call for call in fake() if call.startswith("evaluate")]
+    assert len(evaluations) == 4
+    assert all('model.memory.0.mixer.sampling="uniform" --json' in call for call in evaluations)
+    again, said, moved = run(study)
+    assert (len(again.done), said, len(fake())) == (10, [], 10)
+    found = records(study, planned_runs(study))
+    assert len(found) == 10
+    assert found[0] == {
+        "model": "plain", "width": "narrow", "seed": "3", "reading": "trained", "run": "plain-narrow-3", "val_loss": 3
+    }  # fmt: skip
+
+
+def test_a_run_that_fails_is_tried_again_then_listed(study, fake, monkeypatch):
+    monkeypatch.setenv("FAILS", "memory-wide-3")
+    outcome, said, _ = run(study)
+    assert (len(outcome.done), outcome.failed) == (10, [])
+    assert sum("memory-wide-3.yaml" in call for call in fake()) == 2
+    monkeypatch.setenv("ALWAYS_FAILS", "memory-wide-3")
+    other = study.model_copy(update={"name": "other"})
+    outcome, said, _ = run(other)
+    assert [task.name for task in outcome.failed] == ["memory-wide-3"]
+    assert "memory-wide-3: failed (5); see " in said[-1] or any("failed (5)" in line for line in said)
+    assert len(outcome.done) == 8, "everything else, but for its reading"
+
+
+def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
+    monkeypatch.setenv("HANGS", "memory-narrow-3")
+    threading.Timer(3.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    outcome, _, _ = run(study)
+    assert outcome.stopped
+    assert not outcome.failed
+    assert time.monotonic() - begin < 20
+    assert len(outcome.done) == 2
+    monkeypatch.delenv("HANGS")
+    outcome, _, _ = run(study)
+    assert (len(outcome.done), outcome.stopped) == (10, False)
+
+
+def test_a_folder_of_another_configuration_is_refused(study, fake):
+    run(study)
+    changed = study.model_copy(update={"change": {**study.change, "training.steps": 3}})
+    with pytest.raises(RunFolderError, match="plain-narrow-3: was begun with another configuration"):
+        tasks(changed, planned_runs(changed))
+
+
+# --- tables ---
+
+
+def test_cells_are_means_over_seeds(study, fake):
+    run(study)
+    found = records(study, planned_runs(study))
+    losses = cells(study, study.tables[0], found)
+    assert losses["memory", "wide"].values == (5.0, 6.0)
+    assert losses["memory", "wide"].mean == 5.5
+    assert losses["memory", "wide"].spread == pytest.approx(0.5**0.5)
+    assert ("plain", "wide") not in losses
+    text = markdown(study, study.tables[0], losses)
+    assert "| model | narrow | wide | wide, published |" in text
+    assert "| memory | 4.5 ± 0.71 | 5.5 ± 0.71 | 1.5 |" in text
+    assert "| plain | 3.5 ± 0.71 |  |  |" in text
+    read = cells(study, study.tables[1], found)
+    assert read["memory", "uniform"].values == (7.0, 7.0)
+
+
+def test_cells_that_mix_axes_or_miss_figures_are_refused(study, fake):
+    run(study)
+    found = records(study, planned_runs(study))
+    mixed = study.tables[1].model_copy(update={"where": {}})
+    with pytest.raises(ConfigError, match="width narrow, wide fall into one cell"):
+        cells(study, mixed, found)
+    with pytest.raises(ConfigError, match="'accuracy' is not among a run's figures"):
+        cells(study, study.tables[0].model_copy(update={"figure": "accuracy"}), found)
+
+
+def test_the_report(study, fake):
+    assert write_report(study)[0] == "", "nothing has run yet"
+    run(study)
+    text, folder = write_report(study)
+    assert "### Losses" in text
+    assert (folder / "tables.md").read_text() == text
+    data = json.loads((folder / "records.json").read_text())
+    assert len(data["records"]) == 10
+    assert data["tables"][0]["cells"][0] == {
+        "row": "plain", "column": "narrow", "mean": 3.5, "spread": pytest.approx(0.5**0.5), "values": [3.0, 4.0],
+        "published": None,
+    }  # fmt: skip
+    for name in ("losses", "read"):
+        assert (folder / f"{name}.png").stat().st_size > 10_000
