@@ -53,10 +53,10 @@ class Case:
 
 ALL_CASES = [
     Case("attention", "chunk"),
-    Case("attention", "short_block", {"block": 4}),
+    Case("attention", "short_block", {"block": 4}, core=False),
     Case("attention", "grouped", {"block": 4}, queries_per_key=2),
     Case("full_attention", "unbounded"),
-    Case("full_attention", "bounded", {"max_chunks": 2}),
+    Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2),
     Case("infini_attention", "delta"),
     Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),
@@ -65,7 +65,7 @@ ALL_CASES = [
     Case("infini_attention", "plain_read", {"update": "linear", "normalise": False}, queries_per_key=2, core=False),
     Case("infini_attention", "plain_delta", {"block": 4, "normalise": False}, core=False),
     Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
-    Case("elastic_memory", "exponential", {"order": 6, "samples": 5}),
+    Case("elastic_memory", "exponential", {"order": 6, "samples": 5}, core=False),
     Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
     Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
     Case(

@@ -118,7 +118,6 @@ def train(payload: dict[str, Any]) -> dict[str, Any]:
 
     device = payload["device"]
     config = run_config(
-        model=EVERY,
         training={"precision": payload["precision"], "compile": payload.get("compile", False)},
         parallel={"zero_stage": payload["zero_stage"], "device": device},
         optimizer={"clip": 1.0},

@@ -12,16 +12,15 @@ from tests.integration.ranks import Job
 pytestmark = pytest.mark.distributed
 
 TP2, DP2 = {"tp": 2}, {"tp": 1}
-STREAMS = {
-    "data": {"feeding": "streams", "short_documents": "drop"},
-    "model": {"memory": [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}}]},
-}
+MODEL = {"layers": 2, "memory": [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}}]}
+STREAMS = {"data": {"feeding": "streams", "short_documents": "drop"}}
 
 
 def case(target, value, parallel, zero, precision="fp32", clip=0.0, **sections):
     training = {"precision": precision, "bptt_chunks": 2, "micro_batch_size": 2 * parallel["tp"]}
     config = {
-        "parallel": parallel | {"zero_stage": zero}, "training": training, "optimizer": {"clip": clip}, **sections
+        "model": MODEL, "parallel": parallel | {"zero_stage": zero}, "training": training,
+        "optimizer": {"clip": clip}, **sections,
     }  # fmt: skip
     return {"config": config, "target": target, "value": value}
 

@@ -49,6 +49,7 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
+    "megamem.study": {"megamem.config", "megamem.errors"},
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -58,6 +59,7 @@ COMMANDS = {
     "megamem.cli_plan",
     "megamem.cli_checkpoint",
     "megamem.cli_models",
+    "megamem.cli_study",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
