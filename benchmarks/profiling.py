@@ -18,14 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import megamem.ops.attention as attention
 import megamem.ops.merged_attention as merged
 from megamem.memory.block_attention import AttentionProjections
-from megamem.memory.elastic_memory import ElasticMemory
 from megamem.model.layers import RMSNorm, SwiGLU
 from megamem.model.stage import Stage
 
 PREFIX = "part: "
-LOCAL, MEMORY = "local attention", "memory attention"
+LOCAL, MEMORY, RETRIEVAL, UPDATE = "local attention", "memory attention", "memory retrieval", "memory update"
+HOOKS = {"recall": RETRIEVAL, "mix": RETRIEVAL, "remember": UPDATE, "summarise": UPDATE}
+"""Methods in which mechanisms read and write their memory."""
 PARTS = (
-    LOCAL, MEMORY, "retrieval R C", "update P C + K F", "projections", "MLP", "head and loss", "norms", "rotary",
+    LOCAL, MEMORY, RETRIEVAL, UPDATE, "projections", "MLP", "head and loss", "norms", "rotary",
     "other",
 )  # fmt: skip
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -51,13 +52,13 @@ def labels(stage: Stage) -> Iterator[None]:
         (merged, "_forward", _causal),
         (merged, "_backward", _causal),
         (attention, "merged_attention", MEMORY),
-        (ElasticMemory, "recall", "retrieval R C"),
-        (ElasticMemory, "remember", "update P C + K F"),
         (AttentionProjections, "project", "projections"),
         (SwiGLU, "forward", "MLP"),
         (RMSNorm, "forward", "norms"),
         (Stage, "token_losses", "head and loss"),
     ]
+    kinds = {type(block.mixer) for block in stage.blocks}
+    patches += [(kind, name, part) for kind in kinds for name, part in HOOKS.items() if name in vars(kind)]
     with ExitStack() as stack:
         for owner, name, part in patches:
             stack.enter_context(mock.patch.object(owner, name, _labelled(getattr(owner, name), part)))

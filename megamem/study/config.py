@@ -27,6 +27,15 @@ class Reading(ConfigModel):
     """What differs from training: nothing that parameters depend on."""
 
 
+class Adjustment(ConfigModel):
+    """What some combinations of values have different besides what each value brings."""
+
+    where: Where
+    """Combinations it is for."""
+    change: Changes
+    """Values by dotted key."""
+
+
 class TableConfig(ConfigModel):
     """A table over the study's records: mean and standard deviation over seeds."""
 
@@ -63,6 +72,8 @@ class StudyConfig(ConfigModel):
     """Values of each axis by name; every combination is a run."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
     """Each sets training.seed and data.seed of a run: initial weights and order of the data."""
+    adjust: tuple[Adjustment, ...] = ()
+    """Applied after the axes' values, in order."""
     skip: tuple[Where, ...] = ()
     """Combinations that are left out."""
     readings: Mapping[Name, Reading] = {}
@@ -86,6 +97,7 @@ class StudyConfig(ConfigModel):
         if TRAINED in self.readings:
             raise ValueError(f"readings.{TRAINED}: reserved for the evaluation at the end of training")
         wheres = [
+            *((f"adjust.{i}.where", adjustment.where) for i, adjustment in enumerate(self.adjust)),
             *((f"skip.{i}", where) for i, where in enumerate(self.skip)),
             *((f"readings.{name}.where", reading.where) for name, reading in self.readings.items()),
             *((f"tables.{table.name}.where", table.where) for table in self.tables),

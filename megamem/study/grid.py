@@ -80,4 +80,5 @@ def _combinations(study: StudyConfig) -> Iterator[tuple[dict[str, str], list[Any
         labels = {**dict(zip(axes, map(str, chosen), strict=True)), SEED: str(seed)}
         if not any(matches(where, labels) for where in study.skip):
             changes = [study.axes[axis][str(value)] for axis, value in zip(axes, chosen, strict=True)]
+            changes += [adjustment.change for adjustment in study.adjust if matches(adjustment.where, labels)]
             yield labels, [*changes, {"training.seed": seed, "data.seed": seed}]

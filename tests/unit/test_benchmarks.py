@@ -32,7 +32,7 @@ def test_cpu_benchmark(tmp_path, capsys, one_thread):
     assert record["elastic_over_local"]["quick"] == result["over_local"]["elastic memory"]["median"] > 0
     assert set(result["tokens_per_second"]) == {"elastic memory", "chunk-local attention", "full attention"}
     assert all(rate["low"] <= rate["median"] <= rate["high"] for rate in result["tokens_per_second"].values())
-    assert "| update P C + K F |" in printed
+    assert "| memory update |" in printed
     assert "1 threads" in printed
 
 
@@ -42,7 +42,7 @@ def test_profile_finds_every_part_forward_and_backward():
     plain = seconds_by_part(*cpu.unit(without_memory(shape.model), shape), passes=1)
     assert set(elastic) == set(PARTS)
     assert all(seconds > 0 for seconds in elastic.values())
-    assert [part for part in PARTS if plain[part] == 0] == [MEMORY, "retrieval R C", "update P C + K F"]
+    assert [part for part in PARTS if plain[part] == 0] == [MEMORY, "memory retrieval", "memory update"]
     assert plain[LOCAL] > 0
 
 

@@ -39,6 +39,7 @@ STUDY = {
         },
         "width": {"narrow": {}, "wide": {"model.hidden_size": 32}},
     },
+    "adjust": [{"where": {"model": ["memory"], "width": ["wide"]}, "change": {"model.memory.0.mixer.order": 6}}],
     "skip": [{"model": ["plain"], "width": ["wide"]}],
     "readings": {"uniform": {"where": {"model": ["memory"]}, "change": {"model.memory.0.mixer.sampling": "uniform"}}},
     "tables": [
@@ -72,7 +73,7 @@ def test_every_combination_but_those_skipped(study):
     last = runs[-1]
     assert last.labels == {"model": "memory", "width": "wide", "seed": "4"}
     assert last.tree["model"]["hidden_size"] == 32
-    assert last.tree["model"]["memory"][0]["mixer"]["order"] == 4
+    assert [run.tree["model"]["memory"][0]["mixer"]["order"] for run in runs[2:]] == [4, 4, 6, 6]
     assert last.tree["training"]["seed"] == last.tree["data"]["seed"] == 4
     assert last.tree["data"]["sources"] == ["shards"]
     assert last.folder == study.folder / "pair" / "runs" / "memory-wide-4"

@@ -1,0 +1,104 @@
+"""Throughput of every mechanism of the Elastic Memory comparison on the CPU: the paper's speed table.
+
+    python -m benchmarks.mechanisms [--quick] [--threads N] [--budget-s S]
+
+One shape for all (12 layers of 720, 8 heads, 8 chunks of 512, memories of the paper's "1x"), forward and backward of a
+whole sequence, FP32, no optimizer. The models take turns within one run; ratios are of the same turn. Two references:
+attention local to the chunk at every layer, and full attention over the same 4,096 tokens. Beside them stands what the
+paper's figures give (A100 80GB, 32,768 tokens, blocks of 2,048). A profile per mechanism says where the time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import (
+    OUTPUT,
+    ROOT,
+    fix_threads,
+    interleaved,
+    model_from,
+    publish,
+    ratio,
+    summary,
+    table,
+    without_memory,
+)
+from benchmarks.cpu import Shape, spread, unit
+from benchmarks.profiling import profile_table, seconds_by_part
+from megamem.config.model import ModelConfig
+
+LOCAL, FULL = "chunk-local attention", "full attention"
+GOALS = {"elastic": 0.95, "memorizing": 0.95, "infini": 0.85, "melodi": 0.75}
+PAPER = {LOCAL: 6.212, "memorizing": 6.608, "infini": 6.013, "melodi": 5.552, "elastic": 6.498}
+"""Its Table 8, column 1x."""
+
+
+def models(quick: bool) -> dict[str, ModelConfig]:
+    """Every mechanism in one shape, and the two references."""
+    changes: dict[str, Any] = {"chunk_size": 512, "vocab_size": 4096}
+    if quick:
+        changes = {"chunk_size": 64, "vocab_size": 64, "layers": 9, "hidden_size": 64, "ffn_size": 64}
+    found = {name: model_from(ROOT / f"configs/models/{name}-100m.yaml", **changes) for name in GOALS}
+    plain = without_memory(found["elastic"])
+    return {**found, LOCAL: plain, FULL: without_memory(plain, "full_attention")}
+
+
+def measure(forms: dict[str, ModelConfig], chunks: int, turns: int, budget_s: float) -> dict[str, Any]:
+    """Tokens per second, ratios to both references, and profiles."""
+    shape = Shape(forms[LOCAL], chunks, 1, turns)
+    units = {name: unit(model, shape) for name, model in forms.items()}
+    times = interleaved({name: run for name, (_, run) in units.items()}, turns, budget_s)
+    wall = {name: measured.wall for name, measured in times.items()}
+    return {
+        "tokens": shape.tokens,
+        "turns": len(wall[LOCAL]),
+        "tokens_per_second": {name: summary([shape.tokens / s for s in seconds]) for name, seconds in wall.items()},
+        "over_local": {name: ratio(wall[LOCAL], wall[name]) for name in forms},
+        "over_local_processor": {name: ratio(times[LOCAL].processor, times[name].processor) for name in forms},
+        "over_full": {name: ratio(wall[FULL], wall[name]) for name in forms},
+        "profile_seconds": {name: seconds_by_part(*units[name], passes=1) for name in (*GOALS, LOCAL)},
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    print(f"\n{result['tokens']:,} tokens a pass, {result['turns']} turns\n")
+    rows = []
+    for name, rate in result["tokens_per_second"].items():
+        published = f"{PAPER[name] / PAPER[LOCAL]:.2f}" if name in PAPER else ""
+        over = [spread(result[key][name], 3) for key in ("over_local", "over_local_processor", "over_full")]
+        rows.append([name, spread(rate, 0), *over, str(GOALS.get(name, "")), published])
+    heads = ["model", "tokens/s", "over chunk-local", "in processor time", "over full", "goal", "paper"]
+    print(table(heads, rows))
+    names = [*GOALS, LOCAL]
+    print("\nshare of a profiled pass:\n")
+    print(table(["part", *names], profile_table(result["profile_seconds"])))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module's documentation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
+    parser.add_argument("--threads", type=int, help="torch threads; all usable cores if not given")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--budget-s", type=float, default=600, help="seconds it may take (one turn always runs)")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "mechanisms.json")
+    options = parser.parse_args(arguments)
+    count = fix_threads(options.threads)
+    print(f"torch {torch.__version__}, {count} threads, FP32, load average {os.getloadavg()[0]:.1f}")
+    result = measure(
+        models(options.quick), 2 if options.quick else 8, 2 if options.quick else options.turns, options.budget_s
+    )
+    report(result)
+    met = {name: result["over_local"][name]["median"] >= goal for name, goal in GOALS.items()}
+    publish({"torch": torch.__version__, "threads": count, "goals": GOALS, "met": met, **result}, options.output)
+
+
+if __name__ == "__main__":
+    main()
