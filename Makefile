@@ -37,10 +37,10 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: install  ## Fetch the corpus, train tokenizer and model on two processes, print the result
 	$(BIN)/megamem demo
 
-# tests of one process run side by side; those of several have the machine to themselves
+# side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile tests/unit tests/contract
-	$(BIN)/python -m pytest -m "not slow and not gpu" tests/distributed tests/integration tests/gpu
+	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m "not slow and not gpu and alone" tests
 
 test-full: install  ## All tests; those for a CUDA device skip without one
 	MEGAMEM_CASES=all $(BIN)/python -m pytest

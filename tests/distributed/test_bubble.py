@@ -16,7 +16,7 @@ from megamem.pipeline.schedule import bubble, chunk_schedule, peak_units, stage_
 from megamem.pipeline.simulate import Timeline, even_cost, simulate
 from tests.distributed.harness import run_distributed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 STAGES, SEQUENCES, CHUNKS = 4, 4, 8
 FORWARD_S, BACKWARD_S = 0.08, 0.16

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.harness import WorldError, run_distributed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 def sum_over_ranks(payload):

@@ -20,7 +20,7 @@ from megamem.errors import STOPPED, NonFiniteError
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config
 from tests.integration.ranks import Job, command
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 ENDLESS = {"training": {"steps": 100_000}, "parallel": {"tp": 2}, "evaluation": {"every": 0}, "logging": {"every": 1}}
 SOON_S = 20

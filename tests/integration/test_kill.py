@@ -4,7 +4,7 @@ import pytest
 
 from tests.integration.kill import torment
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
 
 @pytest.mark.parametrize(

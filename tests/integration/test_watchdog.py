@@ -13,6 +13,7 @@ from megamem.training.watchdog import Sighting, diagnose
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
+pytestmark = pytest.mark.alone
 STALL_S = 6
 SLACK_S = 12
 """Beyond the timeout: beats of a tenth of it, and the end of a Python process on a busy machine."""
