@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import megamem.ops.attention as attention
 import megamem.ops.merged_attention as merged
-from megamem.memory.block_attention import AttentionProjections
+from megamem.memory.block_attention import AttentionProjections, BlockAttention
 from megamem.model.layers import RMSNorm, SwiGLU
 from megamem.model.stage import Stage
 
@@ -58,7 +58,12 @@ def labels(stage: Stage) -> Iterator[None]:
         (Stage, "token_losses", "head and loss"),
     ]
     kinds = {type(block.mixer) for block in stage.blocks}
-    patches += [(kind, name, part) for kind in kinds for name, part in HOOKS.items() if name in vars(kind)]
+    patches += [
+        (kind, name, part)
+        for kind in kinds
+        for name, part in HOOKS.items()
+        if name in vars(kind) and vars(kind)[name] is not vars(BlockAttention).get(name)
+    ]
     with ExitStack() as stack:
         for owner, name, part in patches:
             stack.enter_context(mock.patch.object(owner, name, _labelled(getattr(owner, name), part)))

@@ -10,14 +10,17 @@ from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import Stage, meta_stage
 
+PORTABLE = "sdpa"
+
 
 def whole_model(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
     """The model as training computes it, on the CPU, for evaluation.
 
-    model: the one trained, or one that differs in what has no parameters (where a memory is sampled).
+    model: the one trained, or one that differs in what has no parameters (where a memory is sampled). Attention runs
+        in torch's own kernel, whatever training's needs of device and dtype.
     Raises: CheckpointError where a parameter is missing or of another shape.
     """
-    stage = meta_stage(model)
+    stage = meta_stage(model.model_copy(update={"attention": PORTABLE}))
     expected = {name: parameter.shape for name, parameter in stage.named_parameters()}
     values = {name: value.to(dtype) for name, value in weights(checkpoint)}
     if wrong := sorted(expected.keys() ^ values.keys()):

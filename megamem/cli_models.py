@@ -33,6 +33,10 @@ def _dtype(name: str) -> torch.dtype:
 
     if name not in DTYPES:
         raise ConfigError(f"--dtype {name}: give fp32 or bf16")
+    if name == "bf16":
+        from megamem.hardware import avoid_broken_amx
+
+        avoid_broken_amx()
     return DTYPES[name]
 
 
@@ -148,8 +152,12 @@ def generate(
     text = prompt if prompt is not None else _read(prompt_file)
     if not text:
         raise DataError("generate: the prompt is empty")
+    if top_p == 0:
+        raise ConfigError("--top-p 0: leaves no token; give more than 0")
     settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if (model / "config.json").is_file():
+        if tokenizer is not None:
+            raise ConfigError(f"--tokenizer {tokenizer}: is for checkpoints; an export brings its own")
         _generate_exported(model, text, max_new_tokens, settings, _dtype(dtype), _device(device))
         return
     from megamem.evaluation.generate import Sampling
@@ -205,11 +213,13 @@ def _generate_exported(
 ) -> None:
     """Through transformers' own generation and streamer."""
     import torch
-    from transformers import TextStreamer
 
     model, words = open_export(folder, dtype)
+    from transformers import TextStreamer
+
     torch.manual_seed(settings["seed"])
-    sampling = {name: value for name, value in settings.items() if name != "seed" and value is not None}
+    sampling = {name: value for name, value in settings.items() if name != "seed"}
+    sampling["top_k"] = settings["top_k"] or 0  # transformers takes 50 where none is given
     inputs = words(text, return_tensors="pt").to(device)
     model.to(device).generate(
         input_ids=inputs["input_ids"],
@@ -222,15 +232,22 @@ def _generate_exported(
 
 def open_export(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """An exported model and its tokenizer. Raises ConversionError if they cannot be read."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import megamem.hf  # noqa: F401, registers the architecture
+    import megamem.hf  # noqa: F401, registers the architecture; says what is wrong with transformers
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConversionError(f"{folder}: cannot be opened ({' '.join(str(error).split())[:200]})") from None
+    model, found = loaded
+    if found["missing_keys"]:
+        raise ConversionError(f"{folder}: its files lack {min(found['missing_keys'])}")
+    return model.eval(), words
 
 
 def evaluate(
@@ -248,6 +265,8 @@ def evaluate(
     """Held-out losses of a checkpoint, or lm-eval's tasks on a checkpoint or an export."""
     if (model / "config.json").is_file() and tasks is None:
         raise ConfigError(f"{model}: an export has no held-out text; give --tasks, or evaluate its checkpoint")
+    if tasks is not None and overrides:
+        raise ConfigError(f"{overrides[0]}: overrides are for held-out losses, not for --tasks")
     if tasks is None:
         figures = _held_out(model, overrides or [], _dtype(dtype), device)
     else:
@@ -303,7 +322,13 @@ def _tasks(
     lm: Any
     if (model / "config.json").is_file():
         exported, words = open_export(model, dtype)
-        lm = HFLM(pretrained=exported.to(_device(device)), tokenizer=words, max_length=max_length, batch_size=rows)
+        lm = HFLM(
+            pretrained=exported.to(_device(device)),
+            tokenizer=words,
+            max_length=max_length,
+            batch_size=rows,
+            softmax_dtype="float32",
+        )
     else:
         from megamem.evaluation.harness import HarnessModel
         from tokenization.tokenizer import Tokenizer

@@ -33,12 +33,12 @@ def run(study: StudyPath, overrides: Overrides = None) -> None:
         outcome = Queue(
             settings, bar.console.print, lambda done, total: bar.update(item, completed=done, total=total)
         ).run(planned)
+    for task in outcome.failed:
+        console.print(f"failed: {task.name}; see {task.log}")
     _report(study, overrides)
     if outcome.stopped:
         console.print("stopped; the same command goes on")
         raise typer.Exit(STOPPED)
-    for task in outcome.failed:
-        console.print(f"failed: {task.name}; see {task.log}")
     if outcome.failed:
         raise typer.Exit(1)
 

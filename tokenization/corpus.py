@@ -98,6 +98,8 @@ def verify(folder: Path, name: str = "default") -> None:
     if not manifest_file.is_file():
         raise DataError(f"{folder}: not empty and not a fetched corpus ({MANIFEST} missing); choose another folder")
     manifest = read_json(manifest_file)
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise DataError(f"{folder}: was fetched by another version; delete it and fetch the corpus again")
     if manifest["corpus"] != name:
         raise DataError(f"{folder}: holds corpus {manifest['corpus']}, not {name}; choose another folder")
     for file, record in manifest["files"].items():

@@ -13,10 +13,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from megamem.config.model import ModelConfig
 from megamem.config.run import CorruptionConfig
 from megamem.errors import ConfigError
-from megamem.memory.base import Growing
+from megamem.evaluation.probe import memory_layers
 from megamem.memory.block_attention import AttentionProjections
 from megamem.model.stage import Stage
 
@@ -45,16 +44,6 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
                 raise ConfigError(f"evaluation.corruption: {kind} (model layer {layer}) attends to no local context")
             stack.enter_context(_installed(mixer, _Noise(config.share, layer, mixer), config.remembered))
         yield
-
-
-def memory_layers(model: ModelConfig) -> list[int]:
-    """Layers from which anything passes from one chunk to the next."""
-    specs = [model.mixer_at(layer).state_specs(model).values() for layer in range(model.layers)]
-    return [
-        layer
-        for layer, declared in enumerate(specs)
-        if any(isinstance(spec, Growing) or spec.kind == "memory" for spec in declared)
-    ]
 
 
 @contextmanager

@@ -126,12 +126,16 @@ def first_slots(documents: Sequence[EvaluationDocument], size: int) -> list[int]
 
 
 def cut_documents(
-    documents: Iterable[EvaluationDocument], size: int, max_tokens: int | None, token_bytes: Int64 | None = None
+    documents: Iterable[EvaluationDocument],
+    size: int,
+    max_tokens: int | None,
+    token_bytes: Int64 | None = None,
+    least: int = LEAST_CHUNKS,
 ) -> list[EvaluationDocument]:
     """The documents, cut so that at most `max_tokens` tokens are predicted (but at least one chunk).
 
     All documents are cut to the same depth in whole chunks, the deepest that fits. Where that is less than
-    `LEAST_CHUNKS`, documents are cut to `LEAST_CHUNKS` chunks and taken in order while they fit. A cut document's
+    `least`, documents are cut to `least` chunks and taken in order while they fit. A cut document's
     bytes are summed from `token_bytes` over its remaining labels, and are not known without.
     """
     readable = [document for document in documents if document.predicted_tokens > 0]
@@ -144,8 +148,8 @@ def cut_documents(
     if max_tokens is None or lengths.sum() <= max_tokens:
         return readable
     depth = _common_depth(lengths, size, max_tokens)
-    if depth < LEAST_CHUNKS:
-        depth = min(LEAST_CHUNKS, max(max_tokens // size, 1))
+    if depth < least:
+        depth = min(least, max(max_tokens // size, 1))
         taken = int(np.searchsorted(np.minimum(lengths, depth * size).cumsum(), max_tokens, side="right"))
         readable = readable[: max(taken, 1)]
     return [_cut(document, depth * size, token_bytes) for document in readable]

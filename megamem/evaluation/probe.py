@@ -35,10 +35,16 @@ class MemoryReport:
         return asdict(self)
 
 
-def has_memory(model: ModelConfig) -> bool:
-    """Whether any layer declares a state that passes from chunk to chunk."""
-    specs = [spec for layer in range(model.layers) for spec in model.mixer_at(layer).state_specs(model).values()]
-    return any(not isinstance(spec, TensorSpec) or spec.kind == "memory" for spec in specs)
+def memory_layers(model: ModelConfig) -> list[int]:
+    """Layers that declare a state which passes from chunk to chunk."""
+    return [
+        layer
+        for layer in range(model.layers)
+        if any(
+            not isinstance(spec, TensorSpec) or spec.kind == "memory"
+            for spec in model.mixer_at(layer).state_specs(model).values()
+        )
+    ]
 
 
 def single_chunk_readings(documents: Sequence[EvaluationDocument], size: int) -> list[Reading]:
@@ -77,7 +83,7 @@ def memory_use(
     if trained is None:
         trained = loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
     off = trained
-    if has_memory(stage.config):
+    if memory_layers(stage.config):
         off = loss_report(chosen, reader.read(single_chunk_readings(chosen, size)), size)
     if off.tokens != trained.tokens:
         raise ValueError(f"`trained` reports {trained.tokens} tokens, but these documents have {off.tokens}")

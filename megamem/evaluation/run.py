@@ -19,7 +19,7 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.baselines import LzmaReport, lzma_baseline
 from megamem.evaluation.corruption import corrupted
-from megamem.evaluation.losses import LossReport, cut_documents, evaluate_losses
+from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, evaluate_losses
 from megamem.evaluation.probe import MemoryReport, memory_use
 from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
@@ -64,7 +64,9 @@ def final_evaluation(
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    chosen = cut_documents(documents(), stage.config.chunk_size, config.evaluation.final_max_tokens, token_bytes)
+    chosen = cut_documents(
+        documents(), stage.config.chunk_size, config.evaluation.final_max_tokens, token_bytes, _depth(config)
+    )
     main = topology.rank == 0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
@@ -79,6 +81,11 @@ def final_evaluation(
         result["picture"] = str(folder / PICTURE)
         write_report(folder, result, config.name)
     return result
+
+
+def _depth(config: RunConfig) -> int:
+    """Chunks below which documents are not cut: at least what a training sequence has."""
+    return max(LEAST_CHUNKS, config.chunks)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ def _figures(
         stride=config.evaluation.sliding_stride,
         max_tokens=config.evaluation.sliding_max_tokens,
         token_bytes=token_bytes,
+        least=_depth(config),
         progress=passes.named("sliding window"),
     )
     return _Figures(losses, memory, sliding, seconds)

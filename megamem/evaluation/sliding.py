@@ -10,7 +10,15 @@ import torch
 
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import bits_per_byte, cut_documents, first_slots, perplexity, total_bytes, whole_readings
+from megamem.evaluation.losses import (
+    LEAST_CHUNKS,
+    bits_per_byte,
+    cut_documents,
+    first_slots,
+    perplexity,
+    total_bytes,
+    whole_readings,
+)
 from megamem.evaluation.reading import Int64, Progress, Reader, Reading
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
@@ -78,6 +86,7 @@ def sliding_losses(
     stride: int | None = None,
     max_tokens: int | None = None,
     token_bytes: Int64 | None = None,
+    least: int = LEAST_CHUNKS,
     progress: Progress | None = None,
 ) -> SlidingReport:
     """Score each token late in its chunk: the documents are read once per offset, from that token on.
@@ -86,13 +95,14 @@ def sliding_losses(
 
     Args:
         stride: scored tokens per chunk; divides the chunk. A quarter of it if not given.
+        least: chunks below which no document is cut while documents can be left out instead.
         progress: called with (calls made, calls of all), first for the plain reading, then for the sliding one.
     Raises: ConfigError where the stride does not divide the chunk.
     """
     size = stage.config.chunk_size
     stride = stride or default_stride(size)
     check_stride(stride, size)
-    chosen = cut_documents(documents, size, max_tokens, token_bytes)
+    chosen = cut_documents(documents, size, max_tokens, token_bytes, least)
     reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
     plain = reader.read(whole_readings(chosen, size)).slots.sum(1)
     nats, tokens = (float(x) for x in reader.read(sliding_readings(chosen, size, stride)).slots.sum(1))

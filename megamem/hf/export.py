@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 import megamem.hf  # noqa: F401  (registers the architecture with the Auto classes)
 from checkpoints.folder import Checkpoint, verify
 from checkpoints.read import weights
-from checkpoints.whole import whole_model
+from checkpoints.whole import PORTABLE, whole_model
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.card import model_card
 from megamem.hf.configuration import MegamemConfig
-from megamem.hf.folder import new_partial, refuse_existing
+from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, is_llama, renamed
 from megamem.hf.tokenizer import export_tokenizer
 from megamem.memory.base import DTYPES, Chunk
@@ -69,6 +69,7 @@ def to_hf(
     verify(checkpoint)
     run = checkpoint.run()
     model = parse_config(ModelConfig, run["config"]["model"], f"{checkpoint.path}: model")
+    model = model.model_copy(update={"attention": PORTABLE})  # users of the export need no kernel of the training
     words = None if tokenizer is None else Tokenizer.load(tokenizer)
     if words is not None and words.vocab_size > model.vocab_size:
         raise ConversionError(
@@ -76,7 +77,6 @@ def to_hf(
             "trained with"
         )
     llama = native and is_llama(model)
-    partial = new_partial(out)
     length = run["sequence_length"]
     config = (
         llama_config(model, length)
@@ -84,25 +84,25 @@ def to_hf(
         else MegamemConfig(megamem=model.model_dump(mode="json"), max_position_embeddings=length)
     )
     ends = {} if words is None else {"bos_token_id": words.meta.bos_id, "eos_token_id": words.eos_id}
-    _write_config(partial, config, dtype, llama, ends)
-    written = write_shards(partial, _named(checkpoint, model, DTYPES[dtype], llama), shard_bytes)
-    if words is not None and tokenizer is not None:
-        export_tokenizer(tokenizer, words, partial)
-    stage = whole_model(checkpoint, model, DTYPES[dtype])
-    facts = {
-        "checkpoint": str(checkpoint.path),
-        "step": run["step"],
-        "tokens": run["tokens"],
-        "architecture": "llama" if llama else MegamemConfig.model_type,
-        "dtype": dtype,
-        "parameters": written,
-        "parity": asdict(parity(stage, partial, DTYPES[dtype])),
-        "evaluation": {} if evaluate is None else dict(evaluate(stage)),
-        "megamem": run["megamem"],
-    }
-    (partial / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    (partial / "README.md").write_text(model_card(out.name, model, run, facts), encoding="utf-8")
-    partial.rename(out)
+    with whole_folder(out) as partial:
+        _write_config(partial, config, dtype, llama, ends)
+        if words is not None and tokenizer is not None:
+            export_tokenizer(tokenizer, words, partial)
+        written = write_shards(partial, _named(checkpoint, model, DTYPES[dtype], llama), shard_bytes)
+        stage = whole_model(checkpoint, model, DTYPES[dtype])
+        facts = {
+            "checkpoint": str(checkpoint.path),
+            "step": run["step"],
+            "tokens": run["tokens"],
+            "architecture": "llama" if llama else MegamemConfig.model_type,
+            "dtype": dtype,
+            "parameters": written,
+            "parity": asdict(parity(stage, partial, DTYPES[dtype])),
+            "evaluation": {} if evaluate is None else dict(evaluate(stage)),
+            "megamem": run["megamem"],
+        }
+        (partial / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(model_card(out.name, model, run, facts), encoding="utf-8")
     return facts
 
 
@@ -193,6 +193,8 @@ def parity(stage: Stage, folder: Path, dtype: torch.dtype) -> Parity:
             ours = stage.logits(hidden)[:, 0, : stage.config.vocab_size]
             output = exported(part.T, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
+            if not bool(ours.isfinite().all() and output.logits.isfinite().all()):
+                raise ConversionError(f"{folder}: logits of the training model or of the export are not finite")
             largest = max(largest, (ours - output.logits[0]).abs().max().item())
             scale = max(scale, ours.abs().max().item())
     return Parity(len(tokens), largest, scale)

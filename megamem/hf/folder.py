@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from checkpoints.folder import PARTIAL
@@ -15,9 +17,21 @@ def refuse_existing(out: Path) -> None:
         raise ConversionError(f"{out}: exists already; choose another folder")
 
 
-def new_partial(out: Path) -> Path:
-    """An empty folder that the caller fills and renames to `out`; remains of an earlier attempt go."""
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """An empty folder that becomes `out` at the end, or goes if anything fails; remains of earlier attempts go too.
+
+    Raises: ConversionError where nothing can be written.
+    """
     partial = out.with_name(out.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConversionError(f"{out}: cannot be written ({error.strerror})") from None
+    try:
+        yield partial
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

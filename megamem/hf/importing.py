@@ -20,13 +20,16 @@ from torch import Tensor
 from checkpoints.weights import write_weights
 from megamem.config.load import apply_override, parse_config
 from megamem.config.model import ModelConfig
+from megamem.config.registry import mixer_kinds
 from megamem.errors import ConversionError
-from megamem.hf.folder import new_partial, refuse_existing
+from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, renamed
 from megamem.hf.source import Source, open_source
 from megamem.model.stage import meta_stage
 from tokenization.importing import import_tokenizer
 
+CLOSED = -6.0
+"""Of a memory's gate before its sigmoid: 0.25 % memory."""
 KNOWN = ("gpt2", "llama", "megamem")
 WEIGHTS, MODEL, TOKENIZER = "weights.safetensors", "model.yaml", "tokenizer"
 
@@ -45,25 +48,26 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     kind = opened.config.get("model_type")
     if kind not in KNOWN:
         raise ConversionError(f"{source}: architecture {kind!r} is not known; known are {', '.join(KNOWN)}")
-    section = {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section}[kind](opened)
+    if "quantization_config" in opened.config:
+        raise ConversionError(f"{source}: quantised weights are not read; take the model's BF16 or FP32 form")
+    section = source_section(opened, kind)
     if section["vocab_size"] % vocab_multiple and kind != "megamem":
         section["vocab_rows"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
     tree: dict[str, Any] = {"model": section}
     for override in overrides:
         tree = apply_override(tree, f"model.{override}")
-    model = parse_config(ModelConfig, tree["model"], f"{source}: as a model section")
+    model = parse_config(ModelConfig, with_closed_gates(tree["model"]), f"{source}: as a model section")
     weights, fresh = collect(opened, kind, model)
-    partial = new_partial(out)
-    write_weights(weights, partial / WEIGHTS, fresh=fresh)
-    text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
-    (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
     words = None
-    with tempfile.TemporaryDirectory() as scratch:
-        if (files := opened.tokenizer(Path(scratch))) is not None:
-            words = import_tokenizer(files, partial / TOKENIZER).vocab_size
-    if words is not None and words > model.vocab_size:
-        raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
-    partial.rename(out)
+    with whole_folder(out) as partial:
+        with tempfile.TemporaryDirectory() as scratch:
+            if (files := opened.tokenizer(Path(scratch))) is not None:
+                words = import_tokenizer(files, partial / TOKENIZER).vocab_size
+        if words is not None and words > model.vocab_size:
+            raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
+        write_weights(weights, partial / WEIGHTS, fresh=fresh)
+        text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
+        (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
     return {
         "architecture": kind,
         "parameters": sum(value.numel() for value in weights.values()),
@@ -87,15 +91,53 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         if value is None:
             fresh.append(name)
             continue
+        if not value.is_floating_point() or value.element_size() < 2:
+            raise ConversionError(f"{source.folder}: {name} is stored as {value.dtype}; quantised weights are not read")
         value = value.float()
         if name.startswith(("embedding.", "head.")) and value.shape[0] < shape[0]:
             value = torch.cat((value, value.new_zeros(shape[0] - value.shape[0], *value.shape[1:])))
         if tuple(value.shape) != shape:
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
-    if lacking := [name for name in fresh if not re.fullmatch(r"layers\.\d+\.mixer\..*", name)]:
+    theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
+    added = re.compile(r"layers\.\d+\.mixer\..*")
+    if lacking := [name for name in fresh if name in theirs or not added.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, fresh
+
+
+def source_section(source: Source, kind: str) -> dict[str, Any]:
+    """The model section of what the source holds. Raises ConversionError for what our model cannot be."""
+    try:
+        return {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section}[kind](source)
+    except KeyError as error:
+        raise ConversionError(f"{source.folder}: its configuration has no {error.args[0]}") from None
+
+
+def source_model(source: Source, kind: str) -> ModelConfig:
+    """The model that the source holds, before anything is added."""
+    return parse_config(ModelConfig, source_section(source, kind), str(source.folder))
+
+
+def with_closed_gates(section: dict[str, Any]) -> dict[str, Any]:
+    """Memories behind a gate begin with it closed, unless told otherwise: the model computes what it did before."""
+
+    def closed(mixer: Any) -> Any:
+        named = {"kind": mixer} if isinstance(mixer, str) else mixer
+        known = mixer_kinds().get(named.get("kind", "")) if isinstance(named, dict) else None
+        if known is None or "gate_init" not in known.model_fields:
+            return mixer
+        return {"gate_init": CLOSED, **named}
+
+    new = dict(section)
+    if "mixer" in new:
+        new["mixer"] = closed(new["mixer"])
+    if isinstance(new.get("memory"), list):
+        new["memory"] = [
+            {**entry, "mixer": closed(entry.get("mixer"))} if isinstance(entry, dict) else entry
+            for entry in new["memory"]
+        ]
+    return new
 
 
 def _refuse(source: Source, expected: Mapping[str, Any]) -> None:

@@ -125,13 +125,18 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._cache(past_key_values)
         if cache.states is None:
             input_ids = self._begin(cache, input_ids, attention_mask)
-        hidden = self._read(cache, input_ids.T)
-        kept = hidden[-logits_to_keep:] if logits_to_keep else hidden
-        logits = self.model.logits(kept.transpose(0, 1).contiguous())
+        else:
+            self._check_continuation(cache, input_ids, attention_mask)
+        hidden = self._read(cache, input_ids.T, logits_to_keep or input_ids.shape[1])
+        logits = self.model.logits(hidden.transpose(0, 1).contiguous())
         logits = logits[..., : self.config.vocab_size].contiguous()  # without rows that only fill up shares
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+            # transformers' Trainer gives the number of labels of all micro-batches and then divides by nothing else
+            count = kwargs.get("num_items_in_batch")
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=count
+            )
         keep = self.config.use_cache if use_cache is None else use_cache
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if keep else None)
 
@@ -157,13 +162,30 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
             if not bool(attention_mask.all()):
                 cache.padding, cache.ended = padding_of(attention_mask.long().tolist())
                 input_ids = input_ids * attention_mask.to(input_ids.dtype)
+        self._check_ids(input_ids)
+        cache.specs = [block.mixer.specs for block in self.model.blocks]
+        cache.states = self._fresh_states(rows)
+        return input_ids
+
+    def _check_ids(self, input_ids: Tensor) -> None:
         least, most = torch.stack(torch.aminmax(input_ids)).tolist()
         if least < 0 or most >= self.config.vocab_size:
             wrong = least if least < 0 else most
             raise ValueError(f"token id {wrong} is not in the vocabulary of {self.config.vocab_size:,}")
-        cache.specs = [block.mixer.specs for block in self.model.blocks]
-        cache.states = self._fresh_states(rows)
-        return input_ids
+
+    def _check_continuation(self, cache: MegamemCache, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Raise ValueError for what cannot follow. Single tokens, which generation makes itself, are not looked at."""
+        rows, tokens = input_ids.shape
+        if rows != cache.batch_size:
+            raise ValueError(f"{rows} rows cannot continue a cache of {cache.batch_size}")
+        if tokens == 1:
+            return
+        self._check_ids(input_ids)
+        if attention_mask is not None and not bool(attention_mask[:, -tokens:].all()):
+            raise ValueError(
+                "padding between what was read and what follows: a memory cannot pass over it; continue rows with as "
+                "many tokens each, or read them from their start"
+            )
 
     def _fresh_states(self, rows: int) -> list[State]:
         """Of every layer on its own device."""
@@ -171,11 +193,13 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
             block.mixer.initial_state(rows, next(block.parameters()).device, self.dtype) for block in self.model.blocks
         ]
 
-    def _read(self, cache: MegamemCache, tokens: Tensor) -> Tensor:
-        """Hidden states [tokens, batch, hidden] of ids [tokens, batch], a chunk at a time."""
-        outputs = []
+    def _read(self, cache: MegamemCache, tokens: Tensor, keep: int) -> Tensor:
+        """Hidden states [keep, batch, hidden] of the last of ids [tokens, batch], read a chunk at a time."""
+        outputs: list[Tensor] = []
         for part in tokens.split(self.model.config.chunk_size):
             hidden, cache.states, _ = self.model(part, cache.states, cache.place())
             cache.seen += len(part)
             outputs.append(hidden)
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            while sum(map(len, outputs[1:])) >= keep:
+                del outputs[0]
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[-keep:]

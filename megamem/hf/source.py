@@ -65,7 +65,7 @@ def open_source(path: Path) -> Source:
         raise ConversionError(f"{path}: no such folder or GGUF file")
     config = _json(path / CONFIG)
     if (path / INDEX).is_file():
-        places = {name: path / file for name, file in _json(path / INDEX)["weight_map"].items()}
+        places = {name: path / file for name, file in _json(path / INDEX).get("weight_map", {}).items()}
         for file in sorted(set(places.values())):
             _names(file)
     elif (path / SINGLE).is_file():
@@ -105,7 +105,10 @@ def _open_gguf(path: Path) -> Source:
         ) from None
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+    except Exception as error:  # transformers and gguf raise all kinds for files they cannot read
+        raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

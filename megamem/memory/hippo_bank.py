@@ -24,6 +24,8 @@ from megamem.memory.matrix_cache import cached
 Discretization = Literal["zoh", "forward", "backward", "bilinear"]
 ON_DISK = {True: 1024, False: 64}
 """Orders from which on building takes longer than reading a file: closed forms, and approximate rules."""
+BLOCKS_ON_DISK = 64
+"""Only the first blocks of a document have files."""
 BAND = 512
 """Rows of a triangular matrix are cut in bands of about this many, at most 8: a product skips what lies above them."""
 
@@ -84,8 +86,8 @@ class MatrixStore:
 
 
 def store_bound() -> int:
-    """Bytes of matrices that a process keeps at most: $MEGAMEM_BANK_GIB, 4 if unset."""
-    text = os.environ.get("MEGAMEM_BANK_GIB", "4")
+    """Bytes of matrices that a process keeps at most: $MEGAMEM_BANK_GIB, 2 if unset."""
+    text = os.environ.get("MEGAMEM_BANK_GIB", "2")
     try:
         gib = float(text)
     except ValueError:
@@ -136,10 +138,7 @@ class HippoBank:
     ) -> tuple[Tensor, ...]:
         if len(set(starts)) == 1:
             return one(starts[0], device)
-        key = (kind, self.order, self.block, self._reading, self.discretization, starts, device, self.dtype)
-        return self.store.get(
-            key, lambda: [torch.cat(parts) for parts in zip(*(one(start, device) for start in starts), strict=True)]
-        )
+        return tuple(torch.cat(parts) for parts in zip(*(one(start, device) for start in starts), strict=True))
 
     @property
     def _reading(self) -> Hashable:
@@ -154,7 +153,7 @@ class HippoBank:
         def build() -> tuple[Tensor, ...]:
             return bands(transition(self.order, *where) if exact else self._stepped(start)[0])
 
-        return self._kept("P", where, build, device)
+        return self._kept("P", start, where, build, device)
 
     def _kernel(self, start: int, device: torch.device) -> tuple[Tensor, ...]:
         stop = start + self.block
@@ -162,15 +161,20 @@ class HippoBank:
         def build() -> tuple[Tensor, ...]:
             return (kernel(self.order, start, stop) if self.discretization == "zoh" else self._stepped(start)[1],)
 
-        return self._kept("K", (start, stop), build, device)
+        return self._kept("K", start, (start, stop), build, device)
 
     def _kept(
-        self, kind: str, where: tuple[int, int], build: Callable[[], tuple[Tensor, ...]], device: torch.device
+        self,
+        kind: str,
+        start: int,
+        where: tuple[int, int],
+        build: Callable[[], tuple[Tensor, ...]],
+        device: torch.device,
     ) -> tuple[Tensor, ...]:
         """Matrices of an update from the store, else from disk where that is worth it, else built."""
 
         name = f"hippo-{self.discretization}-{kind}-{self.order}-{where[0]}-{where[1]}"
-        on_disk = self.dtype == torch.float32 and self.order >= ON_DISK[self.discretization == "zoh"]
+        on_disk = self.dtype == torch.float32 and self._worth_a_file(start)
 
         def ready() -> list[Tensor]:
             return [matrix.to(self.dtype).contiguous() for matrix in build()]
@@ -179,6 +183,11 @@ class HippoBank:
             return [_upload(matrix, device)[None] for matrix in (cached(name, ready) if on_disk else ready())]
 
         return self.store.get((kind, self.order, where, self.discretization, device, self.dtype), make)
+
+    def _worth_a_file(self, start: int) -> bool:
+        """Long streams and padded rows stand at ever new places, which nobody asks for again."""
+        again = start % self.block == 0 and start < BLOCKS_ON_DISK * self.block
+        return again and self.order >= ON_DISK[self.discretization == "zoh"]
 
     def _stepped(self, start: int) -> tuple[Tensor, Tensor]:
         return stepped(self.discretization, self.order, start, start + self.block)

@@ -8,6 +8,7 @@ and rename it, so that a reader never sees half of one.
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -68,7 +69,9 @@ def _read(path: Path) -> tuple[Tensor, ...]:
 
 def _write(path: Path, matrices: Sequence[Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
+    os.close(handle)
+    partial = Path(name)
     try:
         save_file(
             {str(i): matrix.contiguous() for i, matrix in enumerate(matrices)},

@@ -185,7 +185,7 @@ class Melodi(BlockAttention):
         if any(span.closing):
             # only closing rows hold a whole block
             block = slice(-self.block, None)
-            new["memory"] = self.summarise([*memory, Past(rotated[block], values[block])], outputs[block])
+            new["memory"] = self.summarise([*memory, Past(rotated[block], seen_values[block])], outputs[block])
             if not all(span.closing):
                 rows = to_device(span.closing, key.device, torch.bool).view(-1, 1)
                 new["memory"] = torch.where(rows, new["memory"], state["memory"])

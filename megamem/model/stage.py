@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.errors import ContractError
-from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, to_device
+from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, state_tensors, to_device
 from megamem.model.block import Block
 from megamem.model.layers import make_norm
 from megamem.parallel.linears import Linears, PlainLinears, declare, normal
@@ -126,7 +126,8 @@ class Stage(nn.Module):
         new_states: list[State] = []
         losses: Losses = {}
         for block, state in zip(self.blocks, states, strict=True):
-            state = block.mixer.reset(state, chunk, hidden.device, hidden.dtype)
+            device = next(state_tensors(state), hidden).device  # of the layer, where they are spread over several
+            state = block.mixer.reset(state, chunk, device, hidden.dtype)
             if self.recompute and torch.is_grad_enabled():
                 hidden, state, extra = checkpoint(block.forward, hidden, state, chunk, use_reentrant=False)
             else:
@@ -140,12 +141,16 @@ class Stage(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Local logits [tokens, batch, rows / tp] of the last stage's hidden; -inf beyond the vocabulary."""
         x = self.linears.enter(hidden)
-        logits = F.linear(x, cast(Tensor, self.embedding.weight)) if self.config.tie_embeddings else self.head(x)
+        if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
+            weight = cast(Tensor, self.embedding.weight)
+            logits = F.linear(x.to(weight.device), weight)
+        else:
+            logits = self.head(x)
         real = self.config.vocab_size - self.linears.tp_rank * logits.shape[-1]
         if real < logits.shape[-1]:  # rows that only fill up the ranks' shares
             spare = torch.arange(logits.shape[-1], device=logits.device) >= real
             logits = logits.masked_fill(spare, -torch.inf)
-        return cast(Tensor, logits)
+        return logits
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored."""

@@ -92,8 +92,9 @@ class StudyConfig(ConfigModel):
             READING: {TRAINED, *self.readings},
             SEED: {str(seed) for seed in self.seeds},
         }
-        for reserved in {SEED, READING} & set(self.axes):
-            raise ValueError(f"axes.{reserved}: reserved; {'give seeds' if reserved == SEED else 'give readings'}")
+        instead = {SEED: "give seeds", READING: "give readings", "run": "take another name"}
+        for reserved in sorted(instead.keys() & self.axes):
+            raise ValueError(f"axes.{reserved}: reserved; {instead[reserved]}")
         if TRAINED in self.readings:
             raise ValueError(f"readings.{TRAINED}: reserved for the evaluation at the end of training")
         wheres = [

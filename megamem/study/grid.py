@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from megamem.config.load import Tree, load_config, parse_config, read_yaml, with_value
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
-from megamem.study.config import SEED, StudyConfig, matches
+from megamem.study.config import SEED, Changes, StudyConfig, matches
 
 
 @dataclass(frozen=True)
@@ -21,17 +20,19 @@ class PlannedRun:
     labels: dict[str, str]
     """Value of each axis, and the seed, by name."""
     tree: Tree
-    """Its configuration."""
+    """Its configuration, as in a file."""
+    config: RunConfig
+    """The same, validated."""
 
     @property
     def name(self) -> str:
         """Of its folder."""
-        return str(self.tree["name"])
+        return self.config.name
 
     @property
     def folder(self) -> Path:
         """Where it writes."""
-        return Path(self.tree["runs_folder"]) / self.name
+        return self.config.run_folder
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
@@ -47,15 +48,17 @@ def study_folder(study: StudyConfig) -> Path:
 
 def planned_runs(study: StudyConfig) -> list[PlannedRun]:
     """All runs, validated. Raises ConfigError naming the combination whose configuration cannot run."""
-    shared = changed(read_yaml(study.run), study.change)
+    shared = _applied(read_yaml(study.run), [study.change], f"{study.name}: change")
     runs = []
     for labels, changes in _combinations(study):
-        tree = shared
-        for change in changes:
-            tree = changed(tree, change)
-        tree = changed(tree, {"name": "-".join(labels.values()), "runs_folder": str(study_folder(study) / "runs")})
-        parse_config(RunConfig, tree, f"{study.name}: {describe(labels)}")
-        runs.append(PlannedRun(labels, tree))
+        where = f"{study.name}: {describe(labels)}"
+        own = {"name": "-".join(labels.values()), "runs_folder": str(study_folder(study) / "runs")}
+        tree = _applied(shared, [*changes, own], where)
+        runs.append(PlannedRun(labels, tree, parse_config(RunConfig, tree, where)))
+        for name, reading in study.readings.items():
+            if matches(reading.where, labels):
+                where_read = f"{where}, reading {name}"
+                parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
     if not runs:
         raise ConfigError(f"{study.name}: skip leaves no run")
     return runs
@@ -66,14 +69,18 @@ def describe(labels: dict[str, str]) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in labels.items())
 
 
-def changed(tree: Tree, changes: Any) -> Tree:
+def _applied(tree: Tree, changes: Sequence[Changes], where: str) -> Tree:
     """`tree` with values by dotted key."""
-    for path, value in changes.items():
-        tree = with_value(tree, path, value)
+    try:
+        for change in changes:
+            for path, value in change.items():
+                tree = with_value(tree, path, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return tree
 
 
-def _combinations(study: StudyConfig) -> Iterator[tuple[dict[str, str], list[Any]]]:
+def _combinations(study: StudyConfig) -> Iterator[tuple[dict[str, str], list[Changes]]]:
     axes = list(study.axes)
     for values in product(*study.axes.values(), study.seeds):
         *chosen, seed = values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ from megamem.study.grid import PlannedRun, study_folder
 COMMAND = [sys.executable, "-m", "megamem"]
 RESULT = "result.json"
 """What a finished run leaves."""
+CHANGE = "change"
+"""Beside a reading's figures: how it was defined."""
 
 
 @dataclass(eq=False)
@@ -34,17 +37,25 @@ class Task:
     run: PlannedRun
     reading: str
     command: list[str]
-    output: Path
-    """File that says it is done."""
     log: Path
-    writes_stdout: bool = False
-    """Whether `output` is the last line that the command prints."""
+    change: Mapping[str, Any] | None = None
+    """What a reading's configuration has different; None of a training."""
     failures: int = 0
 
     @property
     def name(self) -> str:
         """In messages."""
-        return self.run.name if self.reading == TRAINED else f"{self.run.name}, {self.reading}"
+        return self.run.name if self.change is None else f"{self.run.name}, {self.reading}"
+
+    @property
+    def output(self) -> Path:
+        """File that says it is done."""
+        return reading_file(self.run, self.reading)
+
+    @property
+    def done(self) -> bool:
+        """Whether its figures are there, a reading's under the same definition."""
+        return figures(self.run, self.reading, self.change) is not None
 
 
 @dataclass
@@ -61,32 +72,56 @@ def reading_file(run: PlannedRun, reading: str) -> Path:
     return run.folder / (RESULT if reading == TRAINED else f"reading-{reading}.json")
 
 
-def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
-    """Each run's training and the readings that follow it. Writes each run's configuration beside the run folders.
+def figures(run: PlannedRun, reading: str, change: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a training (`change` None) or a reading found; None if it has not ended, or was defined otherwise."""
+    path = reading_file(run, reading)
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found if change is None or found.get(CHANGE) == _plain(change) else None
 
-    Raises: RunFolderError where a folder holds a run that was begun with another configuration.
-    """
-    configs, logs = (study_folder(study) / name for name in ("configs", "logs"))
-    for folder in (configs, logs):
-        folder.mkdir(parents=True, exist_ok=True)
-    planned = []
+
+def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
+    """Raise RunFolderError where a folder holds a run that was begun with another configuration."""
     for run in runs:
-        config = configs / f"{run.name}.yaml"
+        config = config_file(study, run)
         if config.exists() and run.folder.exists() and read_yaml(config) != _plain(run.tree):
             raise RunFolderError(
                 f"{run.folder}: was begun with another configuration than the study now gives ({config}); "
                 "delete it, or give the study another name"
             )
+
+
+def config_file(study: StudyConfig, run: PlannedRun) -> Path:
+    """Where a run's configuration lies."""
+    return study_folder(study) / "configs" / f"{run.name}.yaml"
+
+
+def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
+    """Each run's training and the readings that follow it. Writes each run's configuration beside the run folders.
+
+    Readings compute in training's precision, and on its device where the configuration names one.
+    Raises: RunFolderError where a folder holds a run that was begun with another configuration.
+    """
+    check_begun(study, runs)
+    logs = study_folder(study) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    planned = []
+    for run in runs:
+        config = config_file(study, run)
+        config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(yaml.safe_dump(_plain(run.tree), sort_keys=False), encoding="utf-8")
-        training = Task(run, TRAINED, ["train", str(config)], reading_file(run, TRAINED), logs / f"{run.name}.log")
+        how = ["--dtype", run.config.training.precision, "--json"]
+        if run.config.parallel.device:
+            how += ["--device", run.config.parallel.device]
+        training = Task(run, TRAINED, ["train", str(config)], logs / f"{run.name}.log")
         after = [
             Task(
                 run,
                 name,
-                ["evaluate", str(run.folder), *_overrides(reading), "--json"],
-                reading_file(run, name),
+                ["evaluate", str(run.folder), *_overrides(reading), *how],
                 logs / f"{run.name}-{name}.log",
-                writes_stdout=True,
+                reading.change,
             )
             for name, reading in study.readings.items()
             if matches(reading.where, run.labels)
@@ -101,6 +136,18 @@ def _plain(tree: Mapping[str, Any]) -> Any:
 
 def _overrides(reading: Reading) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in reading.change.items()]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The study to itself. Raises RunFolderError while another process runs it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(f"{folder}: another process is running this study") from None
+        yield
 
 
 class Queue:
@@ -119,11 +166,13 @@ class Queue:
         for training, after in planned:
             waiting.extend(self._remaining([training]) or self._remaining(after))
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
-        with self._signals(running):
+        with locked(study_folder(self.study)), self._signals(running):
             while running or (waiting and not self.stopping):
                 while waiting and len(running) < self.study.parallel and not self.stopping:
                     task = waiting.popleft()
                     running[task] = self._start(task)
+                    if self.stopping:  # the signal came while it was started
+                        running[task][0].send_signal(signal.SIGTERM)
                 time.sleep(0.2)
                 for task in [task for task, (job, _) in running.items() if job.poll() is not None]:
                     job, log = running.pop(task)
@@ -141,31 +190,35 @@ class Queue:
 
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
         """Those without a result; the others count as done."""
-        self.outcome.done.extend(task for task in these if task.output.exists())
-        return [task for task in these if not task.output.exists()]
+        self.outcome.done.extend(task for task in these if task.done)
+        return [task for task in these if not task.done]
 
     def _start(self, task: Task) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-        threads = max(1, (os.cpu_count() or 1) // self.study.parallel)
+        ranks = task.run.config.parallel
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = cores // (self.study.parallel * ranks.tp * ranks.pp * (ranks.dp or 1))
         log = task.log.open("ab")
-        out: Any = task.output.with_suffix(".partial").open("wb") if task.writes_stdout else log
+        out: Any = log if task.change is None else task.output.with_suffix(".partial").open("wb")
         job = subprocess.Popen(
             [*COMMAND, *task.command],
             stdout=out,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={"OMP_NUM_THREADS": str(max(1, share)), **os.environ},
             start_new_session=True,  # a terminal's Ctrl-C reaches runs through this process only
         )
-        if task.writes_stdout:
+        if task.change is not None:
             out.close()
         return job, log
 
     def _finished(self, task: Task, code: int) -> bool:
-        if code == 0 and task.writes_stdout:
+        if code == 0 and task.change is not None:
             partial = task.output.with_suffix(".partial")
             lines = partial.read_text(encoding="utf-8").splitlines()
-            partial.write_text(lines[-1] + "\n", encoding="utf-8")
-            partial.replace(task.output)
-        if code == 0 and task.output.exists():
+            if lines:
+                found = {CHANGE: task.change, **json.loads(lines[-1])}
+                partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
+                partial.replace(task.output)
+        if code == 0 and task.done:
             self.outcome.done.append(task)
             self.said(f"{task.name}: done")
             return True
@@ -180,22 +233,30 @@ class Queue:
             for job, _ in list(running.values()):
                 job.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             yield
         finally:
+            for job, _ in running.values():  # only if something went wrong here
+                job.send_signal(signal.SIGTERM)
+                job.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[dict[str, Any]]:
-    """One flat record per finished run and reading: labels, `reading`, and every number of its result."""
+    """One flat record per finished run and reading: every number of its result, then labels and `reading`.
+
+    Raises: RunFolderError where a folder holds a run that was begun with another configuration.
+    """
+    check_begun(study, runs)
     found = []
     for run in runs:
-        for reading in (TRAINED, *study.readings):
-            path = reading_file(run, reading)
-            if path.exists():
-                figures = json.loads(path.read_text(encoding="utf-8"))
-                numbers = {k: v for k, v in figures.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-                found.append({**run.labels, READING: reading, "run": run.name, **numbers})
+        readings = {name: r.change for name, r in study.readings.items() if matches(r.where, run.labels)}
+        for reading, change in {TRAINED: None, **readings}.items():
+            if (result := figures(run, reading, change)) is not None:
+                record: dict[str, Any] = {
+                    k: v for k, v in result.items() if isinstance(v, int | float) and not isinstance(v, bool)
+                }
+                found.append({**record, **run.labels, READING: reading, "run": run.name})
     return found

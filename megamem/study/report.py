@@ -19,6 +19,7 @@ def write_report(study: StudyConfig) -> tuple[str, Path]:
     folder = study_folder(study)
     folder.mkdir(parents=True, exist_ok=True)
     found = records(study, planned_runs(study))
+    (folder / RECORDS).write_text(json.dumps({"records": found, "tables": []}, indent=2) + "\n", encoding="utf-8")
     parts: list[str] = []
     data: list[dict[str, Any]] = []
     for table in study.tables:

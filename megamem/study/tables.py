@@ -17,6 +17,8 @@ class Cell:
     """One cell: what was measured with each seed."""
 
     values: tuple[float, ...]
+    missing: int = 0
+    """Seeds without a finite figure."""
 
     @property
     def mean(self) -> float:
@@ -29,7 +31,8 @@ class Cell:
         return stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g}" if self.spread is None else f"{self.mean:.4g} ± {self.spread:.2g}"
+        known = f"{self.mean:.4g}" if self.spread is None else f"{self.mean:.4g} ± {self.spread:.2g}"
+        return f"{known} ({self.missing} not finite)" if self.missing else known
 
 
 Cells = dict[tuple[str, str], Cell]
@@ -55,17 +58,20 @@ def cells(study: StudyConfig, table: TableConfig, records: Sequence[Mapping[str,
     for record in records:
         if matches(where, record):
             grouped.setdefault((record[table.rows], record[table.columns]), []).append(record)
+    if records and not any(table.figure in record for record in records):
+        raise ConfigError(f"tables.{table.name}.figure: {table.figure!r} is not among a run's figures")
     found = {}
     for place, group in grouped.items():
         for axis in axes:
-            if len(values := sorted({record[axis] for record in group})) > 1:
+            if len(mixed := sorted({record[axis] for record in group})) > 1:
                 raise ConfigError(
-                    f"tables.{table.name}: {axis} {', '.join(values)} fall into one cell; make it rows or columns, or "
+                    f"tables.{table.name}: {axis} {', '.join(mixed)} fall into one cell; make it rows or columns, or "
                     f"choose one under where.{axis}"
                 )
-        if any(table.figure not in record for record in group):
-            raise ConfigError(f"tables.{table.name}.figure: {table.figure!r} is not among a run's figures")
-        found[place] = Cell(tuple(float(record[table.figure]) for record in group))
+        # a run that diverged has no finite figure
+        values = [float(record[table.figure]) for record in group if table.figure in record]
+        if values:
+            found[place] = Cell(tuple(values), missing=len(group) - len(values))
     return found
 
 

@@ -226,6 +226,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
     verify(at(folder / "step-00000060"))
 
 
+@pytest.mark.alone
 def test_the_clock_asks_for_checkpoints(data, tmp_path):
     minutes = {**SECTIONS, "checkpoint": {"every": 0, "minutes": 1e-6, "keep_last": 9}, "evaluation": {"every": 0}}
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", **minutes))

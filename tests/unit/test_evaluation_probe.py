@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megamem.evaluation.losses import evaluate_losses
-from megamem.evaluation.probe import has_memory, memory_use
+from megamem.evaluation.probe import memory_layers, memory_use
 from tests.unit.evaluation_helpers import CHUNK, HOW, MIXERS, TOLERANCE, documents, make_stage, slow_losses
 
 LENGTHS = (5, 30, 17, 8)
@@ -41,9 +41,9 @@ def test_a_report_at_hand_saves_the_first_pass():
 
 def test_a_model_without_memory_is_not_read_twice():
     stage, texts = make_stage("attention"), documents(*LENGTHS)
-    assert not has_memory(stage.config)
-    assert has_memory(make_stage("elastic_memory").config)
-    assert has_memory(make_stage("full_attention").config)
+    assert memory_layers(stage.config) == []
+    assert memory_layers(make_stage("elastic_memory").config) == [1]
+    assert memory_layers(make_stage("full_attention").config) == [1]
     trained = evaluate_losses(stage, texts, **HOW)
     report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))
     assert report.gain == 0

@@ -91,6 +91,7 @@ def test_a_combination_that_cannot_run_is_named(study):
     [
         ({"axes": {"seed": {"a": {}}}}, "axes.seed: reserved; give seeds"),
         ({"axes": {}}, "axes"),
+        ({"axes": {"run": {"a": {}}}}, "axes.run: reserved; take another name"),
         ({"skip": [{"colour": ["red"]}]}, "skip.0: axis 'colour' is none of model, reading, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
         ({"readings": {"trained": {"change": {}}}}, "readings.trained: reserved"),
@@ -164,7 +165,8 @@ def test_runs_then_readings_then_nothing_more(study, fake):
     assert len(said) == 10
     evaluations = [call for call in fake() if call.startswith("evaluate")]
     assert len(evaluations) == 4
-    assert all('model.memory.0.mixer.sampling="uniform" --json' in call for call in evaluations)
+    how = 'model.memory.0.mixer.sampling="uniform" --dtype fp32 --json --device cpu'
+    assert all(call.endswith(how) for call in evaluations)
     again, said, moved = run(study)
     assert (len(again.done), said, len(fake())) == (10, [], 10)
     found = records(study, planned_runs(study))
@@ -172,6 +174,42 @@ def test_runs_then_readings_then_nothing_more(study, fake):
     assert found[0] == {
         "model": "plain", "width": "narrow", "seed": "3", "reading": "trained", "run": "plain-narrow-3", "val_loss": 3
     }  # fmt: skip
+
+
+def test_a_reading_defined_otherwise_is_made_again(study, fake):
+    run(study)
+    reading = study.readings["uniform"]
+    narrower = reading.model_copy(update={"change": {"model.memory.0.mixer.samples": 3}, "where": {"width": ("wide",)}})
+    changed = study.model_copy(update={"readings": {"uniform": narrower}})
+    assert len(records(changed, planned_runs(changed))) == 6, "neither the old definition nor runs it is not for"
+    outcome, said, _ = run(changed)
+    assert (len(outcome.done), len(said)) == (8, 2)
+    assert len(records(changed, planned_runs(changed))) == 8
+
+
+def test_one_process_at_a_time(study, fake):
+    with (
+        queue.locked(study.folder / study.name),
+        pytest.raises(RunFolderError, match="another process is running this study"),
+    ):
+        run(study)
+
+
+def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):
+    wrong = study.readings["uniform"].model_copy(update={"change": {"evaluation.corruption.shares": 0.5}})
+    broken = study.model_copy(update={"readings": {"noise": wrong}})
+    with pytest.raises(ConfigError, match=r"model memory, width narrow, seed 3, reading noise: .*shares"):
+        planned_runs(broken)
+    axes = {**study.axes, "width": {"narrow": {"model.memory.3.mixer.order": 2}, "wide": {}}}
+    with pytest.raises(ConfigError, match=r"pair: model memory, width narrow, seed 3: .*'3' is no index"):
+        planned_runs(study.model_copy(update={"axes": axes, "skip": ({"model": ("plain",)},)}))
+
+
+def test_an_axis_named_as_a_figure_keeps_its_labels(study, fake):
+    axes = {"val_loss": {"low": {}, "high": {}}}
+    other = study.model_copy(update={"axes": axes, "adjust": (), "skip": (), "readings": {}, "tables": ()})
+    run(other)
+    assert {record["val_loss"] for record in records(other, planned_runs(other))} == {"low", "high"}
 
 
 def test_a_run_that_fails_is_tried_again_then_listed(study, fake, monkeypatch):
@@ -235,6 +273,14 @@ def test_cells_that_mix_axes_or_miss_figures_are_refused(study, fake):
         cells(study, mixed, found)
     with pytest.raises(ConfigError, match="'accuracy' is not among a run's figures"):
         cells(study, study.tables[0].model_copy(update={"figure": "accuracy"}), found)
+
+
+def test_a_run_that_diverged_is_left_out_and_said(study, fake):
+    run(study)
+    found = records(study, planned_runs(study))
+    del found[0]["val_loss"]
+    cell = cells(study, study.tables[0], found)["plain", "narrow"]
+    assert (cell.values, str(cell)) == ((4.0,), "4 (1 not finite)")
 
 
 def test_the_report(study, fake):
