@@ -138,10 +138,17 @@ class TestGenerate:
         assert invoke("generate", run, *arguments, "3") == invoke("generate", run, *arguments, "3")
         assert invoke("generate", run, *arguments, "3") != invoke("generate", run, *arguments, "4")
 
-    def test_bad_input(self, run, tmp_path):
+    def test_bad_input(self, run, exported, tmp_path):
         assert "give either --prompt or --prompt-file" in refused("generate", run)
         assert "the prompt is empty" in refused("generate", run, "--prompt", "")
         assert "cannot be read" in refused("generate", run, "--prompt-file", tmp_path / "gone")
+        assert "leaves no token" in refused("generate", run, "--prompt", "a", "--top-p", "0")
+        assert "an export brings its own" in refused("generate", exported[0], "--prompt", "a", "--tokenizer", tmp_path)
+        broken = tmp_path / "broken"
+        shutil.copytree(exported[0], broken)
+        for file in broken.glob("*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-100])
+        assert "broken: cannot be opened" in refused("generate", broken, "--prompt", "a")
 
 
 def test_evaluation_of_a_checkpoint_is_that_of_its_run(run):
@@ -184,6 +191,7 @@ class TestTasks:
 
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")
+        assert "overrides are for held-out" in refused("evaluate", run, "data.seed=1", "--tasks", "megamem_choice")
         assert "has no held-out text" in refused("evaluate", exported[0])
 
 

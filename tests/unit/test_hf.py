@@ -115,6 +115,24 @@ class TestGeneration:
         again = model.generate(longer, past_key_values=cache, max_new_tokens=8, do_sample=False)
         assert again.tolist() == model.generate(longer, max_new_tokens=8, do_sample=False).tolist()
 
+    def test_what_cannot_follow_is_refused(self, model):
+        cache = MegamemCache()
+        logits(model, ids(2, 12), past_key_values=cache)
+        mask = torch.ones(2, 16, dtype=torch.int64)
+        mask[0, 12:14] = 0
+        with pytest.raises(ValueError, match="padding between what was read and what follows"):
+            model(ids(2, 4), attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="3 rows cannot continue a cache of 2"):
+            model(ids(3, 4), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"token id {VOCABULARY} is not in the vocabulary"):
+            model(torch.full((2, 4), VOCABULARY), past_key_values=cache)
+        assert cache.seen == 12, "nothing of it was read"
+
+    @pytest.mark.parametrize("keep", [1, 7, 8, 9, 20])
+    def test_logits_of_the_last_tokens_across_chunks(self, model, keep):
+        whole = logits(model, ids())
+        assert torch.equal(logits(model, ids(), logits_to_keep=keep), whole[:, -keep:])
+
     def test_the_state_of_a_bounded_memory_does_not_grow(self):
         model = make(memory=MODEL["memory"][:1])
         sizes = set()
@@ -213,6 +231,17 @@ class TestTraining:
         compiled = torch.compile(model, backend="eager")
         torch.testing.assert_close(logits(compiled, ids()), logits(model, ids()))
 
+    def test_micro_batches_share_the_count_of_labels(self):
+        """Transformers' Trainer gives it and divides by nothing else: two halves add up to the whole."""
+        model = make()
+        tokens = ids(4, 12)
+        labels = tokens.clone()
+        labels[0, 3:] = -100
+        count = (labels[:, 1:] != -100).sum()
+        whole = model(tokens, labels=labels).loss
+        halves = [model(tokens[r], labels=labels[r], num_items_in_batch=count).loss for r in (slice(2), slice(2, 4))]
+        assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5)
+
     def test_last_logits_only(self, model):
         torch.testing.assert_close(logits(model, ids(), logits_to_keep=3), logits(model, ids())[:, -3:])
 
@@ -227,3 +256,27 @@ def test_transformers_out_of_range(monkeypatch, release):
     monkeypatch.setattr("megamem.hf.version.version", lambda name: release)
     with pytest.raises(DependencyError, match=rf"transformers {release} is not supported; install transformers>=5\.10"):
         check_transformers()
+
+
+def test_an_exported_tokenizer_adds_nothing_in_front(tmp_path):
+    """Training encodes texts as they are; an imported tokenizer may come with a template that begins with BOS."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, processors
+    from transformers import AutoTokenizer
+
+    from megamem.hf.tokenizer import export_tokenizer
+    from tokenization.importing import import_tokenizer
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast = Fast(models.BPE({piece: i for i, piece in enumerate(sorted(alphabet))}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<s>", "</s>"])
+    begin = ("<s>", fast.token_to_id("<s>"))
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    (tmp_path / "source").mkdir()
+    fast.save(str(tmp_path / "source" / "tokenizer.json"))
+    ours = import_tokenizer(tmp_path / "source", tmp_path / "ours", "</s>")
+    (tmp_path / "out").mkdir()
+    export_tokenizer(tmp_path / "ours", ours, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("It was")["input_ids"] == ours.encode("It was").tolist()

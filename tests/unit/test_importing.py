@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from checkpoints.weights import fresh_names
@@ -110,18 +110,58 @@ def test_positions_of_gpt2_begin_again(tmp_path):
     torch.testing.assert_close(found[:, LENGTH:], found[:, :LENGTH])
 
 
-def test_parameters_of_an_added_memory_are_fresh(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["infini_attention", "memorizing_attention"])
+def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, ids, kind):
+    """The model computes what it did with attention in the memory's place, up to what a closed gate lets through."""
     saved("llama", tmp_path / "hf")
-    parameters = Stage.named_parameters
-
-    def with_a_gate(self, *args, **kwargs):
-        yield from parameters(self, *args, **kwargs)
-        yield "layers.1.mixer.gate", torch.nn.Parameter(torch.zeros(3))
-
-    monkeypatch.setattr(Stage, "named_parameters", with_a_gate)
-    facts = from_hf(tmp_path / "hf", tmp_path / "ours")
+    local = ["chunk_size=16", "mixer=attention"]
+    from_hf(tmp_path / "hf", tmp_path / "plain", local)
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [*local, f"memory=[{{layers: [1], mixer: {kind}}}]"])
     assert facts["fresh"] == ["layers.1.mixer.gate"]
     assert fresh_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
+    section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]
+    assert section["memory"][0]["mixer"]["gate_init"] == -6.0
+    before, after = (logits(imported(tmp_path / name), ids)[..., :96] for name in ("plain", "ours"))
+    # sigmoid(-6) = 0.25 % of one layer's attention
+    assert 0 < (after - before)[:, 16:].abs().max() < 0.02 * before.abs().max()
+    assert torch.allclose(after[:, :16], before[:, :16], atol=1e-5)
+    from_hf(
+        tmp_path / "hf", tmp_path / "open", [*local, f"memory=[{{layers: [1], mixer: {{kind: {kind}, gate_init: 0}}}}]"]
+    )
+    section = yaml.safe_load((tmp_path / "open" / MODEL).read_text())["model"]
+    assert section["memory"][0]["mixer"]["gate_init"] == 0.0
+
+
+def test_a_projection_that_is_missing_is_not_drawn_anew(tmp_path):
+    saved("llama", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"holds nothing for layers\.1\.mixer\.query\.weight"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing is left behind"
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    saved("llama", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"stored as torch\.float8_e4m3fn; quantised weights are not read"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 8}}))
+    with pytest.raises(ConversionError, match="hf: quantised weights are not read"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_a_setting_that_is_missing_is_named(tmp_path):
+    saved("llama", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionError, match="its configuration has no rms_norm_eps"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
