@@ -112,4 +112,6 @@ def _open_gguf(path: Path) -> Source:
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    return Source(path.parent, model.config.to_dict(), tensors, gguf=path.name)
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)  # of the file; what was loaded is whole
+    return Source(path.parent, config, tensors, gguf=path.name)
