@@ -24,8 +24,8 @@ os.environ.setdefault("MEGAMEM_BANK_GIB", "0.1")  # no position comes back: matr
 
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from benchmarks.generation import resident_bytes
-from checkpoints.folder import one_checkpoint
 from checkpoints.whole import whole_model
+from megamem.cli_checkpoint import one_checkpoint
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument

@@ -1,11 +1,12 @@
 """The benchmarks run, and their arithmetic is right."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import cpu, gpu
+from benchmarks import cpu, gpu, kv_reconstruction, mechanisms, streaming
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
@@ -165,3 +166,32 @@ def test_forms_of_a_model():
     model = model_from(cpu.ROOT / "configs/models/elastic-100m.yaml", chunk_size=512)
     assert (model.chunk_size, model.mixer_at(8).kind) == (512, "elastic_memory")
     assert {without_memory(model, "full_attention").mixer_at(i).kind for i in range(12)} == {"full_attention"}
+
+
+def test_keys_and_values_are_those_the_memory_stores():
+    """Collected over two chunks; a constant signal is reproduced by one coefficient, noise by as many as tokens."""
+    shape = cpu.shapes(quick=True)["quick"]
+    stage, _ = cpu.unit(shape.model, shape)
+    documents = [torch.randint(64, (32,), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    signal = kv_reconstruction.keys_and_values(stage, documents)
+    assert signal.shape == (32, 2, 2, shape.model.kv, shape.model.head)
+    known = {order: kv_reconstruction.errors(signal, order, 0.5) for order in (1, 8, 31)}
+    assert known[1]["keys_over_variance"] == pytest.approx(1, rel=1e-6), "one coefficient is the mean"
+    assert known[31]["values_over_variance"] < known[8]["values_over_variance"] < 1
+    constant = kv_reconstruction.errors(torch.ones_like(signal) + signal * 1e-9, 1, 0.0)
+    assert constant["keys"] < 1e-15
+
+
+def test_a_text_by_tenths():
+    losses = [float(chunk) for chunk in range(40)]
+    report = SimpleNamespace(by_chunk=[SimpleNamespace(loss=loss) for loss in losses])
+    assert streaming.tenths(report) == [4 * part + 1.5 for part in range(10)]
+
+
+def test_every_mechanism_is_timed(tmp_path, capsys, one_thread):
+    mechanisms.main(["--quick", "--threads", "1", "--output", str(tmp_path / "m.json")])
+    record = json.loads((tmp_path / "m.json").read_text())
+    assert set(record["met"]) == {"elastic", "memorizing", "infini", "melodi"}
+    assert set(record["over_full"]) == set(record["over_local"]) >= {"full attention", "infini"}
+    assert all(record["profile_seconds"]["infini"][part] > 0 for part in ("memory retrieval", "memory update"))
+    assert "| melodi |" in capsys.readouterr().out
