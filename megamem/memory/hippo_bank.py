@@ -122,16 +122,15 @@ class HippoBank:
 
     def update_matrices(self, starts: tuple[int, ...], device: torch.device) -> tuple[LowerTriangular, Tensor]:
         """(P, K) of state' = P state + K block: [1 or B, N, N] and [1 or B, N, L]."""
-        (additive,) = self._of_rows("K", self._kernel, starts, device)
-        return LowerTriangular(self._of_rows("P", self._transition, starts, device)), additive
+        (additive,) = self._of_rows(self._kernel, starts, device)
+        return LowerTriangular(self._of_rows(self._transition, starts, device)), additive
 
     def reconstruction(self, starts: tuple[int, ...], device: torch.device) -> Tensor:
         """R of memory = R state, [1 or B, S, N], for states of `starts` tokens; zero where a start is 0."""
-        return self._of_rows("R", self._reconstruction, starts, device)[0]
+        return self._of_rows(self._reconstruction, starts, device)[0]
 
     def _of_rows(
         self,
-        kind: str,
         one: Callable[[int, torch.device], tuple[Tensor, ...]],
         starts: tuple[int, ...],
         device: torch.device,

@@ -82,10 +82,9 @@ def _applied(tree: Tree, changes: Sequence[Changes], where: str) -> Tree:
 
 def _combinations(study: StudyConfig) -> Iterator[tuple[dict[str, str], list[Changes]]]:
     axes = list(study.axes)
-    for values in product(*study.axes.values(), study.seeds):
-        *chosen, seed = values
-        labels = {**dict(zip(axes, map(str, chosen), strict=True)), SEED: str(seed)}
+    for chosen, seed in product(product(*study.axes.values()), study.seeds):
+        labels = {**dict(zip(axes, chosen, strict=True)), SEED: str(seed)}
         if not any(matches(where, labels) for where in study.skip):
-            changes = [study.axes[axis][str(value)] for axis, value in zip(axes, chosen, strict=True)]
+            changes = [study.axes[axis][value] for axis, value in zip(axes, chosen, strict=True)]
             changes += [adjustment.change for adjustment in study.adjust if matches(adjustment.where, labels)]
             yield labels, [*changes, {"training.seed": seed, "data.seed": seed}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from megamem.config.load import read_yaml
 from megamem.errors import STOPPED, RunFolderError
 from megamem.study.config import READING, TRAINED, Reading, StudyConfig, matches
 from megamem.study.grid import PlannedRun, study_folder
+from megamem.training.run_folder import RunLock
 
 COMMAND = [sys.executable, "-m", "megamem"]
 RESULT = "result.json"
@@ -138,16 +138,9 @@ def _overrides(reading: Reading) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in reading.change.items()]
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The study to itself. Raises RunFolderError while another process runs it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderError(f"{folder}: another process is running this study") from None
-        yield
+def study_lock(study: StudyConfig) -> RunLock:
+    """The study to itself, once taken. Its `take` raises RunFolderError while another process runs the study."""
+    return RunLock(study_folder(study), "another process is running this study")
 
 
 class Queue:
@@ -166,7 +159,8 @@ class Queue:
         for training, after in planned:
             waiting.extend(self._remaining([training]) or self._remaining(after))
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
-        with locked(study_folder(self.study)), self._signals(running):
+        with study_lock(self.study) as lock, self._signals(running):
+            lock.take()
             while running or (waiting and not self.stopping):
                 while waiting and len(running) < self.study.parallel and not self.stopping:
                     task = waiting.popleft()

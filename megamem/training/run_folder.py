@@ -28,8 +28,10 @@ FREE_BYTES = 64 * 2**20
 class RunLock:
     """Keeps two jobs from writing one run folder: held from `take` to the end of the `with` block or of the process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, busy: str = "is being written by another job") -> None:
+        """busy: what is said of a folder that somebody else holds."""
         self.path = folder / "lock"
+        self.busy = busy
         self._file: TextIOWrapper | None = None
 
     def take(self) -> None:
@@ -44,7 +46,7 @@ class RunLock:
         except BlockingIOError:
             file.seek(0)
             raise RunFolderError(
-                f"{self.path.parent}: is being written by another job ({file.read().strip() or 'unknown'}); "
+                f"{self.path.parent}: {self.busy} ({file.read().strip() or 'unknown'}); "
                 "wait for its end or choose another `name`"
             ) from None
         except OSError:

@@ -49,7 +49,7 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
-    "megamem.study": {"megamem.config", "megamem.errors"},
+    "megamem.study": {"megamem.config", "megamem.errors", "megamem.training"},
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything

@@ -188,11 +188,10 @@ def test_a_reading_defined_otherwise_is_made_again(study, fake):
 
 
 def test_one_process_at_a_time(study, fake):
-    with (
-        queue.locked(study.folder / study.name),
-        pytest.raises(RunFolderError, match="another process is running this study"),
-    ):
-        run(study)
+    with queue.study_lock(study) as lock:
+        lock.take()
+        with pytest.raises(RunFolderError, match="another process is running this study"):
+            run(study)
 
 
 def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):
