@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
-from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype, to_device
+from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype
 from megamem.memory.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.blocks import Span
+from megamem.memory.queue import entry_counts, gated, push, queued, readable
 from megamem.ops.attention import Past, past_attention
 from megamem.ops.nearest import nearest, nearest_attention
 from megamem.parallel.linears import Linears, constant, declare
@@ -137,24 +138,14 @@ class MemorizingAttention(BlockAttention):
 
     def entries(self, span: Span) -> list[int]:
         """Per row: how many tokens of its document are in the queue, those of its finished blocks."""
-        finished = (max(start - phase, 0) for start, phase in zip(span.starts, span.phases, strict=True))
-        return [min(tokens, self.config.queue) for tokens in finished]
-
-    def queued(self, state: State, entries: list[int]) -> Past:
-        """The newest `entries` tokens of the queue, per row; nobody sees the slots that are empty everywhere."""
-        longest = max(entries)
-        keys, values = (state[name][self.config.queue - longest :] for name in ("keys", "values"))
-        if all(count == longest for count in entries):
-            return Past(keys, values)
-        ages = torch.arange(longest, 0, -1, device=keys.device)[:, None]
-        return Past(keys, values, ages <= to_device(entries, keys.device))
+        return entry_counts(span, self.block, self.config.queue)
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
         """Without a gate the queue stands in front of the block: its keys, not rotated, at the block's first place."""
         entries = self.entries(span)
         if self.gate is not None or not any(entries):
             return []
-        past = self.queued(state, entries)
+        past = queued(state["keys"], state["values"], entries)
         return [past if self.config.top_k is None else nearest(like, past, self.config.top_k)]
 
     def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
@@ -164,27 +155,18 @@ class MemorizingAttention(BlockAttention):
         entries = self.entries(span)
         # with an empty queue the gate mixes equals: ZeRO 3 wants a gradient, if of zeros, from each backward pass
         retrieved = self.retrieve(query, state, entries) if any(entries) else output
-        mixed = torch.lerp(output, retrieved, self.gate.sigmoid()[:, None].to(output.dtype))
-        if all(entries) or not any(entries):
-            return mixed
-        filled = to_device([count > 0 for count in entries], output.device, torch.bool)
-        return torch.where(filled[:, None, None], mixed, output)
+        return gated(retrieved, output, self.gate.sigmoid()[:, None], entries)
 
     def retrieve(self, query: Tensor, state: State, entries: list[int]) -> Tensor:
-        """A_mem; something finite in rows with an empty queue, since a softmax needs a key to look at."""
-        past = self.queued(state, [count or max(entries) for count in entries])
+        """A_mem; something finite in rows with an empty queue."""
+        past = readable(state["keys"], state["values"], entries)
         if self.config.top_k is None:
             return past_attention(query, past, self.backend)
         return nearest_attention(query, past, self.config.top_k, self.backend)
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """Append the block and drop the oldest tokens, in rows whose block ends."""
-        closing = span.closing
-        ends = None if all(closing) else to_device(closing, keys.device, torch.bool)[:, None, None]
-        pushed = min(self.block, self.config.queue)
-        new = {}
-        for name, block in (("keys", keys), ("values", values)):
-            old = state[name]
-            queue = torch.cat((old[pushed:], block[-pushed:]))  # a copy always: a view would keep the block alive
-            new[name] = queue if ends is None else torch.where(ends, queue, old)
-        return new
+        return {
+            "keys": push(state["keys"], keys, span.closing),
+            "values": push(state["values"], values, span.closing),
+        }

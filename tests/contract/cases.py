@@ -103,7 +103,13 @@ ALL_CASES = [
     ),
     Case("melodi", "short_block", {"summaries": 2, "block": 4}),
     Case("melodi", "chunk", {"summaries": 3}, core=False),
-    Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2),
+    Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2, core=False),
+    Case(
+        "melodi",
+        "long",
+        {"summaries": 3, "long_memory": 7, "long_increment": 3, "long_gate_init": -0.3},
+        queries_per_key=2,
+    ),
 ]
 
 CASES = [case for case in ALL_CASES if case.core or os.environ.get("MEGAMEM_CASES") == "all"]

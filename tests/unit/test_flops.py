@@ -31,6 +31,7 @@ MIXERS = {
     "memorizing, joint": {"kind": "memorizing_attention", "queue": 80, "gate": "none", "normalize_keys": True},
     "melodi": {"kind": "melodi", "summaries": 12},
     "melodi in blocks": {"kind": "melodi", "summaries": 5, "block": 32},
+    "melodi, long memory": {"kind": "melodi", "summaries": 6, "block": 32, "long_memory": 7, "long_increment": 4},
 }
 
 

@@ -6,6 +6,9 @@ Write:  when a block of L tokens is finished, summary token s asks as W_q n_s wi
         and sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and summaries got
         from their heads,
         m_s = v / rms(v),  v = u_s + W_o (z_s + sum_t M[t, s] z_t + sum_r M[L + r, s] z_r).
+Long:   a new memory m leaves entries e_j = v / rms(v), v = sum_s N[s, j] m_s, as keys W_k e_j and values W_v e_j in a
+        list from which the oldest are removed. Tokens and summary tokens look at it with the query before rotation;
+        what a head put out becomes (1 - g) out + g read, g = 1 / (1 + e^-b) of each channel; unchanged with no entries.
 """
 
 from __future__ import annotations
@@ -36,6 +39,20 @@ def look(model, query: Tensor, position: int, memory, keys, values) -> Tensor:
     return torch.cat(mixed)
 
 
+def look_long(model, query: Tensor, got: Tensor, bias: Tensor, entries: list) -> Tensor:
+    """`got` of all heads of one query, joined with what they read from the long memory."""
+    if not entries:
+        return got
+    got = got.clone().view(model.heads, model.head)
+    for h in range(model.heads):
+        g = h // (model.heads // model.kv)
+        read = attend(query[h], [key[g] for key, _ in entries], [value[g] for _, value in entries])
+        for c in range(model.head):
+            gate = 1 / (1 + math.exp(-float(bias[h, c])))
+            got[h, c] = (1 - gate) * got[h, c] + gate * read[c]
+    return got.flatten()
+
+
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block, count = mixer.block or model.chunk_size, mixer.summaries
     u, mixing, back = weights["summaries.weight"], weights["mixing.weight"], weights["output.weight"]
@@ -43,21 +60,34 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     n = torch.stack([normed(vector, model.norm_eps) for vector in u])
     u_query, u_key, u_value = (heads(n, weights[f"{name}.weight"], model.head) for name in ("query", "key", "value"))
     m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
-    memory, got = None, []
+    memory, got, entries = None, [], []
+    bias = weights.get("gate")
     for t in range(len(hidden)):
         first = t - t % block
         keys = [(j - first, key[j]) for j in range(first, t + 1)]
         values = [(j - first, value[j]) for j in range(first, t + 1)]
-        got.append(look(model, query[t], t - first, memory, keys, values))
+        z = look(model, query[t], t - first, memory, keys, values)
+        got.append(look_long(model, query[t], z, bias, entries))
         if (t + 1) % block == 0:
             keys += [(block, u_key[s]) for s in range(count)]
             values += [(block, u_value[s]) for s in range(count)]
             summaries = [look(model, u_query[s], block, memory, keys, values) for s in range(count)]
+            summaries = [look_long(model, u_query[s], z, bias, entries) for s, z in enumerate(summaries)]
             everything = [*got[first : t + 1], *summaries]
             for s in range(count):
                 mixed = summaries[s] + sum(mixing[i, s] * z for i, z in enumerate(everything))
                 m[s] = normed(u[s] + back @ mixed, model.norm_eps)
             memory = tuple(heads(m, weights[f"{name}.weight"], model.head) for name in ("key", "value"))
+            if mixer.long_memory is not None:
+                mixed = [
+                    sum(n_s * m_s for n_s, m_s in zip(w, m, strict=True)) for w in weights["long_entries.weight"].T
+                ]
+                new = torch.stack([normed(vector, model.norm_eps) for vector in mixed])
+                entries += zip(
+                    *(heads(new, weights[f"{name}.weight"], model.head) for name in ("key", "value")), strict=True
+                )
+                while len(entries) > mixer.long_memory:
+                    entries.pop(0)
     done, z = len(hidden) - len(hidden) % block, torch.stack(got)
     state = {
         "memory": m[:, None],
@@ -65,4 +95,10 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         "open_values": columns(value, done, len(hidden)),
         "open_outputs": columns(z.unflatten(1, (model.heads, model.head)), done, len(hidden)),
     }
+    if mixer.long_memory is not None:
+        for side, name in enumerate(("long_keys", "long_values")):
+            kept = torch.zeros(mixer.long_memory, 1, model.kv, model.head, dtype=torch.float64)
+            for place, entry in enumerate(entries):
+                kept[mixer.long_memory - len(entries) + place, 0] = entry[side]
+            state[name] = kept
     return Answer(torch.stack([back @ vector for vector in got]), state)
