@@ -49,6 +49,8 @@ class TableConfig(ConfigModel):
     """Axis (or `reading`) that is listed downwards."""
     columns: str
     """Axis (or `reading`) that is listed across."""
+    against: str | None = None
+    """Row that is subtracted from the others, seed by seed: what the seeds share cancels in the spread."""
     where: Where = {}
     """Records to take; those of training itself (`reading: [trained]`) if readings are neither rows nor columns."""
     paper: Mapping[str, Mapping[str, float]] = {}
@@ -111,6 +113,10 @@ class StudyConfig(ConfigModel):
         for table in self.tables:
             for side in (table.rows, table.columns):
                 _among(f"tables.{table.name}: axis", side, values)
+            if table.against is not None:
+                _among(f"tables.{table.name}.against:", table.against, values[table.rows])
+                if table.rows == SEED:
+                    raise ValueError(f"tables.{table.name}.against: rows that are seeds cannot be paired by seed")
             for row, cells in table.paper.items():
                 _among(f"tables.{table.name}.paper: row", row, values[table.rows])
                 for column in cells:

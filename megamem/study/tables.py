@@ -17,6 +17,7 @@ class Cell:
     """One cell: what was measured with each seed."""
 
     values: tuple[float, ...]
+    seeds: tuple[str, ...]
     missing: int = 0
     """Seeds without a finite figure."""
 
@@ -69,10 +70,24 @@ def cells(study: StudyConfig, table: TableConfig, records: Sequence[Mapping[str,
                     f"choose one under where.{axis}"
                 )
         # a run that diverged has no finite figure
-        values = [float(record[table.figure]) for record in group if table.figure in record]
+        values = {record[SEED]: float(record[table.figure]) for record in group if table.figure in record}
         if values:
-            found[place] = Cell(tuple(values), missing=len(group) - len(values))
-    return found
+            found[place] = Cell(tuple(values.values()), tuple(values), len(group) - len(values))
+    return found if table.against is None else differences(found, table.against)
+
+
+def differences(found: Cells, reference: str) -> Cells:
+    """Every cell minus that of the row `reference`, over the seeds that both have."""
+    paired: Cells = {}
+    for (row, column), cell in found.items():
+        base = found.get((reference, column))
+        if row == reference or base is None:
+            continue
+        known = dict(zip(base.seeds, base.values, strict=True))
+        pairs = {s: v - known[s] for s, v in zip(cell.seeds, cell.values, strict=True) if s in known}
+        if pairs:
+            paired[row, column] = Cell(tuple(pairs.values()), tuple(pairs), cell.missing)
+    return paired
 
 
 def sides(study: StudyConfig, table: TableConfig, found: Cells) -> tuple[list[str], list[str]]:
@@ -93,7 +108,8 @@ def markdown(study: StudyConfig, table: TableConfig, found: Cells) -> str:
         beside = [f"{table.paper.get(row, {})[c]:g}" if c in table.paper.get(row, {}) else "" for c in published]
         lines.append(f"| {' | '.join([row, *measured, *beside])} |")
     seeds = max((len(cell.values) for cell in found.values()), default=0)
-    notes = [f"`{table.figure}`, mean ± standard deviation over up to {seeds} seeds."]
+    figure = f"`{table.figure}`" + (f" minus that of {table.against}, seed by seed" if table.against else "")
+    notes = [f"{figure}, mean ± standard deviation over up to {seeds} seeds."]
     notes += [f"Published: {table.source}."] if published and table.source else []
     return f"### {table.title}\n\n" + "\n".join(lines) + f"\n\n{' '.join(notes)}\n"
 
@@ -102,6 +118,7 @@ def as_json(study: StudyConfig, table: TableConfig, found: Cells) -> dict[str, A
     """The table as plain data."""
     return {
         "title": table.title, "figure": table.figure, "rows": table.rows, "columns": table.columns,
+        "against": table.against,
         "cells": [
             {"row": row, "column": column, "mean": cell.mean, "spread": cell.spread, "values": list(cell.values),
              "published": table.paper.get(row, {}).get(column)}
@@ -135,7 +152,7 @@ def picture(study: StudyConfig, table: TableConfig, found: Cells, path: Path) ->
     for panel in panels:
         panel.set_xticks(range(len(columns)), columns)
         panel.set_xlabel(table.columns)
-        panel.set_ylabel(table.figure)
+        panel.set_ylabel(f"{table.figure}, less that of {table.against}" if table.against else table.figure)
         panel.grid(alpha=0.3)
     panels[0].legend(title=table.rows, fontsize="small")
     figure.suptitle(table.title)

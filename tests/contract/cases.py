@@ -107,7 +107,7 @@ ALL_CASES = [
     Case(
         "melodi",
         "long",
-        {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2, "long_gate_init": -0.3},
+        {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2, "long_gate_init": -1.0},
         queries_per_key=2,
     ),
 ]

@@ -97,6 +97,8 @@ def test_a_combination_that_cannot_run_is_named(study):
         ({"readings": {"trained": {"change": {}}}}, "readings.trained: reserved"),
         ({"tables": [{**STUDY["tables"][0], "rows": "depth"}]}, "tables.losses: axis 'depth'"),
         ({"tables": [{**STUDY["tables"][0], "paper": {"magic": {}}}]}, "paper: row 'magic'"),
+        ({"tables": [{**STUDY["tables"][0], "against": "magic"}]}, "tables.losses.against: 'magic' is none of"),
+        ({"tables": [{**STUDY["tables"][0], "rows": "seed", "against": "3"}]}, "cannot be paired by seed"),
         ({"tables": [{**STUDY["tables"][0], "paper": {"plain": {"huge": 1}}}]}, "paper.plain: column 'huge'"),
     ],
 )
@@ -226,7 +228,14 @@ def test_a_run_that_fails_is_tried_again_then_listed(study, fake, monkeypatch):
 
 def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
     monkeypatch.setenv("HANGS", "memory-narrow-3")
-    threading.Timer(3.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    log = study.folder / "pair" / "logs" / "memory-narrow-3.log"
+
+    def interrupt() -> None:
+        while not log.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     begin = time.monotonic()
     outcome, _, _ = run(study)
     assert outcome.stopped
@@ -262,6 +271,20 @@ def test_cells_are_means_over_seeds(study, fake):
     assert "| plain | 3.5 ± 0.71 |  |  |" in text
     read = cells(study, study.tables[1], found)
     assert read["memory", "uniform"].values == (7.0, 7.0)
+
+
+def test_differences_are_paired_by_seed(study, fake):
+    run(study)
+    found = records(study, planned_runs(study))
+    table = study.tables[0].model_copy(update={"against": "plain", "paper": {}})
+    paired = cells(study, table, found)
+    assert set(paired) == {("memory", "narrow")}, "wide has nothing to be compared with"
+    assert paired["memory", "narrow"].values == (1.0, 1.0)
+    assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
+    assert "`val_loss` minus that of plain, seed by seed" in markdown(study, table, paired)
+    # a seed that one of the two has no figure of is in no difference
+    del found[0]["val_loss"]
+    assert cells(study, table, found)["memory", "narrow"].seeds == ("4",)
 
 
 def test_cells_that_mix_axes_or_miss_figures_are_refused(study, fake):
