@@ -71,6 +71,8 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> bool:
         """Generation starts with an empty cache of our kind. (What is returned nobody reads.)"""
+        # any prompt is read a chunk at a time; transformers' own cuts would fall into a row's left padding
+        generation_config.prefill_chunk_size = None
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return False
         if generation_config.cache_implementation is not None:

@@ -49,11 +49,12 @@ def logits(model, *args, **kwargs):
 
 
 class TestPadding:
-    def test_rows_padded_on_the_left_continue_as_alone(self, model):
+    @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}], ids=["whole", "prefill in parts"])
+    def test_rows_padded_on_the_left_continue_as_alone(self, model, options):
         prompts = [ids(1, n, seed=n) for n in (3, 11, 20)]
         padded = torch.cat([torch.cat((torch.full((1, 20 - p.shape[1]), 7), p), 1) for p in prompts])
         mask = torch.tensor([[int(i >= 20 - p.shape[1]) for i in range(20)] for p in prompts])
-        together = model.generate(padded, attention_mask=mask, max_new_tokens=25, do_sample=False)
+        together = model.generate(padded, attention_mask=mask, max_new_tokens=25, do_sample=False, **options)
         for row, prompt in enumerate(prompts):
             alone = model.generate(prompt, max_new_tokens=25, do_sample=False)
             assert together[row, 20:].tolist() == alone[0, prompt.shape[1] :].tolist()
