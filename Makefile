@@ -13,7 +13,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi),,+cpu))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# bytecode is made on first import instead of for every file of every package
+# bytecode is made on first import instead of for every file of every package; without it each of the many processes
+# that tests and jobs start would compile torch and its kin again
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
 .PHONY: install demo test test-full test-gpu lint format docs bench bench-gpu clean

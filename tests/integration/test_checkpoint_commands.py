@@ -156,6 +156,7 @@ def test_start_from_wants_a_file(run):
     assert "megamem checkpoint merge makes one" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_verify_resume(data, tmp_path):
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs"))
     code, out, err = finish(megamem("verify-resume", str(config), "--steps", "4", "--json"))

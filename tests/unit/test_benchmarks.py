@@ -78,7 +78,9 @@ def test_batches_hold_documents_where_they_are_told_to_begin():
     assert torch.equal(batch.tokens[1:], batch.labels[:-1])
 
 
-@pytest.mark.parametrize("engine", ["minimal", pytest.param("real", marks=pytest.mark.distributed)])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("minimal", marks=pytest.mark.slow), pytest.param("real", marks=pytest.mark.distributed)]
+)
 def test_gpu_benchmark_on_the_cpu(engine, tmp_path):
     """In a process of its own: the real engine makes process groups."""
     import subprocess

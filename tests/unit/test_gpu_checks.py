@@ -17,9 +17,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=["plain", "recompute"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_steps_and_callbacks_read_no_value_and_mix_no_devices(options, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float32, {}), (BF16, {"recompute": True})], ids=["plain", "recompute"]
+)
+def test_steps_and_callbacks_read_no_value_and_mix_no_devices(dtype, options):
     run_without_waiting(META, dtype, **options)
 
 
@@ -82,6 +83,7 @@ def test_padded_heads_attend_as_unpadded_ones():
     torch.testing.assert_close(padded, exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_training_check():
     from tests.distributed.harness import PARALLEL, run_distributed
