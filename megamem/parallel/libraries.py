@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,10 +17,37 @@ import torch
 def quiet() -> Iterator[None]:
     """For imports of Megatron-Core and DeepSpeed, which warn of each accelerator they miss (see `megamem doctor`)."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _compiling_later():
         warnings.simplefilter("ignore")
         yield
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _compiling_later() -> Iterator[None]:
+    """Functions decorated with torch.compile meanwhile are compiled when they are first called.
+
+    Megatron-Core decorates a dozen fused functions that nothing here calls; loading the compiler for them costs every
+    process seconds.
+    """
+    compile_now = torch.compile
+
+    def later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(later, **options)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return call
+
+    torch.compile = later  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def prepare_libraries() -> None:

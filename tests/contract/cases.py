@@ -52,13 +52,13 @@ class Case:
 
 
 ALL_CASES = [
-    Case("attention", "chunk"),
+    Case("attention", "chunk", core=False),
     Case("attention", "short_block", {"block": 4}, core=False),
     Case("attention", "grouped", {"block": 4}, queries_per_key=2),
     Case("full_attention", "unbounded"),
     Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
-    Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2),
-    Case("infini_attention", "delta"),
+    Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2, core=False),
+    Case("infini_attention", "delta", core=False),
     Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),
     Case("infini_attention", "short_block", {"block": 4, "gate_init": -0.5}, core=False),
     Case("infini_attention", "grouped", {"block": 4}, queries_per_key=2),
@@ -66,7 +66,12 @@ ALL_CASES = [
     Case("infini_attention", "plain_delta", {"block": 4, "normalise": False}, core=False),
     Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}, core=False),
-    Case("elastic_memory", "uniform", {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5}),
+    Case(
+        "elastic_memory",
+        "uniform",
+        {"order": 8, "sampling": "uniform", "block": 4, "sample_offset": 0.5},
+        core=False,
+    ),
     Case("elastic_memory", "grouped", {"order": 5, "block": 4, "alpha": 0.6}, queries_per_key=2),
     Case(
         "elastic_memory",
@@ -93,6 +98,7 @@ ALL_CASES = [
         "joint_nearest",
         {"queue": 12, "retrieval": "topk", "top_k": 3, "gate": "none"},
         queries_per_key=2,
+        core=False,
     ),
     Case("memorizing_attention", "stopped", {"queue": 16, "stop_gradient": True}, core=False),
     Case(
@@ -101,7 +107,7 @@ ALL_CASES = [
         {"queue": 10, "block": 4, "retrieval": "topk", "top_k": 4, "normalize_keys": True, "stop_gradient": True},
         core=False,
     ),
-    Case("melodi", "short_block", {"summaries": 2, "block": 4}),
+    Case("melodi", "short_block", {"summaries": 2, "block": 4}, core=False),
     Case("melodi", "chunk", {"summaries": 3}, core=False),
     Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2, core=False),
     Case(

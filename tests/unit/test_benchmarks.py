@@ -78,9 +78,8 @@ def test_batches_hold_documents_where_they_are_told_to_begin():
     assert torch.equal(batch.tokens[1:], batch.labels[:-1])
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param("minimal", marks=pytest.mark.slow), pytest.param("real", marks=pytest.mark.distributed)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["minimal", pytest.param("real", marks=pytest.mark.distributed)])
 def test_gpu_benchmark_on_the_cpu(engine, tmp_path):
     """In a process of its own: the real engine makes process groups."""
     import subprocess
@@ -190,6 +189,7 @@ def test_a_text_by_tenths():
     assert streaming.tenths(report) == [4 * part + 1.5 for part in range(10)]
 
 
+@pytest.mark.slow
 def test_every_mechanism_is_timed(tmp_path, capsys, one_thread):
     mechanisms.main(["--quick", "--threads", "1", "--output", str(tmp_path / "m.json")])
     record = json.loads((tmp_path / "m.json").read_text())

@@ -18,7 +18,11 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {}), (BF16, {"recompute": True})], ids=["plain", "recompute"]
+    ("dtype", "options"),
+    [
+        pytest.param(torch.float32, {}, id="plain"),
+        pytest.param(BF16, {"recompute": True}, id="recompute", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_and_callbacks_read_no_value_and_mix_no_devices(dtype, options):
     run_without_waiting(META, dtype, **options)

@@ -228,6 +228,7 @@ class TestTraining:
         for a, b in zip(plain, (p.grad for p in model.parameters()), strict=True):
             torch.testing.assert_close(a, b)
 
+    @pytest.mark.slow
     def test_compiled(self, model):
         compiled = torch.compile(model, backend="eager")
         torch.testing.assert_close(logits(compiled, ids()), logits(model, ids()))
