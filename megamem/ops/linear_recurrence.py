@@ -1,0 +1,79 @@
+"""Linear recurrences over tokens, computed in matrix products over inner chunks: exact, whatever the inner chunk.
+
+    S_t = a_t S_{t-1} + k_t w_t^T,   y_t = S_t^T q_t
+    additive: w_t = v_t    (linear attention; with decay RetNet and its relatives)
+    delta:    w_t = b_t (v_t - a_t S_{t-1}^T k_t)    (DeltaNet; with decay Gated DeltaNet, Yang et al., 2025)
+
+Within an inner chunk, with g_t = a_1 ... a_t from its start and D[t, i] = g_t / g_i for i <= t:
+
+    y = g Q S_0 + (Q K^T * D) W,   S = g_L S_0 + (g_L / g * K)^T W
+    delta: W solves (I + strictly lower part of b K K^T * D) W = b (V - g K S_0)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear_recurrence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None = None,
+    rate: Tensor | None = None,
+    inner: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Read and write token by token, in the dtype of `state`.
+
+    Args:
+        query: [batch, heads, groups, tokens, key width]; the queries of a group read one head's memory.
+        key, value: [batch, heads, tokens, key or value width].
+        state: S before the first token, [batch, heads, key width, value width].
+        log_decay: log a_t <= 0, [batch or 1, heads, tokens]; None: a = 1.
+        rate: b_t of the delta rule, [batch, heads, tokens]; None: additive.
+        inner: tokens of an inner chunk.
+    Returns: y [batch, heads, groups, tokens, value width], S after the last token.
+    """
+    query, key, value = (x.to(state.dtype) for x in (query, key, value))
+    outputs = []
+    for begin in range(0, key.shape[-2], inner):
+        part = slice(begin, begin + inner)
+        output, state = _inner_chunk(
+            query[..., part, :],
+            key[..., part, :],
+            value[..., part, :],
+            state,
+            None if log_decay is None else log_decay[..., part].to(state.dtype),
+            None if rate is None else rate[..., part, None].to(state.dtype),
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0], state
+
+
+def _inner_chunk(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, rate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    tokens = key.shape[-2]
+    lower = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).tril()
+    reading, writing, kept = query, key, state
+    if log_decay is None:
+        between = lower.to(key.dtype)
+        erasing = key
+    else:
+        total = log_decay.cumsum(-1)
+        # the difference first: g_i alone may underflow
+        between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+        reading, writing, erasing = query * since[..., None, :, :], key * until, key * since
+        kept = state * since[..., -1:, :]
+    new = value
+    if rate is not None:
+        overlap = rate * (key @ key.mT) * between
+        new = torch.linalg.solve_triangular(
+            overlap.tril(-1), rate * (value - erasing @ state), upper=False, unitriangular=True
+        )
+    scores = (query @ key[..., None, :, :].mT) * between[..., None, :, :]
+    output = reading @ state[..., None, :, :] + scores @ new[..., None, :, :]
+    return output, kept + writing.mT @ new
