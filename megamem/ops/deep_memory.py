@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.linear_recurrence import decay_ratios
+
 Loss = Literal["l2", "dot"]
 
 
@@ -60,24 +62,17 @@ def gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * normal
 
 
-def _ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Products over l <= t, [..., tokens], and over i < l <= t, lower triangular [..., t, i]."""
-    total = logs.cumsum(-1)
-    tokens = logs.shape[-1]
-    lower = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-    return total.exp(), between
-
-
 def weighing(pace: Pace) -> Weighing:
     """C and its kin from decays and momenta."""
     zero = torch.zeros_like(pace.rate)
-    kept, decays = _ratios(zero if pace.log_decay is None else pace.log_decay)
+    kept, decays = decay_ratios(zero if pace.log_decay is None else pace.log_decay)
+    kept = kept.exp()
     if pace.log_momentum is None:
         return Weighing(kept[..., None], None, decays, None)
     # a token that is not seen adds no momentum to the memory
     adding = decays if pace.seen is None else decays * pace.seen[..., None, :]
-    carried, momenta = _ratios(pace.log_momentum)
+    carried, momenta = decay_ratios(pace.log_momentum)
+    carried = carried.exp()
     m = adding @ carried[..., None]
     last = torch.cat((momenta[..., -1, :, None], carried[..., -1:, None]), dim=-2)
     return Weighing(kept[..., None], m, adding @ momenta, last)

@@ -52,19 +52,25 @@ def linear_recurrence(
     return torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0], state
 
 
+def decay_ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of the products over l <= t, [..., tokens]; products over i < l <= t, lower triangular [..., t, i]."""
+    total = logs.cumsum(-1)
+    tokens = logs.shape[-1]
+    lower = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).tril()
+    # the difference first: a product alone may underflow
+    return total, (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+
+
 def _inner_chunk(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, rate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     tokens = key.shape[-2]
-    lower = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).tril()
     reading, writing, kept = query, key, state
     if log_decay is None:
-        between = lower.to(key.dtype)
+        between = torch.ones(tokens, tokens, dtype=key.dtype, device=key.device).tril()
         erasing = key
     else:
-        total = log_decay.cumsum(-1)
-        # the difference first: g_i alone may underflow
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
+        total, between = decay_ratios(log_decay)
         since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
         reading, writing, erasing = query * since[..., None, :, :], key * until, key * since
         kept = state * since[..., -1:, :]
