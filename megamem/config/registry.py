@@ -7,6 +7,7 @@ whose import registers its configurations.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +30,7 @@ def register_mixer(config: T) -> T:
     return config
 
 
+@functools.cache
 def _discover() -> None:
     importlib.import_module("megamem.memory")
     for entry in importlib.metadata.entry_points(group="megamem.mixers"):

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -65,4 +65,7 @@ def prepare_libraries() -> None:
         import megatron.core.tensor_parallel
 
         assert megatron.core.tensor_parallel
+        with suppress(ImportError):
+            # every engine asks for this optimizer, which compiles at its import: two seconds where torch.compile loads
+            import deepspeed.runtime.zero.muon.muon_optimizer
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

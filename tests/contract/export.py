@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ KINDS = {case.kind: case for case in reversed(CASES)}
 """The first case of every mechanism: what every run of the tests exports; the others are slow tests."""
 LAYOUTS = {"tp1": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 """World size and `parallel` section."""
-HEADS, CHUNKS, PROMPT, NEW_TOKENS = 4, 4, 5, 300
+HEADS, CHUNKS, PROMPT = 4, 4, 5
+NEW_TOKENS = 300 if os.environ.get("MEGAMEM_CASES") == "all" else 80
 
 
 def configured(case: Case, parallel: dict[str, int]) -> Any:

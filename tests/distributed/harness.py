@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-PARALLEL = ("megamem.parallel.megatron", "megamem.parallel.topology", "deepspeed")
+PARALLEL = ("tests.distributed.preload",)
 """Modules worth preloading for worlds that start a `Topology`."""
 _SHOWN = 6000
 _GRACE_S = 60

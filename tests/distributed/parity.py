@@ -18,7 +18,7 @@ def case(tp: int, zero: int, bptt: int = 4, micro: int = 1, **more: Any) -> dict
     """A case for `train_case`; `more` are sections of the configuration, and `steps`."""
     training = {"bptt_chunks": bptt, "micro_batch_size": micro, **more.pop("training", {})}
     parallel = {"tp": tp, "zero_stage": zero, **more.pop("parallel", {})}
-    steps = more.pop("steps", 3)
+    steps = more.pop("steps", 2)
     return {"config": {"training": training, "parallel": parallel, **more}, "steps": steps, "lr": LR}
 
 

@@ -11,26 +11,26 @@ pytestmark = pytest.mark.distributed
 # world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage
 WORLDS = {
     1: {
-        "tp1-zero0": case(1, 0, micro=4, steps=STEPS),
+        "tp1-zero0": case(1, 0, micro=8, steps=STEPS),
         "tp1-zero3-bptt1": case(1, 3, bptt=1, micro=4),
     },
     2: {
-        "tp2-zero0": case(2, 0, micro=4, steps=STEPS),
-        "tp2-sequence-parallel": case(2, 1, bptt=2, micro=2, parallel={"sequence_parallel": True}),
-        "tp2-every-mechanism": case(2, 1, bptt=2, micro=4, model=EVERY, parallel={"sequence_parallel": True}),
-        "tp2-recompute": case(2, 2, bptt=2, micro=2, training={"recompute": True}),
-        "tp2-gpt2-sequence-parallel": case(2, 1, micro=4, model=GPT2, parallel={"sequence_parallel": True}),
-        "dp2-zero1": case(1, 1, micro=2, steps=STEPS),
-        "dp2-zero2": case(1, 2, bptt=2, micro=4, steps=STEPS),
-        "dp2-zero3": case(1, 3, bptt=2, micro=4, steps=STEPS),
-        "dp2-zero3-recompute": case(1, 3, training={"recompute": True}, data={"short_documents": "drop"}),
+        "tp2-zero0": case(2, 0, micro=8, steps=STEPS),
+        "tp2-sequence-parallel": case(2, 1, bptt=2, micro=4, parallel={"sequence_parallel": True}),
+        "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
+        "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
+        "tp2-gpt2-sequence-parallel": case(2, 1, micro=8, model=GPT2, parallel={"sequence_parallel": True}),
+        "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
+        "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
+        "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
+        "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"short_documents": "drop"}),
     },
     4: {
-        "tp2-dp2-zero0": case(2, 0, bptt=2, micro=2),
-        "tp2-dp2-zero1": case(2, 1, bptt=2, micro=2, steps=STEPS),
-        "tp2-dp2-zero2": case(2, 2, bptt=4),
-        "tp2-dp2-zero3": case(2, 3, bptt=1, micro=2),
-        "tp2-dp2-zero3-every-mechanism": case(2, 3, bptt=2, micro=2, model=EVERY),
+        "tp2-dp2-zero0": case(2, 0, bptt=2, micro=4),
+        "tp2-dp2-zero1": case(2, 1, micro=4, steps=STEPS),
+        "tp2-dp2-zero2": case(2, 2, micro=2),
+        "tp2-dp2-zero3": case(2, 3, bptt=1, micro=4),
+        "tp2-dp2-zero3-every-mechanism": case(2, 3, micro=4, model=EVERY),
     },
 }
 REST = {

@@ -28,7 +28,7 @@ from megamem.errors import STOPPED
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
-WORLD, STEPS, EVERY = 2, 60, 2
+WORLD, STEPS, EVERY = 2, 40, 2
 
 
 def slow_command(pause_s: float, *arguments: str) -> None:

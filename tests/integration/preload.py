@@ -1,5 +1,7 @@
 """Imported once by the process that all ranks are forked from: what costs seconds to import."""
 
+import gc
+
 from megamem.hardware import avoid_broken_amx
 
 avoid_broken_amx()
@@ -9,6 +11,11 @@ from megamem.parallel.libraries import prepare_libraries  # noqa: E402
 prepare_libraries()
 
 import matplotlib.pyplot  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401  (by torch's optimizers and checkpointing)
 
 import megamem.cli  # noqa: E402
 import megamem.training.start  # noqa: E402, F401
+
+# what was imported is never garbage: ranks need not search it, which would copy the pages they share
+gc.collect()
+gc.freeze()

@@ -33,42 +33,77 @@ CASES = {
     "tp2-zero1-streams": case("state", math.nan, TP2, 1, **STREAMS),
     "dp2-zero2-streams": case("loss", math.nan, DP2, 2, **STREAMS),
 }
-for layout, parallel in (("tp2", TP2), ("dp2", DP2)):
-    for zero in range(4):
-        # norms are replicated over tensor-parallel ranks and stand in the second parameter group, matrices in the first
-        CASES[f"{layout}-zero{zero}-norm"] = case("norm", math.nan, parallel, zero)
-    for zero in (1, 2):
-        CASES[f"{layout}-zero{zero}-bf16"] = case("norm", math.inf, parallel, zero, "bf16", clip=1.0)
+# norms are replicated over tensor-parallel ranks and stand in the second parameter group, matrices in the first
+GRID = {
+    **{
+        f"{layout}-zero{zero}-norm": case("norm", math.nan, parallel, zero)
+        for layout, parallel in (("tp2", TP2), ("dp2", DP2))
+        for zero in range(4)
+    },
+    **{
+        f"{layout}-zero{zero}-bf16": case("norm", math.inf, parallel, zero, "bf16", clip=1.0)
+        for layout, parallel in (("tp2", TP2), ("dp2", DP2))
+        for zero in (1, 2)
+    },
+}
+QUICK = ("tp2-zero3-norm", "dp2-zero0-norm", "tp2-zero1-bf16", "dp2-zero2-bf16")
+CASES |= {name: GRID.pop(name) for name in QUICK}
+
+
+def verdicts_of(folder, cases):
+    """What each rank found, by case."""
+    with Job(folder, 2, bad_steps.cases, cases) as job:
+        return job.results(300)
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
-    with Job(tmp_path_factory.mktemp("bad-steps"), 2, bad_steps.cases, CASES) as job:
-        return job.results(300)
+    return verdicts_of(tmp_path_factory.mktemp("bad-steps"), CASES)
+
+
+def assert_all_ranks_agree(verdicts, name):
+    for rank in range(2):
+        found = verdicts[rank][name]
+        assert found["bad"] == [float(step == bad_steps.BAD_STEP) for step in range(bad_steps.STEPS)]
+        assert all(norm is not None for step, norm in enumerate(found["norms"]) if step != bad_steps.BAD_STEP)
+
+
+def assert_everything_stays(verdicts, name):
+    for rank in range(2):
+        found = verdicts[rank][name]
+        assert found["moments"] > 0
+        assert found["unchanged"] == {"weights": True, "own": True, "states": True, "model": True}
+        assert (found["states"] > 0) == ("streams" in name)
+
+
+def assert_the_run_goes_on(verdicts, name):
+    for rank in range(2):
+        found = verdicts[rank][name]
+        assert found["moved later"]
+        assert found["finite"]
+        assert all(found["as if the step had not been"].values())
+    assert verdicts[0][name]["checksum"] == verdicts[1][name]["checksum"]
 
 
 @pytest.mark.parametrize("name", CASES)
 class TestBadStep:
     def test_all_ranks_agree(self, verdicts, name):
-        for rank in range(2):
-            found = verdicts[rank][name]
-            assert found["bad"] == [float(step == bad_steps.BAD_STEP) for step in range(bad_steps.STEPS)]
-            assert all(norm is not None for step, norm in enumerate(found["norms"]) if step != bad_steps.BAD_STEP)
+        assert_all_ranks_agree(verdicts, name)
 
     def test_weights_moments_and_memory_stay(self, verdicts, name):
-        for rank in range(2):
-            found = verdicts[rank][name]
-            assert found["moments"] > 0
-            assert found["unchanged"] == {"weights": True, "own": True, "states": True, "model": True}
-            assert (found["states"] > 0) == ("streams" in name)
+        assert_everything_stays(verdicts, name)
 
     def test_the_run_goes_on_as_if_the_step_had_not_been(self, verdicts, name):
-        for rank in range(2):
-            found = verdicts[rank][name]
-            assert found["moved later"]
-            assert found["finite"]
-            assert all(found["as if the step had not been"].values())
-        assert verdicts[0][name]["checksum"] == verdicts[1][name]["checksum"]
+        assert_the_run_goes_on(verdicts, name)
+
+
+@pytest.mark.slow
+def test_every_stage_of_zero(tmp_path):
+    verdicts = verdicts_of(tmp_path, GRID)
+    for name in GRID:
+        assert_all_ranks_agree(verdicts, name)
+        assert_everything_stays(verdicts, name)
+        assert_the_run_goes_on(verdicts, name)
 
 
 def test_gathering_shards(tmp_path):

@@ -47,8 +47,7 @@ MODEL = {
     ],
 }
 STREAMS = {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}}
-VALIDATED = {"evaluation": {"every": 2}}
-"""A validation falls between the halves, and some into each."""
+VALIDATED = {"evaluation": {"every": 1}}
 LAYOUTS = {
     "tp1": (1, {}),
     "tp2": (2, {"parallel": {"tp": 2}}),
@@ -68,13 +67,12 @@ LAYOUTS = {
 
 
 MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
-QUICK = ("tp1", "tp2-streams", "pp2-tied", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
+QUICK = ("tp1", "tp2-streams", "pp2-tied", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
 FORMS = {
     "short": Form(
-        3, 2, QUICK,
+        2, 2, QUICK,
         (
-            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp2-dp2-zero1"),
-            ("tp2-dp2-zero1", "tp1"),
+            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp1"),
         ),
     ),
     "full": Form(10, 5, tuple(LAYOUTS), tuple((source, target) for source in MOVES for target in MOVES)),

@@ -34,7 +34,7 @@ def config(data, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named(config, tmp_path, stopped):
     survivor = 1 - stopped
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
@@ -62,7 +62,7 @@ PIPELINE = ("parallel.tp=1", "parallel.pp=2")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_stage_is_named(config, tmp_path, stopped):
     survivor = 1 - stopped
     with Job(tmp_path / "job", 2, command, "train", str(config), *PIPELINE) as job:

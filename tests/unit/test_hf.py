@@ -132,7 +132,9 @@ class TestGeneration:
     @pytest.mark.parametrize("keep", [1, 7, 8, 9, 20])
     def test_logits_of_the_last_tokens_across_chunks(self, model, keep):
         whole = logits(model, ids())
-        assert torch.equal(logits(model, ids(), logits_to_keep=keep), whole[:, -keep:])
+        kept = logits(model, ids(), logits_to_keep=keep)
+        # a product of fewer rows may add up in another order
+        torch.testing.assert_close(kept, whole[:, -keep:], rtol=1e-5, atol=1e-6)
 
     def test_the_state_of_a_bounded_memory_does_not_grow(self):
         model = make(memory=MODEL["memory"][:1])
