@@ -21,7 +21,7 @@ from megamem.memory.block_attention import (
     resolve_block,
 )
 from megamem.ops.attention import Past, attention
-from megamem.ops.rotary import rotary_tables, run_tables
+from megamem.ops.rotary import position_tables
 from megamem.parallel.linears import Linears
 
 
@@ -105,11 +105,7 @@ class FullAttention(AttentionProjections):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         tokens = query.shape[0]
-        if len(set(chunk.starts)) == 1:
-            tables = run_tables(chunk.starts[0], tokens, self.width, self.theta, query.dtype, query.device)
-        else:
-            positions = torch.arange(tokens, device=query.device)[:, None] + to_device(chunk.starts, query.device)
-            tables = rotary_tables(positions, self.width, self.theta, query.dtype)
+        tables = position_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
         query, key = (self.turn(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]

@@ -14,19 +14,19 @@ import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
-from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype
+from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach
 from megamem.memory.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.blocks import Span
 from megamem.memory.queue import entry_counts, gated, push, queued, readable
 from megamem.ops.attention import Past, past_attention
 from megamem.ops.nearest import nearest, nearest_attention
+from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
 INITIAL_SCALE = 20.0
@@ -101,11 +101,6 @@ class MemorizingAttentionConfig(MixerConfig):
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> MemorizingAttention:
         """See `MixerConfig.build`."""
         return MemorizingAttention(self, model, linears)
-
-
-def unit(x: Tensor) -> Tensor:
-    """x / |x| over the last axis, the length taken in float32."""
-    return F.normalize(x.to(state_dtype(x.dtype)), dim=-1).to(x.dtype)
 
 
 class MemorizingAttention(BlockAttention):

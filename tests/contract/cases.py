@@ -23,7 +23,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     queries_per_key: int = 1
     core: bool = True
-    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it."""
+    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it. One
+    for each way of keeping a state: matrix memories are one family, and Memory Caching brings Titans with it."""
 
     @property
     def id(self) -> str:
@@ -115,6 +116,95 @@ ALL_CASES = [
         "long",
         {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2, "long_gate_init": -1.0},
         queries_per_key=2,
+    ),
+    Case("linear_attention", "plain", core=False),
+    Case("linear_attention", "positive", {"features": "elu", "convolution": 1, "output_gate": False}, core=False),
+    Case(
+        "linear_attention",
+        "grouped",
+        {"convolution": 3, "inner_chunk": 3, "expand_v": 2},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case("retnet", "wide", {"convolution": 3}, core=False),
+    Case("retnet", "grouped", {"inner_chunk": 3, "convolution": 2, "expand_v": 1}, queries_per_key=2, core=False),
+    Case("delta_net", "plain", core=False),
+    Case("delta_net", "wide", {"inner_chunk": 3, "expand_v": 2, "output_gate": False}, core=False),
+    Case("delta_net", "gated", {"decay": True, "inner_chunk": 5, "convolution": 2}, queries_per_key=2),
+    Case("ssd", "plain", core=False),
+    Case("ssd", "grouped", {"inner_chunk": 3, "expand_v": 2}, queries_per_key=2, core=False),
+    Case("dla", "plain", {"inner_chunk": 8, "max_rate": 0.01}, core=False),
+    Case(
+        "dla",
+        "matrix",
+        {"network": "linear", "start": "zero", "residual": False, "rate": "fixed", "inner_chunk": 2},
+        core=False,
+    ),
+    Case("dla", "decay", {"decay": True, "inner_chunk": 4, "expansion": 2}, queries_per_key=2, core=False),
+    Case("titans", "paper", {"inner_chunk": 4, "expansion": 2, "max_rate": 0.05}, queries_per_key=2, core=False),
+    Case("titans", "matrix", {"inner_chunk": 8, "network": "linear", "normalize": False, "max_rate": 0.02}, core=False),
+    Case(
+        "titans",
+        "no_momentum",
+        {"inner_chunk": 1, "momentum": False, "output_gate": False, "max_rate": 0.1},
+        core=False,
+    ),
+    Case("titans", "no_decay", {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.05}, core=False),
+    Case(
+        "memory_caching",
+        "titans_gated",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05}, "segment": 4},
+        queries_per_key=2,
+    ),
+    Case(
+        "memory_caching",
+        "dla_soup",
+        {"memory": {"kind": "dla", "inner_chunk": 4, "max_rate": 1.0}, "segment": 8, "combine": "soup"},
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "titans_soup_continued",
+        {
+            "memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.02},
+            "segment": 4,
+            "combine": "soup",
+            "write": "continued",
+            "gate": "sigmoid",
+            "max_chunks": 2,
+        },
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "delta_selective",
+        {"memory": {"kind": "delta_net"}, "segment": 2, "combine": "selective", "router": "query"},
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "retnet_selective",
+        {"memory": {"kind": "retnet", "expand_v": 1}, "segment": 4, "combine": "selective", "top_k": 1, "gate": "raw"},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "linear_residual",
+        {"memory": {"kind": "linear_attention"}, "segment": 4, "combine": "residual", "max_chunks": 1},
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "gated_delta_sum",
+        {
+            "memory": {"kind": "delta_net", "decay": True},
+            "segment": 8,
+            "pooling": "sum",
+            "gate": "sigmoid",
+            "write": "continued",
+        },
+        core=False,
     ),
 ]
 

@@ -3,11 +3,11 @@
 import importlib.util
 
 from megamem.config.registry import mixer_kinds
-from tests.contract.cases import CASES
+from tests.contract.cases import ALL_CASES
 
 
 def test_every_registered_mixer_has_a_case():
-    missing = set(mixer_kinds()) - {case.kind for case in CASES}
+    missing = set(mixer_kinds()) - {case.kind for case in ALL_CASES}
     assert not missing, f"add cases for {sorted(missing)} to tests/contract/cases.py"
 
 
@@ -17,8 +17,8 @@ def test_every_registered_mixer_has_an_oracle():
 
 
 def test_case_names_are_unique():
-    assert len({case.id for case in CASES}) == len(CASES)
+    assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
 
 
 def test_cases_build_the_mixer_they_name():
-    assert all(case.model().mixer_at(0).kind == case.kind for case in CASES)
+    assert all(case.model().mixer_at(0).kind == case.kind for case in ALL_CASES)

@@ -7,13 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory import Network, Pace, deep_memory, gelu_slope
+from megamem.ops.deep_memory import Pace, Weights, deep_memory, gelu_slope, read_memory
 
 BATCH, HEADS, GROUPS, WIDTH, INNER = 2, 2, 2, 5, 7
-FORMS = {"dla": ("dot", False, False), "dla, decay": ("dot", True, False), "titans": ("l2", True, True)}
+FORMS = {
+    "dla": ("dot", False, False),
+    "dla, decay": ("dot", True, False),
+    "titans": ("l2", True, True),
+    "l2, no momentum": ("l2", True, False),
+}
+NETWORKS = {
+    "network": [(INNER, WIDTH), (WIDTH, INNER)],
+    "matrix": [(WIDTH, WIDTH)],
+}
 
 
-def drawn(tokens: int, decay: bool, momentum: bool) -> tuple[dict[str, Tensor], Network, Network | None, Pace]:
+def drawn(tokens: int, form: str, network: str) -> tuple[dict[str, Tensor], Weights, Weights | None, Pace]:
+    _, decay, momentum = FORMS[form]
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -22,49 +32,50 @@ def drawn(tokens: int, decay: bool, momentum: bool) -> tuple[dict[str, Tensor], 
     def share() -> Tensor:
         return torch.rand(BATCH, HEADS, tokens, dtype=torch.float64, generator=generator)
 
+    def matrices() -> Weights:
+        return tuple(normal(BATCH, HEADS, *shape) / 2 for shape in NETWORKS[network])
+
     inputs = {
         "query": normal(BATCH, HEADS, GROUPS, tokens, WIDTH),
         "key": F.normalize(normal(BATCH, HEADS, tokens, WIDTH), dim=-1),
         "value": normal(BATCH, HEADS, tokens, WIDTH),
     }
-
-    def network() -> Network:
-        return Network(normal(BATCH, HEADS, INNER, WIDTH) / 2, normal(BATCH, HEADS, WIDTH, INNER) / 2)
-
     pace = Pace(
         0.05 * share(),  # larger ones make the inner training diverge
         (0.8 + 0.2 * share()).log() if decay else None,
         (0.5 + 0.4 * share()).log() if momentum else None,
     )
-    return inputs, network(), network() if momentum else None, pace
+    return inputs, matrices(), matrices() if momentum else None, pace
 
 
-def loop(query, key, value, network, momentum, pace, loss, inner):
+def answer(weights, x, residual):
+    """M(x) of one vector."""
+    read = weights[-1] @ (x if len(weights) == 1 else F.gelu(weights[0] @ x))
+    return x + read if residual else read
+
+
+def loop(query, key, value, weights, momentum, pace, loss, inner, residual):
     """One token, one head at a time; gradients at the weights of the inner chunk's start."""
     tokens = key.shape[2]
     reads = torch.zeros(BATCH, HEADS, GROUPS, tokens, WIDTH, dtype=torch.float64)
     ends = []
     for b in range(BATCH):
         for h in range(HEADS):
-            weights = [network.up[b, h], network.down[b, h]]
-            carried = (
-                [torch.zeros_like(w) for w in weights] if momentum is None else [momentum.up[b, h], momentum.down[b, h]]
-            )
+            now = [matrix[b, h] for matrix in weights]
+            carried = [torch.zeros_like(w) for w in now] if momentum is None else [m[b, h] for m in momentum]
             for t in range(tokens):
                 if t % inner == 0:
-                    start = [w.detach().clone().requires_grad_() for w in weights]
-                predicted = key[b, h, t] + start[1] @ F.gelu(start[0] @ key[b, h, t])
-                target = value[b, h, t]
+                    start = [w.detach().clone().requires_grad_() for w in now]
+                predicted, target = answer(start, key[b, h, t], residual), value[b, h, t]
                 wrong = -(predicted @ target) if loss == "dot" else (predicted - target).square().sum()
                 steps = torch.autograd.grad(wrong, start)
                 e = 0.0 if pace.log_momentum is None else pace.log_momentum[b, h, t].exp()
                 a = 1.0 if pace.log_decay is None else pace.log_decay[b, h, t].exp()
                 carried = [e * s - pace.rate[b, h, t] * g for s, g in zip(carried, steps, strict=True)]
-                weights = [a * w + s for w, s in zip(weights, carried, strict=True)]
+                now = [a * w + s for w, s in zip(now, carried, strict=True)]
                 for g in range(GROUPS):
-                    q = query[b, h, g, t]
-                    reads[b, h, g, t] = q + weights[1] @ F.gelu(weights[0] @ q)
-            ends.append((weights, carried))
+                    reads[b, h, g, t] = answer(now, query[b, h, g, t], residual)
+            ends.append((now, carried))
     return reads, ends
 
 
@@ -72,67 +83,83 @@ def cut(pace: Pace, part: slice) -> Pace:
     return Pace(*(None if x is None else x[..., part] for x in pace))
 
 
+def agree(found, exact, tolerance):
+    torch.testing.assert_close(found, exact, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "plain"])
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inner", [1, 4, 16])
-def test_it_is_the_token_by_token_loop(form: str, inner: int) -> None:
+def test_it_is_the_token_by_token_loop(form: str, inner: int, network: str, residual: bool) -> None:
     """1e-10: 37 tokens, weights of the order of one."""
-    loss, decay, momentum = FORMS[form]
-    inputs, network, carried, pace = drawn(37, decay, momentum)
-    exact, ends = loop(**inputs, network=network, momentum=carried, pace=pace, loss=loss, inner=inner)
+    loss = FORMS[form][0]
+    inputs, weights, carried, pace = drawn(37, form, network)
+    exact, ends = loop(
+        **inputs, weights=weights, momentum=carried, pace=pace, loss=loss, inner=inner, residual=residual
+    )
     reads = []
     for begin in range(0, 37, inner):
         part = slice(begin, begin + inner)
-        read, network, carried = deep_memory(
-            *(inputs[name][..., part, :] for name in ("query", "key", "value")), network, carried, cut(pace, part), loss
-        )
+        tokens = (inputs[name][..., part, :] for name in ("query", "key", "value"))
+        read, weights, carried = deep_memory(*tokens, weights, carried, cut(pace, part), loss, residual)
         reads.append(read)
-    torch.testing.assert_close(torch.cat(reads, dim=3), exact, rtol=0, atol=1e-10)
-    for place, (weights, momenta) in enumerate(ends):
+    agree(torch.cat(reads, dim=3), exact, 1e-10)
+    for place, (last, momenta) in enumerate(ends):
         b, h = divmod(place, HEADS)
-        torch.testing.assert_close(network.up[b, h], weights[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(network.down[b, h], weights[1], rtol=0, atol=1e-10)
-        if carried is not None:
-            torch.testing.assert_close(carried.up[b, h], momenta[0], rtol=0, atol=1e-10)
-            torch.testing.assert_close(carried.down[b, h], momenta[1], rtol=0, atol=1e-10)
+        for ours, theirs in zip(weights, last, strict=True):
+            agree(ours[b, h], theirs, 1e-10)
+        for ours, theirs in zip(carried or (), momenta, strict=carried is not None):
+            agree(ours[b, h], theirs, 1e-10)
+    for b, h, g, t in [(0, 1, 0, 3), (1, 0, 1, 36)]:  # weights that stay answer as the last ones do
+        query = inputs["query"]
+        agree(
+            read_memory(query, weights, residual)[b, h, g, t],
+            answer(ends[2 * b + h][0], query[b, h, g, t], residual),
+            1e-10,
+        )
 
 
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("form", FORMS)
-def test_an_inner_chunk_may_be_read_in_parts(form: str) -> None:
+def test_an_inner_chunk_may_be_read_in_parts(form: str, network: str) -> None:
     """As decoding does: the tokens before wait, with their keys and values."""
-    loss, decay, momentum = FORMS[form]
-    inputs, network, carried, pace = drawn(9, decay, momentum)
+    loss = FORMS[form][0]
+    inputs, weights, carried, pace = drawn(9, form, network)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    whole, after, _ = deep_memory(query, key, value, network, carried, pace, loss)
+    whole, after, _ = deep_memory(query, key, value, weights, carried, pace, loss)
     for tokens in range(1, 10):
         so_far = slice(0, tokens)
         read, last, _ = deep_memory(
-            query[..., tokens - 1 : tokens, :], key[..., so_far, :], value[..., so_far, :], network, carried,
+            query[..., tokens - 1 : tokens, :], key[..., so_far, :], value[..., so_far, :], weights, carried,
             cut(pace, so_far), loss,
         )  # fmt: skip
-        torch.testing.assert_close(read, whole[..., tokens - 1 : tokens, :], rtol=0, atol=1e-12)
-    torch.testing.assert_close(last.up, after.up, rtol=0, atol=1e-12)
+        agree(read, whole[..., tokens - 1 : tokens, :], 1e-12)
+    agree(last[0], after[0], 1e-12)
 
 
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_that_are_not_seen_leave_no_trace(form: str) -> None:
-    loss, decay, momentum = FORMS[form]
-    inputs, network, carried, pace = drawn(8, decay, momentum)
+def test_tokens_that_are_not_seen_leave_no_trace(form: str, network: str) -> None:
+    loss = FORMS[form][0]
+    inputs, weights, carried, pace = drawn(8, form, network)
     seen = torch.ones_like(pace.rate)
     seen[..., :3] = 0
     hidden = Pace(*(None if x is None else x * seen for x in pace[:3]), seen)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     alone = slice(3, None)
     expected = deep_memory(
-        query[..., alone, :], key[..., alone, :], value[..., alone, :], network, carried, cut(pace, alone), loss
+        query[..., alone, :], key[..., alone, :], value[..., alone, :], weights, carried, cut(pace, alone), loss
     )
-    found = deep_memory(query[..., alone, :], key, value, network, carried, hidden, loss)
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found[1].down, expected[1].down, rtol=0, atol=1e-12)
-    if momentum:
-        torch.testing.assert_close(found[2].up, expected[2].up, rtol=0, atol=1e-12)
+    found = deep_memory(query[..., alone, :], key, value, weights, carried, hidden, loss)
+    agree(found[0], expected[0], 1e-12)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        agree(ours, theirs, 1e-12)
+    for ours, theirs in zip(found[2] or (), expected[2] or (), strict=True):
+        agree(ours, theirs, 1e-12)
 
 
 def test_slope_is_gelu_s_derivative() -> None:
     x = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
     (exact,) = torch.autograd.grad(F.gelu(x).sum(), x)
-    torch.testing.assert_close(gelu_slope(x), exact, rtol=0, atol=1e-14)
+    agree(gelu_slope(x), exact, 1e-14)

@@ -1,0 +1,282 @@
+"""Memory Caching (paper 004): a recurrent memory whose states at the ends of segments are kept and read beside it.
+
+    residual   y_t = M_t(q_t) + sum_i M^(i)(q_t)                                           (equation 7)
+    gated      y_t = g_t M_t(q_t) + sum_i g_t^(i) M^(i)(q_t)                               (8)
+    soup       y_t = M*(q_t), each matrix of M* being g_t W_t + sum_i g_t^(i) W^(i)        (13)
+    selective  as gated, over the open segment and the `top_k` kept ones of highest score  (15)
+    g^(i) = softmax over segments of u_t . pool_i, pool the mean of a segment's keys; of the open one, of those so far
+
+Segments begin with the document. Kept memories stand in a growing list, one entry per chunk, and are never copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.cost import Flops, product
+from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
+from megamem.config.registry import mixer_kinds, register_mixer
+from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
+from megamem.memory.blocks import Span, spans
+from megamem.memory.recurrent import Inputs, RecurrentConfig, RecurrentMixer
+from megamem.memory.segments import Segments, gate_shares
+from megamem.ops.kept_memory import selected_answer
+from megamem.parallel.linears import Linears, normal
+
+
+@register_mixer
+class MemoryCachingConfig(MixerConfig):
+    """Memory Caching: keep a recurrent memory's states at the ends of segments, and read them all, or some."""
+
+    kind: Literal["memory_caching"] = "memory_caching"
+    """`memory_caching`"""
+    memory: AnyMixer
+    """The recurrent memory: linear_attention, retnet, delta_net, dla or titans, with its own fields."""
+    combine: Literal["residual", "gated", "soup", "selective"] = "gated"
+    """How kept memories take part: their answers are summed; summed with gates; their weights are mixed before a query
+    reads them; or only the answers of the `top_k` most fitting are summed with gates."""
+    segment: PositiveInt = 256
+    """Tokens after which the memory's state is kept. Divides model.chunk_size."""
+    gate: Literal["softmax", "sigmoid", "raw"] = "softmax"
+    """What becomes of the scores: a softmax over kept segments and the open one, sigmoids, or nothing."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """How a segment's keys become the vector that scores are made with."""
+    router: Literal["own", "query"] = "own"
+    """The other vector: a projection of the token, or its query."""
+    write: Literal["independent", "continued"] = "independent"
+    """Whether each segment starts from a fresh memory, or from the one that the segment before it ended with."""
+    top_k: PositiveInt = 2
+    """Kept memories that a token reads with `selective`."""
+    max_chunks: PositiveInt | None = None
+    """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
+
+    @property
+    def recurrent(self) -> RecurrentConfig:
+        """The memory's configuration. Raises ValueError for a mixer that cannot be kept."""
+        if not isinstance(self.memory, RecurrentConfig) or not self.memory.cacheable:
+            valid = [kind for kind, c in mixer_kinds().items() if issubclass(c, RecurrentConfig) and c.cacheable]
+            raise ValueError(f"memory {self.memory.kind} is no memory that can be kept; valid: {', '.join(valid)}")
+        return self.memory
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        self.recurrent.check(model)
+        if model.chunk_size % self.segment:
+            raise ValueError(f"segment {self.segment} does not divide model.chunk_size {model.chunk_size}")
+        if self.segment % self.recurrent.block():
+            raise ValueError(f"segment {self.segment} is no multiple of memory.inner_chunk {self.recurrent.block()}")
+
+    def kept_specs(self, model: ModelConfig, memories: int | str, kind: Any = "memory") -> dict[str, TensorSpec]:
+        """The end of `memories` segments: their weights, pooled keys, and whether the row's segment ended there."""
+        shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.head,)}
+        specs = {
+            name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
+            for name, shape in shapes.items()
+        }
+        return {**specs, "filled": TensorSpec(("batch", memories), "float32", kind=kind)}
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """The open memory and the sum of its segment's keys, the kept ones by chunk, and those of the open chunk."""
+        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment), self.max_chunks)
+        waiting = self.kept_specs(model, "open", "open")
+        return {
+            **self.recurrent.state_specs(model),
+            "key_sum": TensorSpec(("batch", "kv_heads", model.head), "float32", shard="kv_heads"),
+            "kept": kept,
+            **{f"closed_{name}": spec for name, spec in waiting.items()},
+        }
+
+    @property
+    def routed(self) -> bool:
+        """Whether scores are made with a projection of their own."""
+        return self.combine != "residual" and self.router == "own"
+
+    def projection_parameters(self, model: ModelConfig) -> int:
+        """The memory's, and the router's."""
+        router = model.hidden_size * model.heads * model.head if self.routed else 0
+        return self.recurrent.projection_parameters(model) + router
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """The memory's."""
+        return self.recurrent.extra_parameters(model)
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """The memory's; `memory_routing`, the scores, and `memory_caching`, what the kept ones answer.
+
+        Each token reads all segments before its own, within reach; with `selective` `top_k` of them at most.
+        """
+        begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
+        parts = self.recurrent.memory_flops(model, sequence_length, causal, begun)
+        segments = range(-(-sequence_length // self.segment))
+        per_chunk = model.chunk_size // self.segment
+        within = [
+            s if self.max_chunks is None else min(s, s % per_chunk + self.max_chunks * per_chunk) for s in segments
+        ]
+        read = [min(count, self.top_k) for count in within] if self.combine == "selective" else within
+        sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
+        if self.combine != "residual":
+            parts["memory_routing"] = product(2 * model.heads * model.head * sum(within) / len(segments))
+        parts["memory_caching"] = product(2 * model.heads * sizes * sum(read) / len(segments))
+        return parts
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> MemoryCaching:
+        """See `MixerConfig.build`."""
+        return MemoryCaching(self, model, linears, layer)
+
+
+class MemoryCaching(Mixer):
+    """A recurrent memory, and what it was at the end of each segment."""
+
+    def __init__(self, config: MemoryCachingConfig, model: ModelConfig, linears: Linears, layer: int) -> None:
+        memory = config.recurrent.build(model, linears, layer)
+        assert isinstance(memory, RecurrentMixer)
+        super().__init__(config.state_specs(model), memory.sizes, linears.tp_size)
+        self.config = config
+        self.linears = linears
+        self.memory = memory
+        self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
+        self.per_chunk = model.chunk_size // config.segment
+        # a mixture of weights is read matrix by matrix, and so within one block of the memory
+        self.step = config.recurrent.block() if config.combine == "soup" else config.segment
+        self.router = None
+        if config.routed:
+            self.router = linears.column(model.hidden_size, model.heads * model.head, normal(model.init_std))
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        x = self.linears.enter(hidden)
+        inputs, after = self.memory.inputs(x, state, chunk)
+        state = {**state, **after}
+        asking = inputs.query
+        if self.router is not None:
+            own = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
+            asking = own.unflatten(1, (-1, self.memory.groups))
+        reads = []
+        for span in spans(chunk.starts, inputs.tokens, self.step):
+            part = slice(span.begin, span.end)
+            read, state = self._read(inputs.part(part), asking[..., part, :], state, span)
+            reads.append(read)
+        read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
+        return self.memory.finish(read, x), state, {}
+
+    def _read(self, inputs: Inputs, asking: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
+        """Tokens within one segment of each row."""
+        here = Span(span.begin, span.end, span.starts, self.config.segment)
+        kept = self._kept(state, here)
+        key_sums = state["key_sum"][:, :, None] + inputs.key.to(state["key_sum"].dtype).cumsum(2)
+        pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in here.phases])
+        own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.config)
+        chunk = Chunk(here.starts)
+        if self.config.combine == "soup":
+
+            def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
+                return own * answered + sum(
+                    self.memory.product(matrix, x, part.weights, share)
+                    for part, share in zip(kept, shares, strict=True)
+                )
+
+            read, memory = self.memory.recur(inputs, state, chunk, join)
+        else:
+            read, memory = self.memory.recur(inputs, state, chunk)
+            read = own * read + sum(
+                self._answer(inputs.query.to(read.dtype), part.weights, share)
+                for part, share in zip(kept, shares, strict=True)
+            )
+        state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
+        return read, self._close(state, here) if any(here.closing) else state
+
+    def _answer(self, query: Tensor, weights: tuple[Tensor, ...], shares: Tensor) -> Tensor:
+        """Of kept memories; with `selective` only what the router chose is computed."""
+        if self.config.combine == "selective":
+            return selected_answer(self.memory.answer, query, weights, shares, shares != 0)
+        return self.memory.answer(query, weights, shares)
+
+    def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
+        """Means of keys from their sums [batch, heads, tokens, width] and counts per row and token; or the sums."""
+        if self.config.pooling == "sum":
+            return key_sums
+        return key_sums / to_device(counts, key_sums.device, key_sums.dtype)[:, None, :, None]
+
+    def _kept(self, state: State, span: Span) -> list[Segments]:
+        """Kept memories that some row may read, newest last, with those each row may."""
+        reach = [self._reach(start) for start in span.starts]
+        columns = max(reach) * self._grids(span)
+        parts: list[Segments] = []
+        newer = state["closed_filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
+        limit = to_device(reach, newer.device, newer.dtype)[:, None]
+        waiting = {name: state[f"closed_{name}"] for name in self.names}
+        for entry in (waiting, *reversed(state["kept"])):
+            if columns <= 0:
+                break
+            filled = entry["filled"].detach()
+            if not filled.shape[1]:
+                continue
+            columns -= filled.shape[1]
+            from_here = filled.flip(1).cumsum(1).flip(1) + newer
+            visible = (filled > 0.5) & (from_here < limit + 0.5)
+            newer = from_here[:, :1]
+            weights = tuple(entry[name] for name in self.names[:-2])
+            parts.append(Segments(weights, entry["pool"], visible))
+        return parts[::-1]
+
+    def _grids(self, span: Span) -> int:
+        """How many different grids of segments the rows have: so many columns may be written per segment."""
+        return len({start % self.config.segment for start in span.starts})
+
+    def _reach(self, start: int) -> int:
+        """How many segments before its open one a row at position `start` may read."""
+        if start <= 0:
+            return 0
+        if self.config.max_chunks is None:
+            return start // self.config.segment
+        chunk = self.config.segment * self.per_chunk
+        return min(start, start % chunk + self.config.max_chunks * chunk) // self.config.segment
+
+    def _close(self, state: State, span: Span) -> State:
+        """Keep the memory of rows whose segment ends, and begin their next one."""
+        closing = to_device(span.closing, state["key_sum"].device, torch.bool)
+        pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(span.closing))
+        new = [*(x[:, :, None] for x in self.memory.snapshot(state)), pool]
+        if not all(span.closing):  # nothing is kept of other rows
+            new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
+        columns = {
+            name: torch.cat((state[f"closed_{name}"], column), dim=2)
+            for name, column in zip(self.names[:-1], new, strict=True)
+        }
+        filled = closing.to(state["closed_filled"].dtype)[:, None]
+        columns["filled"] = torch.cat((state["closed_filled"], filled), dim=1)
+        kept = list(state["kept"])
+        if columns["filled"].shape[1] == self.per_chunk:
+            kept.append(columns)
+            columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
+        state = {**state, **{f"closed_{name}": tensor for name, tensor in columns.items()}}
+        state["kept"] = self._bounded(kept, span)
+        renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
+        if self.config.write == "independent":
+            renewed |= self._fresh(state)
+        for name, fresh in renewed.items():
+            rows = closing.view(-1, *[1] * (fresh.ndim - 1))
+            state[name] = fresh if all(span.closing) else torch.where(rows, fresh, state[name])
+        return state
+
+    def _fresh(self, state: State) -> State:
+        """The memory as a document starts with it; the convolutions' tokens before it stay."""
+        return {
+            name: torch.zeros_like(state[name])
+            for name, spec in self.memory.specs.items()
+            if isinstance(spec, TensorSpec) and spec.kind == "memory" and not name.startswith("before_")
+        }
+
+    def _bounded(self, kept: list[dict[str, Tensor]], span: Span) -> list[dict[str, Tensor]]:
+        """The entries within some row's reach; rows on grids of their own each fill columns of theirs."""
+        reach = max(self._reach(end) for end in span.ends) * self._grids(span)
+        needed = -(-reach // self.per_chunk)
+        return kept[max(len(kept) - needed, 0) :]
+
+
+def _axis(name: str) -> int:
+    return 1 if name == "filled" else 2

@@ -1,0 +1,119 @@
+"""Deep memories, one token and one head at a time, the inner gradients by autograd.
+
+M(x) = x + W1 gelu(W2 x) or x + W x. Gradients are taken at the weights of the inner chunk's start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.contract.oracles import recurrence
+from tests.contract.oracles.common import Answer, columns
+
+
+def gelu(vector: Tensor) -> Tensor:
+    return vector * 0.5 * (1 + torch.erf(vector / math.sqrt(2)))
+
+
+@dataclass
+class Network:
+    """Matrices and momentum now, and at the start of the open inner chunk."""
+
+    now: list[Tensor]
+    carried: list[Tensor]
+    first: list[Tensor]
+    first_carried: list[Tensor]
+
+
+class Memory:
+    """Networks of all heads."""
+
+    def __init__(self, mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> None:
+        self.mixer, self.model, self.weights, self.hidden = mixer, model, weights, hidden
+        self.names = ["matrix"] if mixer.network == "linear" else ["up", "down"]
+        self.momentum = getattr(mixer, "momentum", False)
+        wide, width = mixer.expansion * model.head, model.head
+        shapes = {"matrix": (width, width), "up": (wide, width), "down": (width, wide)}
+        self.zeros = [torch.zeros(model.kv, *shapes[name], dtype=torch.float64) for name in self.names]
+        self.starts = self.zeros
+        if mixer.start == "learned":
+            self.starts = [weights[f"start.{name}"] for name in self.names]
+        self.gates: dict[tuple[int, int], dict[str, float]] = {}
+
+    def prepare(self, vector: Tensor, t: int) -> Tensor:
+        return recurrence.unit(vector) if self.mixer.normalize else vector
+
+    ask = prepare
+
+    def begin(self, h: int) -> Network:
+        start, zero = [w[h] for w in self.starts], [w[h] for w in self.zeros]
+        return Network(start, zero, start, zero)
+
+    def token_gates(self, t: int, h: int) -> dict[str, float]:
+        """Rate, decay and momentum of a token and head."""
+
+        def gate(name: str) -> float:
+            projected = self.weights[f"token_gates.{name}.weight.weight"][h] @ self.hidden[t]
+            return recurrence.sigmoid(float(projected + self.weights[f"token_gates.{name}.start"][h]))
+
+        most = self.mixer.max_rate or 1 / self.model.head
+        return {
+            "rate": most if self.mixer.rate == "fixed" else most * gate("rate"),
+            "decay": gate("log_decay") if self.mixer.decay else 1.0,
+            "momentum": gate("log_momentum") if self.momentum else 0.0,
+        }
+
+    def answer(self, weights: list[Tensor], x: Tensor) -> Tensor:
+        read = weights[0] @ x if len(weights) == 1 else weights[1] @ gelu(weights[0] @ x)
+        return x + read if self.mixer.residual else read
+
+    def write(self, memory: Network, t: int, h: int, key: Tensor, value: Tensor) -> Network:
+        if t % self.mixer.inner_chunk == 0:
+            memory = replace(memory, first=memory.now, first_carried=memory.carried)
+        start = [w.clone().requires_grad_() for w in memory.first]
+        predicted = self.answer(start, key)
+        wrong = -(predicted @ value) if self.mixer.kind == "dla" else (predicted - value).square().sum()
+        pace = self.gates[t, h] = self.token_gates(t, h)
+        steps = torch.autograd.grad(wrong, start)
+        carried = [pace["momentum"] * s - pace["rate"] * g for s, g in zip(memory.carried, steps, strict=True)]
+        now = [pace["decay"] * w + s for w, s in zip(memory.now, carried, strict=True)]
+        return replace(memory, now=now, carried=carried)
+
+    def read(self, memory: Network, query: Tensor) -> Tensor:
+        return self.answer(memory.now, query)
+
+    def mixture(self, parts: list[tuple[float, Network]]) -> Network:
+        mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
+        return Network(mixed, [], [], [])
+
+    def kept(self, memory: Network) -> dict[str, Tensor]:
+        return {name: w.T if name == "down" else w for name, w in zip(self.names, memory.now, strict=True)}
+
+    def state(self, memories: list[Network], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        tokens = len(self.hidden)
+        done = tokens - tokens % self.mixer.inner_chunk
+        whole = done == tokens
+        state = {}
+        for i, name in enumerate(self.names):
+            now = [(m.now if whole else m.first)[i] for m in memories]
+            state[name] = torch.stack([w - self.starts[i][h] for h, w in enumerate(now)])[None]
+            if self.momentum:
+                carried = [(m.carried if whole else m.first_carried)[i] for m in memories]
+                state[f"{name}_momentum"] = torch.stack(carried)[None]
+        for name, tensor in (("key", keys), ("value", values)):
+            state[f"open_{name}"] = columns(tensor, done, tokens).permute(1, 2, 0, 3)
+        for name, gate in (("log_decay", "decay"), ("log_momentum", "momentum"), ("rate", "rate")):
+            if name != "rate" and not getattr(self.mixer, gate, False):
+                continue
+            each = [[self.gates[t, h][gate] for t in range(done, tokens)] for h in range(self.model.kv)]
+            found = torch.tensor(each, dtype=torch.float64).reshape(1, self.model.kv, tokens - done)
+            state[f"open_{name}"] = found if name == "rate" else found.log()
+        return state
+
+
+def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    return recurrence.run(mixer, model, weights, hidden, Memory)

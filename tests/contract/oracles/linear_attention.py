@@ -1,0 +1,22 @@
+"""Linear attention, one token and one head at a time: S += f(k) v^T."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.contract.oracles import recurrence
+from tests.contract.oracles.common import Answer
+
+
+class Memory(recurrence.Matrix):
+    def prepare(self, vector: Tensor, t: int) -> Tensor:
+        if self.mixer.features == "identity":
+            return vector
+        return torch.tensor([x + 1 if x > 0 else math.exp(x) for x in vector.tolist()], dtype=torch.float64)
+
+
+def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    return recurrence.run(mixer, model, weights, hidden, Memory)

@@ -1,0 +1,5 @@
+"""Titans: see `deep.py`, which asks the configuration for what differs."""
+
+from tests.contract.oracles.deep import Memory, run
+
+__all__ = ["Memory", "run"]

@@ -1,0 +1,176 @@
+"""Identities of Memory Caching and of the memories it keeps, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.errors import ConfigError
+from megamem.memory.base import Chunk
+from megamem.memory.memory_caching import MemoryCaching
+from megamem.memory.recurrent import RecurrentMixer
+from megamem.ops.kept_memory import selected_answer, shared_networks, shared_product
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+
+CHUNK, TOKENS, ROWS = 16, 48, 2
+LINEAR = {"kind": "linear_attention", "inner_chunk": 4}
+MATRIX = {
+    "kind": "dla", "network": "linear", "start": "zero", "residual": False, "rate": "fixed", "max_rate": 1.0,
+    "normalize": False, "inner_chunk": 4,
+}  # fmt: skip
+TITANS = {"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.02}
+EXACT = 1e-10
+
+
+def model_of(mixer: dict[str, Any]) -> ModelConfig:
+    tree = {
+        "layers": 1, "hidden_size": 16, "heads": 4, "kv_heads": 2, "vocab_size": 32, "chunk_size": CHUNK,
+        "init_std": 0.3, "norm_eps": 1e-30, "mixer": mixer,
+    }  # fmt: skip
+    return parse_config(ModelConfig, tree, "test")
+
+
+def built(mixer: dict[str, Any]) -> Any:
+    model = model_of(mixer)
+    made = model.mixer_at(0).build(model, PlainLinears(), 0)
+    initialize_parameters(made, 1)
+    return made.double()
+
+
+def caching(memory: dict[str, Any], **options: Any) -> MemoryCaching:
+    return built({"kind": "memory_caching", "memory": memory, **options})
+
+
+def hidden() -> Tensor:
+    return torch.randn(TOKENS, ROWS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def output(mixer: Any, calls: int = CHUNK) -> Tensor:
+    x = hidden()
+    state = mixer.initial_state(ROWS, x.device, x.dtype)
+    outputs = []
+    for begin in range(0, TOKENS, calls):
+        made, state, _ = mixer(x[begin : begin + calls], state, Chunk((begin,) * ROWS))
+        outputs.append(made)
+    return torch.cat(outputs)
+
+
+def same_weights(mixer: Any, other: Any) -> Any:
+    """`mixer` with the weights of `other`, as far as it has such."""
+    inner = other.memory if isinstance(other, MemoryCaching) else other
+    target = mixer.memory if isinstance(mixer, MemoryCaching) else mixer
+    assert isinstance(target, RecurrentMixer)
+    target.load_state_dict(inner.state_dict(), strict=False)
+    return mixer
+
+
+def agree(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.abs().max() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("segment", [1, 4, 16])
+def test_residual_caching_of_linear_attention_is_linear_attention(segment: int) -> None:
+    plain = built(LINEAR)
+    cached = same_weights(caching(LINEAR, combine="residual", segment=segment), plain)
+    agree(output(cached), output(plain))
+
+
+@pytest.mark.parametrize("combine", ["residual", "gated", "soup", "selective"])
+@pytest.mark.parametrize("memory", [LINEAR, TITANS], ids=["linear", "titans"])
+def test_one_segment_is_no_caching(combine: str, memory: dict[str, Any]) -> None:
+    plain = built(memory)
+    cached = same_weights(caching(memory, combine=combine, segment=CHUNK), plain)
+    x = hidden()[:CHUNK]
+    states = [mixer.initial_state(ROWS, x.device, x.dtype) for mixer in (cached, plain)]
+    agree(cached(x, states[0], Chunk((0,) * ROWS))[0], plain(x, states[1], Chunk((0,) * ROWS))[0])
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("memory", [LINEAR, MATRIX, {"kind": "delta_net"}], ids=["linear", "dla", "delta"])
+def test_soup_of_matrices_is_gated(memory: dict[str, Any], gate: str) -> None:
+    gated = caching(memory, segment=4, gate=gate)
+    soup = caching(memory, segment=4, gate=gate, combine="soup")
+    soup.load_state_dict(gated.state_dict())
+    agree(output(soup), output(gated))
+
+
+@pytest.mark.parametrize("memory", [LINEAR, TITANS], ids=["linear", "titans"])
+def test_selecting_all_is_gated(memory: dict[str, Any]) -> None:
+    gated = caching(memory, segment=4)
+    selective = caching(memory, segment=4, combine="selective", top_k=TOKENS // 4)
+    selective.load_state_dict(gated.state_dict())
+    agree(output(selective), output(gated))
+
+
+@pytest.mark.parametrize("inner", [1, 4, 16])
+def test_a_matrix_trained_on_the_dot_product_is_linear_attention(inner: int) -> None:
+    """Zero start, rate 1, no decay, no residual, whatever the inner chunk; the norm takes out the scale."""
+    plain = built(LINEAR)
+    agree(output(same_weights(built({**MATRIX, "inner_chunk": inner}), plain)), output(plain))
+
+
+def test_segments_of_one_token_are_attention_to_products() -> None:
+    """softmax over all tokens so far of u . k, times k . q, times v."""
+    cached = caching(LINEAR, segment=1)
+    x = hidden()
+    state = cached.initial_state(ROWS, x.device, x.dtype)
+    inputs, _ = cached.memory.inputs(x, state, Chunk((0,) * ROWS))
+    asking = cached.router(x).unflatten(-1, (-1, 4)).permute(1, 2, 0, 3).unflatten(1, (-1, 2))
+    scores = asking @ inputs.key[:, :, None].mT
+    past = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    shares = scores.masked_fill(~past, -torch.inf).softmax(-1)
+    read = (shares * (inputs.query @ inputs.key[:, :, None].mT)) @ inputs.value[:, :, None]
+    agree(output(cached), cached.memory.finish(read, x))
+
+
+def test_selected_answers_are_those_of_zero_shares() -> None:
+    """Grouped by memory, each with as many rows as it was chosen for; gradients too."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    query, up, down = normal(2, 3, 2, 7, 5), normal(2, 3, 4, 6, 5), normal(2, 3, 4, 6, 5)
+    chosen = torch.rand(2, 3, 2, 7, 4, generator=generator) < 0.3
+    shares = normal(2, 3, 2, 7, 4)
+
+    def networks(x: Tensor, kept: Any, share: Tensor) -> Tensor:
+        return shared_networks(x, *kept, share)
+
+    def matrices(x: Tensor, kept: Any, share: Tensor) -> Tensor:
+        return shared_product(x, kept[0].mT, share)
+
+    for answer in (networks, matrices):
+        found = []
+        for choose in (True, False):
+            masked = shares * chosen
+            kept = (up, down)
+            made = selected_answer(answer, query, kept, masked, chosen) if choose else answer(query, kept, masked)
+            used = (query, up, shares)
+            found.append((made, *torch.autograd.grad(made.square().sum(), used)))
+        for ours, theirs in zip(*found, strict=True):
+            agree(ours, theirs)
+    assert not selected_answer(matrices, query, (up,), shares * 0, chosen & False).any()
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        ({"memory": "attention"}, "memory attention is no memory that can be kept; valid: delta_net, dla"),
+        ({"memory": "ssd"}, "memory ssd is no memory that can be kept"),
+        ({"memory": LINEAR, "segment": 5}, "segment 5 does not divide model.chunk_size 16"),
+        ({"memory": TITANS, "segment": 2}, "segment 2 is no multiple of memory.inner_chunk 4"),
+        ({"memory": {**TITANS, "inner_chunk": 3}, "segment": 4}, "inner_chunk 3 does not divide model.chunk_size 16"),
+        ({"memory": {**TITANS, "start": "zero"}, "segment": 4}, "start zero does not go with network mlp"),
+        ({"memory": {**TITANS, "expand_v": 2}, "segment": 4}, "expand_v"),
+    ],
+)
+def test_bad_options_are_named(mixer: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_of({"kind": "memory_caching", **mixer})
