@@ -20,8 +20,8 @@ from megamem.memory.block_attention import (
     open_specs,
     resolve_block,
 )
+from megamem.memory.blocks import position_tables
 from megamem.ops.attention import Past, attention
-from megamem.ops.rotary import position_tables
 from megamem.parallel.linears import Linears
 
 

@@ -65,13 +65,18 @@ def phase_positions(span: Span, waiting: int, device: torch.device) -> Tensor:
     return columns + to_device(phases, device)
 
 
+def position_tables(starts: tuple[int, ...], tokens: int, width: int, theta: float, like: Tensor) -> Tables:
+    """Rotary tables of `tokens` tokens in rows that begin at `starts`, in the dtype and on the device of `like`."""
+    if len(set(starts)) == 1:
+        return run_tables(starts[0], tokens, width, theta, like.dtype, like.device)
+    positions = torch.arange(tokens, device=like.device)[:, None] + to_device(starts, like.device)
+    return rotary_tables(positions, width, theta, like.dtype)
+
+
 def phase_tables(span: Span, waiting: int, width: int, theta: float, like: Tensor) -> Tables:
     """Rotary tables of `phase_positions`, in the dtype and on the device of `like`."""
-    phases = span.phases
-    if len(set(phases)) == 1:
-        tokens = waiting + span.end - span.begin
-        return run_tables(phases[0] - waiting, tokens, width, theta, like.dtype, like.device)
-    return rotary_tables(phase_positions(span, waiting, like.device), width, theta, like.dtype)
+    starts = tuple(phase - waiting for phase in span.phases)
+    return position_tables(starts, waiting + span.end - span.begin, width, theta, like)
 
 
 def waiting_visible(span: Span, waiting: int, device: torch.device) -> Tensor | None:

@@ -27,6 +27,9 @@ from megamem.ops.kept_memory import shared_networks, shared_product
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, declare, normal
 
+FIRST_DECAY = 4.6
+"""Before the sigmoid: a memory fades by 1 % per token."""
+
 
 class DeepConfig(RecurrentConfig):
     """Fields of every deep memory."""
@@ -48,6 +51,8 @@ class DeepConfig(RecurrentConfig):
     """The weights every document starts from; `zero` is for `linear` alone, as an `mlp` of zeros never learns."""
     normalize: bool = True
     """Divide queries and keys by their lengths."""
+    decay: bool = False
+    """Fade the network's weights at a pace of each token and head."""
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
@@ -59,7 +64,8 @@ class DeepConfig(RecurrentConfig):
 
     def gate_starts(self) -> dict[str, float]:
         """The gates that each token has by projection: their value before the sigmoid at the start."""
-        return {"rate": 0.0} if self.rate == "token" else {}
+        starts = {"rate": 0.0} if self.rate == "token" else {}
+        return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
 
     def token_gates(self) -> int:
         """See `RecurrentConfig.token_gates`."""
@@ -111,6 +117,10 @@ class DeepConfig(RecurrentConfig):
         """See `deep_flops`."""
         return deep_flops(self, model, sequence_length, causal, begun)
 
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
+        """See `MixerConfig.build`."""
+        return DeepMemory(self, model, linears)
+
 
 def deep_flops(
     config: DeepConfig, model: ModelConfig, sequence_length: int, causal: bool, begun: int
@@ -141,7 +151,7 @@ def deep_flops(
         update += Flops(write, 2 * write * momentum)
         # the weights of gradients, two triangles of inner x inner in each head, and of the first momentum
         coefficients = 2 * model.kv * (seen * inner + seen)
-        attention += Flops(coefficients, coefficients * (1 + ("log_decay" in config.gate_starts())))
+        attention += Flops(coefficients, coefficients * (1 + config.decay))
     return {"memory_attention": attention, "memory_retrieval": read, "memory_update": update}
 
 

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megamem.config.model import ModelConfig
 from megamem.config.registry import register_mixer
-from megamem.memory.deep import DeepConfig, DeepMemory
+from megamem.memory.deep import DeepConfig
 from megamem.ops.deep_memory import Loss
-from megamem.parallel.linears import Linears
-
-FIRST_DECAY = 4.6
-"""Before the sigmoid: a memory fades by 1 % per token."""
 
 
 @register_mixer
@@ -25,13 +20,3 @@ class DLAConfig(DeepConfig):
     kind: Literal["dla"] = "dla"
     """`dla`"""
     loss: ClassVar[Loss] = "dot"
-    decay: bool = False
-    """Fade the network's weights at a pace of each token and head."""
-
-    def gate_starts(self) -> dict[str, float]:
-        """See `DeepConfig.gate_starts`."""
-        return {**super().gate_starts(), **({"log_decay": FIRST_DECAY} if self.decay else {})}
-
-    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
-        """See `MixerConfig.build`."""
-        return DeepMemory(self, model, linears)

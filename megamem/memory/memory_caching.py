@@ -90,6 +90,14 @@ class MemoryCachingConfig(MixerConfig):
             **{f"closed_{name}": spec for name, spec in waiting.items()},
         }
 
+    def reach(self, start: int, chunk_size: int) -> int:
+        """How many segments before its open one a row at position `start` may read."""
+        if start <= 0:
+            return 0
+        if self.max_chunks is None:
+            return start // self.segment
+        return min(start, start % chunk_size + self.max_chunks * chunk_size) // self.segment
+
     @property
     def routed(self) -> bool:
         """Whether scores are made with a projection of their own."""
@@ -112,10 +120,7 @@ class MemoryCachingConfig(MixerConfig):
         begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
         parts = self.recurrent.memory_flops(model, sequence_length, causal, begun)
         segments = range(-(-sequence_length // self.segment))
-        per_chunk = model.chunk_size // self.segment
-        within = [
-            s if self.max_chunks is None else min(s, s % per_chunk + self.max_chunks * per_chunk) for s in segments
-        ]
+        within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "selective" else within
         sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
         if self.combine != "residual":
@@ -203,7 +208,7 @@ class MemoryCaching(Mixer):
 
     def _kept(self, state: State, span: Span) -> list[Segments]:
         """Kept memories that some row may read, newest last, with those each row may."""
-        reach = [self._reach(start) for start in span.starts]
+        reach = [self.config.reach(start, self.sizes["chunk"]) for start in span.starts]
         columns = max(reach) * self._grids(span)
         parts: list[Segments] = []
         newer = state["closed_filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
@@ -226,15 +231,6 @@ class MemoryCaching(Mixer):
     def _grids(self, span: Span) -> int:
         """How many different grids of segments the rows have: so many columns may be written per segment."""
         return len({start % self.config.segment for start in span.starts})
-
-    def _reach(self, start: int) -> int:
-        """How many segments before its open one a row at position `start` may read."""
-        if start <= 0:
-            return 0
-        if self.config.max_chunks is None:
-            return start // self.config.segment
-        chunk = self.config.segment * self.per_chunk
-        return min(start, start % chunk + self.config.max_chunks * chunk) // self.config.segment
 
     def _close(self, state: State, span: Span) -> State:
         """Keep the memory of rows whose segment ends, and begin their next one."""
@@ -273,7 +269,7 @@ class MemoryCaching(Mixer):
 
     def _bounded(self, kept: list[dict[str, Tensor]], span: Span) -> list[dict[str, Tensor]]:
         """The entries within some row's reach; rows on grids of their own each fill columns of theirs."""
-        reach = max(self._reach(end) for end in span.ends) * self._grids(span)
+        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in span.ends) * self._grids(span)
         needed = -(-reach // self.per_chunk)
         return kept[max(len(kept) - needed, 0) :]
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from megamem.config.model import ModelConfig
 from megamem.config.registry import register_mixer
 from megamem.memory.base import Chunk, state_dtype, to_device
+from megamem.memory.blocks import position_tables
 from megamem.memory.matrix_memory import MatrixConfig, MatrixMixer
-from megamem.ops.rotary import position_tables, turn
+from megamem.ops.rotary import turn
 from megamem.parallel.linears import Linears
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megamem.config.model import ModelConfig
 from megamem.config.registry import register_mixer
-from megamem.memory.deep import DeepConfig, DeepMemory
-from megamem.memory.dla import FIRST_DECAY
+from megamem.memory.deep import DeepConfig
 from megamem.ops.deep_memory import Loss
-from megamem.parallel.linears import Linears
 
 FIRST_MOMENTUM = 0.0
 """Before the sigmoid: half of a step's direction goes on in the next."""
@@ -34,8 +31,6 @@ class TitansConfig(DeepConfig):
     def gate_starts(self) -> dict[str, float]:
         """See `DeepConfig.gate_starts`."""
         starts = super().gate_starts()
-        if self.decay:
-            starts["log_decay"] = FIRST_DECAY
         if self.momentum:
             starts["log_momentum"] = FIRST_MOMENTUM
         return starts
@@ -43,7 +38,3 @@ class TitansConfig(DeepConfig):
     def has_momentum(self) -> bool:
         """See `DeepConfig.has_momentum`."""
         return self.momentum
-
-    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
-        """See `MixerConfig.build`."""
-        return DeepMemory(self, model, linears)

@@ -31,17 +31,6 @@ def run_tables(first: int, tokens: int, width: int, theta: float, dtype: torch.d
         return rotary_tables(positions, width, theta, dtype)
 
 
-def position_tables(starts: tuple[int, ...], tokens: int, width: int, theta: float, like: Tensor) -> Tables:
-    """Tables of `tokens` tokens in rows that begin at positions `starts`, in the dtype and on the device of `like`."""
-    if len(set(starts)) == 1:
-        return run_tables(starts[0], tokens, width, theta, like.dtype, like.device)
-    begins = torch.tensor(starts)
-    if like.is_cuda:  # without making the host wait
-        begins = begins.pin_memory()
-    positions = torch.arange(tokens, device=like.device)[:, None] + begins.to(like.device, non_blocking=True)
-    return rotary_tables(positions, width, theta, like.dtype)
-
-
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + width/2}) of each head of x [tokens, batch, heads, width] by its angle."""
     first, second = x.chunk(2, dim=-1)
