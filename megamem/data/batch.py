@@ -16,12 +16,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `tokens[t]` is read and `labels[t]` is the token that follows it in the document."""
+    """One micro-batch. `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows it
+    in the document, or what a task asks for."""
 
     tokens: Tensor
     """[T, R] int64, tokens first (Megatron layout). Padding is token 0."""
     labels: Tensor
-    """[T, R] int64. `IGNORED` at padding."""
+    """[T, R] int64. `IGNORED` at padding, and where a task asks for nothing."""
     starts: npt.NDArray[np.int64]
     """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on \
 the host."""
@@ -50,8 +51,8 @@ class EvaluationDocument:
     tokens: Tensor
     """[T] int64, T a whole number of chunks. Padding is token 0."""
     labels: Tensor
-    """[T] int64, the next token; `IGNORED` at padding."""
+    """[T] int64, the next token, or what a task asks for; `IGNORED` at padding and where nothing is asked for."""
     predicted_tokens: int
-    """Number of labels that are not `IGNORED`."""
+    """Tokens before the padding: of a text each has a label, of a task some."""
     text_bytes: int | None
     """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""

@@ -201,12 +201,13 @@ def _evaluation_document(
     tokens, labels = np.empty(chunks * chunk, np.int64), np.empty(chunks * chunk, np.int64)
     piece = Piece(document, start=0, length=predicted, position=0)
     fill_row(store, [piece], chunk, tokens, labels, np.empty(chunks, np.int64))
+    asked = labels[labels != IGNORED]
     return EvaluationDocument(
         name=store.name(document),
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         predicted_tokens=predicted,
-        text_bytes=None if token_bytes is None else int(token_bytes[labels[:predicted]].sum()),
+        text_bytes=None if token_bytes is None else int(token_bytes[asked].sum()),
     )
 
 

@@ -62,6 +62,10 @@ class MegatronStore:
             start, sequence = start + length, sequence + 1
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
+    def labels(self, document: int, start: int, stop: int) -> Int64:
+        """The tokens that follow."""
+        return self.tokens(document, start + 1, stop + 1)
+
     def name(self, document: int) -> str:
         """Path and number of the document."""
         return f"{self.path}:{document}"

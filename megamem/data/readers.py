@@ -45,17 +45,24 @@ class DocumentStore(Protocol):
     def tokens(self, document: int, start: int, stop: int) -> Int64:
         """Tokens [stop - start] of a document from `start` on."""
 
+    def labels(self, document: int, start: int, stop: int) -> Int64:
+        """What is to be predicted after each of these tokens: the next one, or what a task asks for."""
+
     def name(self, document: int) -> str:
         """The document's name."""
 
 
 def open_store(path: str, cache: ShardCache) -> DocumentStore:
-    """Open a shard folder, a Megatron prefix or the URL of a shard folder, and check its files.
+    """Open a shard folder, a Megatron prefix, the URL of a shard folder or a task's description, and check its files.
 
     Raises DataError in one line naming the file that is missing, truncated or foreign.
     """
     if "://" in path:
         return ShardStore(path, cache)
+    if path.endswith((".yaml", ".yml")):
+        from megamem.data.tasks import TaskStore
+
+        return TaskStore(path)
     if Path(f"{path}.idx").exists() or Path(f"{path}.bin").exists():
         from megamem.data.megatron import MegatronStore
 
@@ -98,6 +105,10 @@ class ShardStore:
         first = int(record["offset"]) + start * dtype.itemsize
         data = self._map(int(record["shard"]))[first : first + (stop - start) * dtype.itemsize]
         return data.view(dtype).astype(np.int64)
+
+    def labels(self, document: int, start: int, stop: int) -> Int64:
+        """The tokens that follow."""
+        return self.tokens(document, start + 1, stop + 1)
 
     def name(self, document: int) -> str:
         """The document's name, read from the JSON member behind its tokens."""

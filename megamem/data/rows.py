@@ -17,7 +17,7 @@ class Piece:
     start: int
     """First token read."""
     length: int
-    """Tokens read; the token after the last one is its label."""
+    """Tokens read; each has a label, which may be `IGNORED`."""
     position: int
     """Position of the first token since the memory was reset; 0 = it is reset here."""
 
@@ -63,9 +63,9 @@ def fill_row(
     labels[:] = IGNORED
     at = 0
     for piece in pieces:
-        read = store.tokens(piece.document, piece.start, piece.start + piece.length + 1)
-        tokens[at : at + piece.length] = read[:-1]
-        labels[at : at + piece.length] = read[1:]
+        stop = piece.start + piece.length
+        tokens[at : at + piece.length] = store.tokens(piece.document, piece.start, stop)
+        labels[at : at + piece.length] = store.labels(piece.document, piece.start, stop)
         rest = len(starts) - at // chunk
         starts[at // chunk :] = piece.position + chunk * np.arange(rest)
         at += -(-piece.length // chunk) * chunk

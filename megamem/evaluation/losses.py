@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megamem.data.batch import EvaluationDocument
+from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.errors import DataError
 from megamem.evaluation.reading import Float64, Int64, Progress, Reader, Reading, Sums
 from megamem.model.stage import Stage
@@ -40,9 +40,12 @@ class DocumentLoss:
 
     name: str
     tokens: int
-    loss: float
-    """Nats per token."""
+    """Scored tokens."""
+    loss: float | None
+    """Nats per token; None without tokens."""
     bits_per_byte: float | None
+    hits: int
+    """Scored tokens whose label was the most probable."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,18 @@ class LossReport:
     """exp(loss)."""
     bits_per_byte: float | None
     """nats / ln 2 / text_bytes; None where bytes are not known."""
+    accuracy: float
+    """Share of the predicted tokens that were the most probable."""
+    exact_match: float
+    """Share of the documents of which every predicted token was: of a task, the examples solved."""
     by_chunk: tuple[Bucket, ...]
     """By index of the chunk in its document, from 0 (`first` == `last`)."""
     by_position: tuple[Bucket, ...]
     """By position in the document. Position n: the prediction made after reading n tokens of it."""
     within_chunk: tuple[Bucket, ...]
     """By position inside the chunk, from 1, over all chunks."""
-    first_chunk_loss: float
-    """Nats per token in the documents' first chunks, before any memory exists."""
+    first_chunk_loss: float | None
+    """Nats per token in the documents' first chunks, before any memory exists; None if nothing is predicted there."""
     beyond_first_chunk_loss: float | None
     """Nats per token everywhere else; None if no document is longer than a chunk."""
     documents: tuple[DocumentLoss, ...]
@@ -176,7 +183,7 @@ def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -
         tokens=document.tokens[:tokens],
         labels=labels,
         predicted_tokens=tokens,
-        text_bytes=None if token_bytes is None else int(token_bytes[labels.numpy()].sum()),
+        text_bytes=None if token_bytes is None else int(token_bytes[labels[labels != IGNORED].numpy()].sum()),
     )
 
 
@@ -184,7 +191,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
     """The report from the sums over `whole_readings(documents, size)` (or of the same chunks read otherwise)."""
     slots = [*first_slots(documents, size), sums.slots.shape[1]]
     tables = [sums.slots[:, first:last] for first, last in zip(slots[:-1], slots[1:], strict=True)]
-    by_chunk = np.zeros((2, max(table.shape[1] for table in tables)))
+    by_chunk = np.zeros((3, max(table.shape[1] for table in tables)))
     for table in tables:
         by_chunk[:, : table.shape[1]] += table
     total = by_chunk.sum(1)
@@ -198,6 +205,8 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         loss=float(total[0] / total[1]),
         perplexity=perplexity(float(total[0] / total[1])),
         bits_per_byte=bits_per_byte(float(total[0]), text_bytes),
+        accuracy=float(total[2] / total[1]),
+        exact_match=float(np.mean([solved[2] == solved[1] for solved in (table.sum(1) for table in tables)])),
         by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
         by_position=tuple(
             _bucket(int(a), int(b), column) for a, b, column in zip(first, sums.edges, sums.positions.T, strict=True)
@@ -206,7 +215,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
             _bucket(int(a) + 1, int(b), sums.within[:, a:b].sum(1))
             for a, b in zip(groups[:-1], groups[1:], strict=True)
         ),
-        first_chunk_loss=float(by_chunk[0, 0] / by_chunk[1, 0]),
+        first_chunk_loss=mean(by_chunk[:, 0]),
         beyond_first_chunk_loss=mean(by_chunk[:, 1:].sum(1)),
         documents=tuple(
             _document_loss(document, table.sum(1)) for document, table in zip(documents, tables, strict=True)
@@ -218,8 +227,9 @@ def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss
     return DocumentLoss(
         name=document.name,
         tokens=int(total[1]),
-        loss=float(total[0] / total[1]),
+        loss=mean(total),
         bits_per_byte=bits_per_byte(float(total[0]), document.text_bytes),
+        hits=int(total[2]),
     )
 
 
@@ -234,7 +244,7 @@ def _bucket(first: int, last: int, total: Float64) -> Bucket:
 
 
 def mean(total: Float64) -> float | None:
-    """Nats per token of (nats, tokens); None without tokens."""
+    """Nats per token of (nats, tokens, ...); None without tokens."""
     return float(total[0] / total[1]) if total[1] else None
 
 

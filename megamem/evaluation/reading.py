@@ -65,14 +65,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a pass gives, the same on all ranks. Row 0: summed nats, row 1: scored tokens."""
+    """What a pass gives, the same on all ranks. Row 0: summed nats, 1: scored tokens, 2: those predicted right."""
 
     slots: Float64
-    """[2, S] by chunk of a reading."""
+    """[3, S] by chunk of a reading."""
     within: Float64
-    """[2, L] by position inside the chunk."""
+    """[3, L] by position inside the chunk."""
     positions: Float64
-    """[2, B] by position in the document, in the buckets that `edges` ends."""
+    """[3, B] by position in the document, in the buckets that `edges` ends."""
     edges: Int64
     """[B] last position of each bucket. Position n is the prediction made after n tokens of the document."""
 
@@ -163,7 +163,7 @@ class Reader:
                 borders.up.put(hidden)
             else:
                 totals.add(
-                    self.stage.token_losses(hidden, labels),
+                    *self.stage.token_scores(hidden, labels),
                     labels != IGNORED,
                     [unit[0].slot + unit[1] if unit else totals.unused for unit in units],
                     [unit[0].begin + unit[1] * size if unit else 0 for unit in units],
@@ -201,18 +201,18 @@ class _Totals:
         self.edges = to_device(edges, device)
         self.offsets = torch.arange(1, chunk_size + 1, device=device)[:, None]
         self.slots, self.within, self.positions = (
-            torch.zeros(2, size, dtype=torch.float64, device=device) for size in (slots + 1, chunk_size, len(edges))
+            torch.zeros(3, size, dtype=torch.float64, device=device) for size in (slots + 1, chunk_size, len(edges))
         )
 
-    def add(self, losses: Tensor, scored: Tensor, slots: list[int], begins: list[int]) -> None:
-        """Add a call: `losses` and `scored` [L, R]; per row its slot and the position of its first token."""
-        both = torch.stack((losses.double(), scored.double()))
-        self.within += both.sum(2)
-        self.slots.index_add_(1, to_device(slots, self.device), both.sum(1))
+    def add(self, losses: Tensor, hits: Tensor, scored: Tensor, slots: list[int], begins: list[int]) -> None:
+        """Add a call: `losses`, `hits`, `scored` [L, R]; per row its slot and the position of its first token."""
+        rows = torch.stack((losses.double(), scored.double(), hits.double()))
+        self.within += rows.sum(2)
+        self.slots.index_add_(1, to_device(slots, self.device), rows.sum(1))
         buckets = torch.bucketize(self.offsets + to_device(begins, self.device), self.edges)
         # positions behind a document's end carry no loss; the last bucket takes them
         buckets.clamp_(max=len(self.host_edges) - 1)
-        self.positions.index_add_(1, buckets.flatten(), both.flatten(1))
+        self.positions.index_add_(1, buckets.flatten(), rows.flatten(1))
 
     def sums(self, topology: Topology | None) -> Sums:
         """The sums over data-parallel ranks (and stages: all but the last have zeros), on the host."""
@@ -224,5 +224,5 @@ class _Totals:
             dist.all_reduce(flat, group=topology.pp_group)
         slots, within, positions = flat.cpu().split([part.numel() for part in parts])
         return Sums(
-            slots.view(2, -1).numpy(), within.view(2, -1).numpy(), positions.view(2, -1).numpy(), self.host_edges
+            slots.view(3, -1).numpy(), within.view(3, -1).numpy(), positions.view(3, -1).numpy(), self.host_edges
         )

@@ -20,6 +20,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("val_perplexity", "perplexity", "{:,.2f} per token"),
     ("val_bits_per_byte", "bits per byte, model", "{:.4f}"),
     ("lzma_bits_per_byte", "bits per byte, LZMA on the same text", "{:.4f}"),
+    ("val_accuracy", "most probable token is right", "{:.2%} of predicted tokens"),
     ("first_chunk_loss", "loss in first chunks", "{:.4f} nats per token"),
     ("beyond_first_chunk_loss", "loss beyond them", "{:.4f} nats per token"),
     ("memory_off_beyond_first_chunk_loss", "loss beyond them, memory off", "{:.4f} nats per token"),

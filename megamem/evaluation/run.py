@@ -55,12 +55,12 @@ def final_evaluation(
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
         watch: called after each call of the model and while LZMA is waited for, with what is being done.
-    Returns: plain data: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `val_tokens`, `lzma_bits_per_byte`,
-        `first_chunk_loss`, `beyond_first_chunk_loss`, `memory_off_beyond_first_chunk_loss`, `memory_gain`,
-        `sliding_perplexity`, `sliding_plain_perplexity` (the same tokens without the window), `sliding_tokens`,
-        `evaluation_tokens_per_second`, `chunk_size`, `picture` and the full reports under
-        `losses`, `memory`, `sliding` and `lzma`. The same on all ranks but for LZMA's figures and the picture, which
-        only rank 0 has; the others have None.
+    Returns: plain data: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `val_tokens`, `val_accuracy`,
+        `val_exact_match`, `lzma_bits_per_byte`, `first_chunk_loss`, `beyond_first_chunk_loss`,
+        `memory_off_beyond_first_chunk_loss`, `memory_gain`, `sliding_perplexity`, `sliding_plain_perplexity` (the same
+        tokens without the window), `sliding_tokens`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the
+        full reports under `losses`, `memory`, `sliding` and `lzma`. The same on all ranks but for LZMA's figures and
+        the picture, which only rank 0 has; the others have None.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
@@ -133,6 +133,8 @@ def _result(figures: _Figures, lzma: LzmaReport | None, chunk_size: int) -> dict
         "val_perplexity": losses.perplexity,
         "val_bits_per_byte": losses.bits_per_byte,
         "val_tokens": losses.tokens,
+        "val_accuracy": losses.accuracy,
+        "val_exact_match": losses.exact_match,
         "lzma_bits_per_byte": lzma.bits_per_byte if lzma else None,
         "first_chunk_loss": losses.first_chunk_loss,
         "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,

@@ -105,7 +105,7 @@ def sliding_losses(
     chosen = cut_documents(documents, size, max_tokens, token_bytes, least)
     reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
     plain = reader.read(whole_readings(chosen, size)).slots.sum(1)
-    nats, tokens = (float(x) for x in reader.read(sliding_readings(chosen, size, stride)).slots.sum(1))
+    nats, tokens, _ = (float(x) for x in reader.read(sliding_readings(chosen, size, stride)).slots.sum(1))
     assert tokens == plain[1], "every token is scored once"
     text_bytes = total_bytes(chosen)
     return SlidingReport(

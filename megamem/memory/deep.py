@@ -71,6 +71,10 @@ class DeepConfig(RecurrentConfig):
         """See `RecurrentConfig.token_gates`."""
         return len(self.gate_starts())
 
+    def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """What each gate is of a token and head: one number, ()."""
+        return ()
+
     def has_momentum(self) -> bool:
         """Whether past gradients go on acting."""
         return False
@@ -88,7 +92,8 @@ class DeepConfig(RecurrentConfig):
         if self.has_momentum():
             shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
         waiting = TensorSpec(("batch", "kv_heads", "open", model.head), shard="kv_heads", kind="open")
-        gate = TensorSpec(("batch", "kv_heads", "open"), "float32", shard="kv_heads", kind="open")
+        gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
+        gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
         return {
             **{
                 n: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads") for n, shape in shapes.items()
@@ -181,8 +186,13 @@ class DeepMemory(RecurrentMixer):
         self.max_rate = config.max_rate or 1 / model.head
         self.start = StartWeights(config, model, linears) if config.start == "learned" else None
         self.token_gates = nn.ModuleDict(
-            {name: TokenGate(model, linears, value) for name, value in config.gate_starts().items()}
+            {name: self.make_gate(model, linears, value) for name, value in config.gate_starts().items()}
         )
+        self.gate_shape = config.gate_shape(model)
+
+    def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
+        """The projection that makes a gate of each token, of `DeepConfig.gate_shape`."""
+        return TokenGate(model, linears, start)
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`."""
@@ -194,20 +204,21 @@ class DeepMemory(RecurrentMixer):
         if "rate" in found:
             rate = self.max_rate * found.pop("rate").sigmoid()
         else:
-            shape = (x.shape[1], self.sizes["kv_heads"] // self.tp_size, x.shape[0])
+            shape = (x.shape[1], self.sizes["kv_heads"] // self.tp_size, x.shape[0], *self.gate_shape)
             rate = torch.full(shape, self.max_rate, dtype=state_dtype(x.dtype), device=x.device)
         return {"rate": rate, **{name: nn.functional.logsigmoid(value) for name, value in found.items()}}
 
-    def weights(self, memory: State) -> tuple[Weights, Weights | None]:
-        """Of a state: the network [batch, local kv_heads, rows, columns], and its momentum."""
+    def learned(self, memory: State) -> Weights:
+        """Of a state: what the memory learns, [batch, local kv_heads, rows, columns] each."""
         added = [memory[name] for name in self.names]
         if self.start is not None:
             start = self.start()
             added = [start[name].to(tensor.dtype) + tensor for name, tensor in zip(self.names, added, strict=True)]
-        momentum = None
-        if self.config.has_momentum():
-            momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
-        return tuple(added), momentum
+        return tuple(added)
+
+    def weights(self, memory: State) -> Weights:
+        """Of a state: the network's."""
+        return self.learned(memory)
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
@@ -219,7 +230,7 @@ class DeepMemory(RecurrentMixer):
 
     def snapshot(self, memory: State) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""
-        weights, _ = self.weights(memory)
+        weights = self.weights(memory)
         return weights if len(weights) == 1 else (weights[0], weights[1].mT)
 
     def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
@@ -242,42 +253,59 @@ class DeepMemory(RecurrentMixer):
             name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if waiting else tensor
             for name, tensor in new.items()
         }
-        weights, momentum = self.weights(memory)
-        read, after, pushed = deep_memory(
-            inputs.query, whole["key"], whole["value"], weights, momentum, self._pace(whole, span, waiting),
-            self.config.loss, self.config.residual, join,
-        )  # fmt: skip
+        read, learned = self.learn(inputs.query, whole, memory, span, waiting, join)
         kept = span.remaining
         rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in whole.items()}
         memory = {**memory, **rest}
+        if all(span.closing):
+            return read, {**memory, **learned}
         if any(span.closing):
-            memory |= self._written(memory, weights, after, pushed, span)
+            closing = to_device(span.closing, read.device, torch.bool)[:, None, None, None]
+            memory |= {name: torch.where(closing, value, memory[name]) for name, value in learned.items()}
         return read, memory
 
-    def _pace(self, tokens: dict[str, Tensor], span: Span, waiting: int) -> Pace:
-        pace = Pace(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
-        visible = waiting_visible(span, waiting, pace.rate.device) if waiting else None
-        if visible is None:
-            return pace
-        new = visible.new_ones((tokens["rate"].shape[2] - waiting, visible.shape[1]))
-        seen = torch.cat((visible, new)).mT[:, None].to(pace.rate.dtype)
-        decay, momentum = (None if gate is None else gate * seen for gate in (pace.log_decay, pace.log_momentum))
-        return Pace(pace.rate * seen, decay, momentum, seen.expand_as(pace.rate))
+    def learn(
+        self, query: Tensor, tokens: dict[str, Tensor], memory: State, span: Span, waiting: int, join: Join | None
+    ) -> tuple[Tensor, State]:
+        """Of the tokens of one inner chunk, `waiting` ones first: what the queries read, the memory after them."""
+        weights = self.weights(memory)
+        momentum = None
+        if self.config.has_momentum():
+            momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
+        read, after, pushed = deep_memory(
+            query, tokens["key"], tokens["value"], weights, momentum, self._pace(tokens, span, waiting),
+            self.config.loss, self.config.residual, join,
+        )  # fmt: skip
+        pushed_by_name = zip(self.names, pushed or (), strict=pushed is not None)
+        return read, {
+            **self.added(memory, weights, after),
+            **{f"{name}_momentum": value for name, value in pushed_by_name},
+        }
 
-    def _written(
-        self, memory: State, before: Weights, after: Weights, pushed: Weights | None, span: Span
-    ) -> dict[str, Tensor]:
-        """The new weights and momentum in rows whose inner chunk ends."""
-        # what was added to the learned weights: the state so far and the change, which is small beside them
-        new = {
+    def added(self, memory: State, before: Weights, after: Weights) -> State:
+        """What was added to the learned start: the state so far and the change, which is small beside them."""
+        return {
             name: memory[name] + (last - first)
             for name, first, last in zip(self.names, before, after, strict=True)
         }  # fmt: skip
-        new |= {f"{name}_momentum": value for name, value in zip(self.names, pushed or (), strict=pushed is not None)}
-        if all(span.closing):
-            return new
-        closing = to_device(span.closing, before[0].device, torch.bool)[:, None, None, None]
-        return {name: torch.where(closing, value, memory[name]) for name, value in new.items()}
+
+    def _pace(self, tokens: dict[str, Tensor], span: Span, waiting: int) -> Pace:
+        pace = Pace(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
+        seen = seen_tokens(span, waiting, pace.rate)
+        if seen is None:
+            return pace
+        decay, momentum = (None if gate is None else gate * seen for gate in (pace.log_decay, pace.log_momentum))
+        return Pace(pace.rate * seen, decay, momentum, seen.expand_as(pace.rate))
+
+
+def seen_tokens(span: Span, waiting: int, like: Tensor) -> Tensor | None:
+    """Which tokens, `waiting` ones first, belong to each row's inner chunk: [batch, 1, tokens] ones and zeros in the
+    dtype of `like` [batch, heads, tokens, ...]; None if all do."""
+    visible = waiting_visible(span, waiting, like.device) if waiting else None
+    if visible is None:
+        return None
+    new = visible.new_ones((like.shape[2] - waiting, visible.shape[1]))
+    return torch.cat((visible, new)).mT[:, None].to(like.dtype)
 
 
 def _last(x: Tensor, count: int) -> Tensor:

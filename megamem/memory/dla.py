@@ -19,4 +19,5 @@ class DLAConfig(DeepConfig):
 
     kind: Literal["dla"] = "dla"
     """`dla`"""
+    mergeable: ClassVar[bool] = True
     loss: ClassVar[Loss] = "dot"

@@ -8,7 +8,7 @@ what is read takes its place.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +26,7 @@ class LinearAttentionConfig(MatrixConfig):
 
     kind: Literal["linear_attention"] = "linear_attention"
     """`linear_attention`"""
+    mergeable: ClassVar[bool] = True
     features: Literal["identity", "elu"] = "identity"
     """Of queries and keys: themselves, or ELU + 1, which keeps every weight positive."""
 

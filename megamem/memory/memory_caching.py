@@ -21,7 +21,7 @@ from megamem.config.cost import Flops, product
 from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import mixer_kinds, register_mixer
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
-from megamem.memory.blocks import Span, spans
+from megamem.memory.blocks import Span
 from megamem.memory.recurrent import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.memory.segments import Segments, gate_shares
 from megamem.ops.kept_memory import selected_answer
@@ -35,7 +35,7 @@ class MemoryCachingConfig(MixerConfig):
     kind: Literal["memory_caching"] = "memory_caching"
     """`memory_caching`"""
     memory: AnyMixer
-    """The recurrent memory: linear_attention, retnet, delta_net, dla or titans, with its own fields."""
+    """The recurrent memory: linear_attention, retnet, delta_net, dla, titans or memora, with its own fields."""
     combine: Literal["residual", "gated", "soup", "selective"] = "gated"
     """How kept memories take part: their answers are summed; summed with gates; their weights are mixed before a query
     reads them; or only the answers of the `top_k` most fitting are summed with gates."""
@@ -160,22 +160,67 @@ class MemoryCaching(Mixer):
         if self.router is not None:
             own = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
             asking = own.unflatten(1, (-1, self.memory.groups))
-        reads = []
-        for span in spans(chunk.starts, inputs.tokens, self.step):
-            part = slice(span.begin, span.end)
-            read, state = self._read(inputs.part(part), asking[..., part, :], state, span)
+        reads, done = [], 0
+        while done < inputs.tokens:
+            here = chunk.after(done)
+            left = inputs.tokens - done
+            count = self._side_by_side(here, left, state)
+            if count:
+                part = slice(done, done + count * self.config.segment)
+                read, state = self._read_segments(inputs.part(part), asking[..., part, :], state, here, count)
+            else:  # to the next border of any row
+                tokens = min(left, *(self.step - start % self.step for start in here.starts))
+                part = slice(done, done + tokens)
+                span = Span(0, tokens, here.starts, self.config.segment)
+                read, state = self._read(inputs.part(part), asking[..., part, :], state, span)
             reads.append(read)
+            done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
         return self.memory.finish(read, x), state, {}
 
+    def _side_by_side(self, chunk: Chunk, tokens: int, state: State) -> int:
+        """How many whole segments can be written at the same time from here on: none knows of another's memory."""
+        size = self.config.segment
+        if self.config.write != "independent" or self.config.combine == "soup":
+            return 0  # a soup is read while it is written
+        if any(start < 0 or start % size for start in chunk.starts):
+            return 0
+        count = min(tokens // size, self.per_chunk - state["closed_filled"].shape[1])
+        return count if count > 1 else 0
+
+    def _read_segments(
+        self, inputs: Inputs, asking: Tensor, state: State, chunk: Chunk, count: int
+    ) -> tuple[Tensor, State]:
+        """`count` whole segments of each row."""
+        size, rows = self.config.segment, chunk.rows
+        starts = tuple(start + size * i for start in chunk.starts for i in range(count))
+        fresh = self.memory.initial_state(rows * count, inputs.key.device, inputs.key.dtype)
+        parts = inputs.side_by_side(count)
+        answered, memory = self.memory.recur(parts, fresh, Chunk(starts))
+        key_sums = parts.key.to(state["key_sum"].dtype).cumsum(2)
+        pools = self._pool(key_sums, [[1 + t for t in range(size)]])
+        ends = [*self.memory.snapshot(memory), pools[:, :, -1]]
+        # [batch * count, heads, ...] -> [batch, heads, count, ...]
+        new = [x.unflatten(0, (rows, count)).movedim(1, 2) for x in ends]
+        filled = state["closed_filled"].new_ones(rows, count)
+        answered, pools = (x.unflatten(0, (rows, count)) for x in (answered, pools))
+        reads = []
+        for i in range(count):
+            part = slice(i * size, (i + 1) * size)
+            before = {name: x[:, :, :i] for name, x in zip(self.names[:-1], new, strict=True)}
+            here = Span(0, size, chunk.after(part.start).starts, size)
+            kept = self._kept([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
+            own, shares = gate_shares(asking[..., part, :].to(pools.dtype), pools[:, i], kept, self.config)
+            reads.append(own * answered[:, i] + self._answers(inputs.query[..., part, :], kept, shares))
+        return torch.cat(reads, dim=-2), self._keep(state, new, filled, here)
+
     def _read(self, inputs: Inputs, asking: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
         """Tokens within one segment of each row."""
-        here = Span(span.begin, span.end, span.starts, self.config.segment)
-        kept = self._kept(state, here)
+        kept = self._kept(self._entries(state), span)
         key_sums = state["key_sum"][:, :, None] + inputs.key.to(state["key_sum"].dtype).cumsum(2)
-        pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in here.phases])
+        pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in span.phases])
         own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.config)
-        chunk = Chunk(here.starts)
+        chunk = Chunk(span.starts)
         if self.config.combine == "soup":
 
             def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
@@ -187,18 +232,20 @@ class MemoryCaching(Mixer):
             read, memory = self.memory.recur(inputs, state, chunk, join)
         else:
             read, memory = self.memory.recur(inputs, state, chunk)
-            read = own * read + sum(
-                self._answer(inputs.query.to(read.dtype), part.weights, share)
-                for part, share in zip(kept, shares, strict=True)
-            )
+            read = own * read + self._answers(inputs.query, kept, shares)
         state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
-        return read, self._close(state, here) if any(here.closing) else state
+        return read, self._close(state, span) if any(span.closing) else state
 
-    def _answer(self, query: Tensor, weights: tuple[Tensor, ...], shares: Tensor) -> Tensor:
-        """Of kept memories; with `selective` only what the router chose is computed."""
-        if self.config.combine == "selective":
-            return selected_answer(self.memory.answer, query, weights, shares, shares != 0)
-        return self.memory.answer(query, weights, shares)
+    def _answers(self, query: Tensor, kept: list[Segments], shares: list[Tensor]) -> Tensor:
+        """Of kept memories, weighted; with `selective` only what the router chose is computed."""
+        read = query.new_zeros(())
+        for part, share in zip(kept, shares, strict=True):
+            query = query.to(share.dtype)
+            if self.config.combine == "selective":
+                read = read + selected_answer(self.memory.answer, query, part.weights, share, share != 0)
+            else:
+                read = read + self.memory.answer(query, part.weights, share)
+        return read
 
     def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
         """Means of keys from their sums [batch, heads, tokens, width] and counts per row and token; or the sums."""
@@ -206,15 +253,18 @@ class MemoryCaching(Mixer):
             return key_sums
         return key_sums / to_device(counts, key_sums.device, key_sums.dtype)[:, None, :, None]
 
-    def _kept(self, state: State, span: Span) -> list[Segments]:
-        """Kept memories that some row may read, newest last, with those each row may."""
+    def _entries(self, state: State) -> list[dict[str, Tensor]]:
+        """What is kept, the newest first."""
+        return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
+
+    def _kept(self, entries: list[dict[str, Tensor]], span: Span) -> list[Segments]:
+        """Kept memories that some row may read, newest last, with those each row may; entries: the newest first."""
         reach = [self.config.reach(start, self.sizes["chunk"]) for start in span.starts]
         columns = max(reach) * self._grids(span)
         parts: list[Segments] = []
-        newer = state["closed_filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
+        newer = entries[0]["filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
         limit = to_device(reach, newer.device, newer.dtype)[:, None]
-        waiting = {name: state[f"closed_{name}"] for name in self.names}
-        for entry in (waiting, *reversed(state["kept"])):
+        for entry in entries:
             if columns <= 0:
                 break
             filled = entry["filled"].detach()
@@ -239,18 +289,7 @@ class MemoryCaching(Mixer):
         new = [*(x[:, :, None] for x in self.memory.snapshot(state)), pool]
         if not all(span.closing):  # nothing is kept of other rows
             new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
-        columns = {
-            name: torch.cat((state[f"closed_{name}"], column), dim=2)
-            for name, column in zip(self.names[:-1], new, strict=True)
-        }
-        filled = closing.to(state["closed_filled"].dtype)[:, None]
-        columns["filled"] = torch.cat((state["closed_filled"], filled), dim=1)
-        kept = list(state["kept"])
-        if columns["filled"].shape[1] == self.per_chunk:
-            kept.append(columns)
-            columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
-        state = {**state, **{f"closed_{name}": tensor for name, tensor in columns.items()}}
-        state["kept"] = self._bounded(kept, span)
+        state = self._keep(state, new, closing.to(state["closed_filled"].dtype)[:, None], span)
         renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
         if self.config.write == "independent":
             renewed |= self._fresh(state)
@@ -258,6 +297,23 @@ class MemoryCaching(Mixer):
             rows = closing.view(-1, *[1] * (fresh.ndim - 1))
             state[name] = fresh if all(span.closing) else torch.where(rows, fresh, state[name])
         return state
+
+    def _keep(self, state: State, new: list[Tensor], filled: Tensor, span: Span) -> State:
+        """Put memories and pools [batch, heads, segments, ...] of segments that end with `span` to the others; filled:
+        whose they are, [batch, segments]."""
+        columns = {
+            name: torch.cat((state[f"closed_{name}"], column), dim=_axis(name))
+            for name, column in zip(self.names, (*new, filled), strict=True)
+        }
+        kept = list(state["kept"])
+        if columns["filled"].shape[1] == self.per_chunk:
+            kept.append(columns)
+            columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
+        return {
+            **state,
+            **{f"closed_{name}": tensor for name, tensor in columns.items()},
+            "kept": self._bounded(kept, span),
+        }
 
     def _fresh(self, state: State) -> State:
         """The memory as a document starts with it; the convolutions' tokens before it stay."""

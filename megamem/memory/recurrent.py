@@ -33,6 +33,8 @@ class RecurrentConfig(MixerConfig):
 
     cacheable: ClassVar[bool] = True
     """Whether what is read comes from the memory alone, so that Memory Caching can keep it."""
+    mergeable: ClassVar[bool] = False
+    """Whether two segments' memories add up to that of both: what the later one kept of the earlier, and its own."""
     convolution: PositiveInt = 4
     """Tokens that the short convolutions of queries, keys and values span, the present one included; a SiLU follows.
     1: neither convolution nor SiLU."""
@@ -104,7 +106,7 @@ class Inputs:
     """What a memory is given of each token of a call, heads first.
 
     query: [batch, kv_heads, groups, tokens, width]; key, value: [batch, kv_heads, tokens, width]; gates, by name:
-    [batch or 1, kv_heads, tokens].
+    [batch or 1, kv_heads, tokens], or [..., tokens, width].
     """
 
     query: Tensor
@@ -123,8 +125,19 @@ class Inputs:
             self.query[..., where, :],
             self.key[..., where, :],
             self.value[..., where, :],
-            {name: gate[..., where] for name, gate in self.gates.items()},
+            {name: gate[:, :, where] for name, gate in self.gates.items()},
         )
+
+    def side_by_side(self, count: int) -> Inputs:
+        """`count` stretches of equal length as rows of their own: [batch * count, ..., tokens / count, ...]."""
+        rows = self.key.shape[0]
+
+        def cut(x: Tensor, axis: int) -> Tensor:
+            x = x.unflatten(axis, (count, -1)).movedim(axis, 1)
+            return x.expand(rows, *x.shape[1:]).flatten(0, 1)
+
+        gates = {name: cut(gate, 2) for name, gate in self.gates.items()}
+        return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates)
 
 
 class ShortConvolution(nn.Module):
@@ -205,7 +218,7 @@ class RecurrentMixer(Mixer):
         return query * self.width**-0.5, key
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """What else the memory gets of each token, by name: [batch or 1, local kv_heads, tokens]."""
+        """What else the memory gets of each token, by name: [batch or 1, local kv_heads, tokens] or one per channel."""
         return {}
 
     @abstractmethod

@@ -22,6 +22,7 @@ class TitansConfig(DeepConfig):
 
     kind: Literal["titans"] = "titans"
     """`titans`"""
+    mergeable: ClassVar[bool] = True
     loss: ClassVar[Loss] = "l2"
     momentum: bool = True
     """Let past gradients go on acting, at a pace of each token and head."""

@@ -161,5 +161,12 @@ class Stage(nn.Module):
             losses = self._token_losses(hidden, labels.masked_fill(ignored, 0))
         return cast(Tensor, losses).masked_fill(ignored, 0.0)
 
+    def token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`token_losses`, and where the label is the most probable token [tokens, batch] bool. For evaluation."""
+        ignored = labels == LABEL_IGNORED
+        logits, known = self.logits(hidden), labels.masked_fill(ignored, 0)
+        hits = self.linears.hits(logits, known) & ~ignored
+        return self.linears.cross_entropy(logits, known).masked_fill(ignored, 0.0), hits
+
     def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self.linears.cross_entropy(self.logits(hidden), labels)

@@ -86,6 +86,9 @@ class Linears(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
+    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
+
 
 class PlainLinears:
     """Everything on one device, with torch's own layers."""
@@ -136,6 +139,10 @@ class PlainLinears:
         """See `Linears.cross_entropy`; float64 logits stay in float64."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.hits`."""
+        return logits.argmax(-1) == labels
 
 
 def _default_device() -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -144,3 +145,14 @@ class MegatronLinears:
         """See `Linears.cross_entropy`. Overwrites float32 logits."""
         out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
+
+    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.hits`."""
+        largest, local = logits.max(-1)
+        # ties go to the first of the vocabulary, as in one process
+        over_ranks = largest.float().clone()
+        dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=self.group)
+        size = logits.shape[-1]
+        first = torch.where(largest.float() == over_ranks, local + self.tp_rank * size, self.tp_size * size)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
+        return first == labels

@@ -206,6 +206,56 @@ ALL_CASES = [
         },
         core=False,
     ),
+    Case(
+        "memory_caching",
+        "memora_gated",
+        {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
+        core=False,
+    ),
+    Case("memora", "paper", {"inner_chunk": 4, "expansion": 2, "max_rate": 0.1, "gate_rank": 2}, core=False),
+    Case(
+        "memora",
+        "exact",
+        {"inner_chunk": 1, "network": "linear", "scale": 1.0, "max_rate": 0.2, "residual": False},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case("memora", "fixed", {"inner_chunk": 8, "rate": "fixed", "decay": False, "max_rate": 0.05}, core=False),
+    Case("log_linear", "tokens", {"memory": {"kind": "linear_attention"}, "segment": 1, "levels": 4}, core=False),
+    Case(
+        "log_linear",
+        "titans",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "max_rate": 0.02}, "segment": 2, "levels": 3},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "log_linear",
+        "dla",
+        {"memory": {"kind": "dla", "network": "linear", "inner_chunk": 4, "max_rate": 0.1}, "segment": 4, "levels": 1},
+        core=False,
+    ),
+    Case("sliding_attention", "across", {"window": 13}, queries_per_key=2),
+    Case("sliding_attention", "short", {"window": 3}, core=False),
+    Case("sliding_attention", "chunk", core=False),
+    Case(
+        "sequential",
+        "mal",
+        {
+            "mixers": [
+                {"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.05},
+                {"kind": "sliding_attention", "window": 6},
+            ]
+        },
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "sequential",
+        "melodi",
+        {"mixers": [{"kind": "melodi", "summaries": 2, "block": 4}, "full_attention"]},
+        core=False,
+    ),
 ]
 
 CASES = [case for case in ALL_CASES if case.core or os.environ.get("MEGAMEM_CASES") == "all"]

@@ -30,6 +30,9 @@ class ArrayStore:
         assert 0 <= start <= stop <= self.lengths[document]
         return 1000 * document + np.arange(start, stop, dtype=np.int64)
 
+    def labels(self, document, start, stop):
+        return self.tokens(document, start + 1, stop + 1)
+
     def name(self, document):
         return str(document)
 

@@ -44,8 +44,8 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
                 "head": r"head\.",
                 "norms": r"(layers\.\d+\.\w+_)?norm\.",
                 "mlp": r"layers\.\d+\.mlp\.",
-                "attention": r"layers\.\d+\.mixer\.(memory\.)?(query|key|value|output|gate|router|"
-                r"rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
+                "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
+                r"(query|key|value|output|gate|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
                 "memory": r"layers\.\d+\.mixer\.",
             }.items()
             if re.match(pattern, name)

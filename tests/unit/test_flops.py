@@ -58,6 +58,18 @@ MIXERS = {
         "combine": "residual",
         "max_chunks": 2,
     },
+    "memora": {"kind": "memora", "inner_chunk": 16, "gate_rank": 3},
+    "memora, matrix": {"kind": "memora", "inner_chunk": 32, "network": "linear"},
+    "log-linear": {"kind": "log_linear", "memory": {"kind": "linear_attention", "inner_chunk": 16}, "segment": 32},
+    "log-linear, titans": {
+        "kind": "log_linear",
+        "memory": {"kind": "titans", "inner_chunk": 16},
+        "segment": 16,
+        "levels": 3,
+    },
+    "sliding": {"kind": "sliding_attention", "window": 100},
+    "sliding, short": {"kind": "sliding_attention", "window": 24},
+    "mal": {"kind": "sequential", "mixers": ["titans", {"kind": "sliding_attention", "window": 150}]},
     "gated delta net": {"kind": "delta_net", "decay": True, "output_gate": False},
 }
 

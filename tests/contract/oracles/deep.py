@@ -90,6 +90,9 @@ class Memory:
         mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
         return Network(mixed, [], [], [])
 
+    def closed(self, memory: Network) -> Network:
+        return memory
+
     def kept(self, memory: Network) -> dict[str, Tensor]:
         return {name: w.T if name == "down" else w for name, w in zip(self.names, memory.now, strict=True)}
 

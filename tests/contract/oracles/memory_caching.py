@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         if count == segment:
             for h in range(model.kv):
                 pool = total[h] / segment if mixer.pooling == "mean" else total[h].clone()
-                closed[h].append((copy(now[h]), pool))
+                closed[h].append((memory.closed(now[h]), pool))
                 total[h] = 0
                 if mixer.write == "independent":
                     now[h] = memory.begin(h)

@@ -101,6 +101,10 @@ class Matrix:
         """The memory whose weights are the sum of these."""
         return sum(share * S for share, S in parts)
 
+    def closed(self, S: Tensor) -> Tensor:
+        """The memory as it is read once its segment has ended."""
+        return S
+
     def kept(self, S: Tensor) -> dict[str, Tensor]:
         """What is kept of it at the end of a segment."""
         return {"memory": S}

@@ -1,0 +1,102 @@
+"""Memora, one token and one head at a time, the inner gradients by autograd.
+
+Rows of W are scale * softmax(L). Gradients are taken at the W of the inner chunk's start; its first token's W is that
+of its L, later ones' are W less their steps, while L gathers all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.contract.oracles import deep, recurrence
+from tests.contract.oracles.common import Answer, columns
+
+
+@dataclass
+class Network:
+    """Weights and logarithms now, and the logarithms at the start of the open inner chunk."""
+
+    now: list[Tensor]
+    logs: list[Tensor]
+    first: list[Tensor]
+
+
+class Memory(deep.Memory):
+    """Networks of all heads."""
+
+    def on_simplex(self, logs: list[Tensor]) -> list[Tensor]:
+        out = []
+        for matrix in logs:
+            size = matrix.shape[1] ** 0.5 if self.mixer.scale is None else self.mixer.scale
+            rows = [row.exp() / row.exp().sum() for row in matrix]
+            out.append(size * torch.stack(rows))
+        return out
+
+    def begin(self, h: int) -> Network:
+        logs = [w[h] for w in self.starts]
+        return Network(self.on_simplex(logs), logs, logs)
+
+    def token_gates(self, t: int, h: int) -> dict[str, Tensor]:
+        def gate(name: str) -> Tensor:
+            rank, prefix = self.mixer.gate_rank, f"token_gates.{name}"
+            low = self.weights[f"{prefix}.weight.weight"][h * rank : (h + 1) * rank] @ self.hidden[t]
+            projected = low @ self.weights[f"{prefix}.channels"][h] + self.weights[f"{prefix}.start"][h]
+            return torch.tensor([recurrence.sigmoid(x) for x in projected.tolist()], dtype=torch.float64)
+
+        most, ones = self.mixer.max_rate or 1 / self.model.head, torch.ones(self.model.head, dtype=torch.float64)
+        return {
+            "rate": most * ones if self.mixer.rate == "fixed" else most * gate("rate"),
+            "decay": gate("log_decay") if self.mixer.decay else ones,
+        }
+
+    def write(self, memory: Network, t: int, h: int, key: Tensor, value: Tensor) -> Network:
+        starting = t % self.mixer.inner_chunk == 0
+        first = memory.logs if starting else memory.first
+        weights = [w.clone().requires_grad_() for w in self.on_simplex(first)]
+        steps = torch.autograd.grad((self.answer(weights, key) - value).square().sum(), weights)
+        pace = self.gates[t, h] = self.token_gates(t, h)
+
+        def of(gate: str, i: int) -> Tensor:
+            """Channels are the inputs of the first of two matrices, and the outputs of the last."""
+            return pace[gate][None, :] if i < len(steps) - 1 else pace[gate][:, None]
+
+        taken = [of("rate", i) * step for i, step in enumerate(steps)]
+        logs = [of("decay", i) * w - step for i, (w, step) in enumerate(zip(memory.logs, taken, strict=True))]
+        now = self.on_simplex(logs) if starting else [w - step for w, step in zip(memory.now, taken, strict=True)]
+        return Network(now, logs, first)
+
+    def mixture(self, parts: list[tuple[float, Network]]) -> Network:
+        return Network([sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))], [], [])
+
+    def closed(self, memory: Network) -> Network:
+        """As every inner chunk that follows would see it."""
+        return Network(self.on_simplex(memory.logs), memory.logs, memory.logs)
+
+    def kept(self, memory: Network) -> dict[str, Tensor]:
+        weights = zip(self.names, self.on_simplex(memory.logs), strict=True)
+        return {name: w.T if name == "down" else w for name, w in weights}
+
+    def state(self, memories: list[Network], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        tokens = len(self.hidden)
+        done = tokens - tokens % self.mixer.inner_chunk
+        state = {}
+        for i, name in enumerate(self.names):
+            logs = [(m.logs if done == tokens else m.first)[i] for m in memories]
+            state[name] = torch.stack([w - self.starts[i][h] for h, w in enumerate(logs)])[None]
+        for name, tensor in (("key", keys), ("value", values)):
+            state[f"open_{name}"] = columns(tensor, done, tokens).permute(1, 2, 0, 3)
+        for name, gate in (("log_decay", "decay"), ("rate", "rate")):
+            if name == "log_decay" and not self.mixer.decay:
+                continue
+            each = [self.gates[t, h][gate] for h in range(self.model.kv) for t in range(done, tokens)]
+            stacked = torch.stack(each) if each else torch.zeros(0, dtype=torch.float64)
+            found = stacked.reshape(1, self.model.kv, tokens - done, self.model.head)
+            state[f"open_{name}"] = found if name == "rate" else found.log()
+        return state
+
+
+def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    return recurrence.run(mixer, model, weights, hidden, Memory)
