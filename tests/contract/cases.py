@@ -23,8 +23,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     queries_per_key: int = 1
     core: bool = True
-    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it. One
-    for each way of keeping a state: matrix memories are one family, and Memory Caching brings Titans with it."""
+    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it, or
+    for their kind in MEGAMEM_CASES=titans,dla. One for each way of keeping a state: matrix memories are one family, and
+    Memory Caching brings Titans with it."""
 
     @property
     def id(self) -> str:
@@ -258,4 +259,5 @@ ALL_CASES = [
     ),
 ]
 
-CASES = [case for case in ALL_CASES if case.core or os.environ.get("MEGAMEM_CASES") == "all"]
+CHOSEN = os.environ.get("MEGAMEM_CASES", "").split(",")
+CASES = [case for case in ALL_CASES if case.core or case.kind in CHOSEN or CHOSEN == ["all"]]

@@ -1,7 +1,10 @@
 """Synthetic held-out documents, tiny models, and the slow way to their losses."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from megamem.config.model import ModelConfig
 from megamem.data.batch import IGNORED, EvaluationDocument
@@ -60,13 +63,23 @@ def documents(*lengths: int) -> list[EvaluationDocument]:
     return [document(length, seed) for seed, length in enumerate(lengths)]
 
 
-def slow_losses(stage: Stage, text: EvaluationDocument, begin: int = 0, end: int | None = None) -> np.ndarray:
-    """Loss of each predicted token begin..end-1, read one by one from a fresh memory at `begin`."""
+def slow_logits(
+    stage: Stage, text: EvaluationDocument, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Position and logits after each token begin..end-1, read one by one from a fresh memory at `begin`."""
     states = stage.initial_states(1, CPU, torch.float64)
-    losses = []
     with torch.no_grad():
         for at in range(begin, text.predicted_tokens if end is None else min(end, text.predicted_tokens)):
             hidden, states, _ = stage(text.tokens[at].view(1, 1), states, Chunk((at - begin,)))
-            logits = stage.logits(hidden)[0, 0]
-            losses.append(float(torch.logsumexp(logits, 0) - logits[text.labels[at]]))
-    return np.array(losses)
+            yield at, stage.logits(hidden)[0, 0]
+
+
+def slow_losses(stage: Stage, text: EvaluationDocument, begin: int = 0, end: int | None = None) -> np.ndarray:
+    """Loss of each predicted token begin..end-1."""
+    read = slow_logits(stage, text, begin, end)
+    return np.array([float(torch.logsumexp(logits, 0) - logits[text.labels[at]]) for at, logits in read])
+
+
+def slow_guesses(stage: Stage, text: EvaluationDocument) -> list[int]:
+    """The most probable token after each token of a document."""
+    return [int(logits.argmax()) for _, logits in slow_logits(stage, text)]

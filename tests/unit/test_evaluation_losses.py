@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megamem.data.batch import IGNORED
 from megamem.errors import DataError
 from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, evaluate_losses, perplexity
 from megamem.evaluation.reading import bucket_edges, share_out
@@ -20,6 +21,7 @@ from tests.unit.evaluation_helpers import (
     document,
     documents,
     make_stage,
+    slow_guesses,
     slow_losses,
 )
 
@@ -44,6 +46,37 @@ def test_totals_and_documents_equal_the_slow_loop(kind, rows):
     assert [d.bits_per_byte for d in report.documents] == pytest.approx(
         [losses.mean() / math.log(2) / 3 for losses in slow], rel=TOLERANCE
     )
+
+
+def padded(tokens, text):
+    """Labels of a document."""
+    return torch.tensor(tokens + [IGNORED] * (len(text.labels) - len(tokens)))
+
+
+def asked(text, every):
+    """The document with a label at every `every`-th of its tokens only."""
+    labels = text.labels.clone()
+    labels[torch.arange(len(labels)) % every != 0] = IGNORED
+    return replace(text, labels=labels, text_bytes=None)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_accuracy_and_exact_match_equal_the_slow_loop(every):
+    stage, texts = make_stage("elastic_memory"), documents(*LENGTHS)
+    guesses = [slow_guesses(stage, text) for text in texts]
+    # two documents that ask for what the model says, one of them with a wrong token at its end
+    texts += [replace(text, labels=padded(guess, text)) for text, guess in zip(texts[:2], guesses[:2], strict=True)]
+    texts[-1].labels[texts[-1].predicted_tokens - 1 - (texts[-1].predicted_tokens - 1) % every] += 1
+    texts = [asked(text, every) for text in texts]
+    pairs = zip(texts, [*guesses, *guesses[:2]], strict=True)
+    right = [[g == want for g, want in zip(guess, t.labels.tolist(), strict=False) if want >= 0] for t, guess in pairs]
+    report = evaluate_losses(stage, texts, **HOW)
+    assert report.tokens == sum(map(len, right)) == sum(len(range(0, n, every)) for n in (*LENGTHS, 5, 50))
+    assert report.accuracy == sum(sum(row) for row in right) / report.tokens
+    assert [document.hits for document in report.documents] == [sum(row) for row in right]
+    assert report.exact_match == sum(map(all, right)) / len(texts)
+    assert all(right[-2])
+    assert not all(right[-1])
 
 
 @pytest.mark.parametrize("kind", MIXERS)
