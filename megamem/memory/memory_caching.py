@@ -22,6 +22,7 @@ from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import mixer_kinds, register_mixer
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.blocks import Span
+from megamem.memory.matrix_memory import MatrixMixer
 from megamem.memory.recurrent import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.memory.segments import Segments, gate_shares
 from megamem.ops.kept_memory import selected_answer
@@ -145,8 +146,10 @@ class MemoryCaching(Mixer):
         self.memory = memory
         self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
         self.per_chunk = model.chunk_size // config.segment
-        # a mixture of weights is read matrix by matrix, and so within one block of the memory
-        self.step = config.recurrent.block() if config.combine == "soup" else config.segment
+        # of single matrices, a mixture of weights answers with the mixture of answers; of networks it is read matrix by
+        # matrix, and so within one block of the memory
+        self.mixes = config.combine == "soup" and not isinstance(memory, MatrixMixer)
+        self.step = config.recurrent.block() if self.mixes else config.segment
         self.router = None
         if config.routed:
             self.router = linears.column(model.hidden_size, model.heads * model.head, normal(model.init_std))
@@ -181,8 +184,8 @@ class MemoryCaching(Mixer):
     def _side_by_side(self, chunk: Chunk, tokens: int, state: State) -> int:
         """How many whole segments can be written at the same time from here on: none knows of another's memory."""
         size = self.config.segment
-        if self.config.write != "independent" or self.config.combine == "soup":
-            return 0  # a soup is read while it is written
+        if self.config.write != "independent" or self.mixes:
+            return 0  # a mixture is read while it is written
         if any(start < 0 or start % size for start in chunk.starts):
             return 0
         count = min(tokens // size, self.per_chunk - state["closed_filled"].shape[1])
@@ -221,7 +224,7 @@ class MemoryCaching(Mixer):
         pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in span.phases])
         own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.config)
         chunk = Chunk(span.starts)
-        if self.config.combine == "soup":
+        if self.mixes:
 
             def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
                 return own * answered + sum(
