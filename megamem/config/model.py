@@ -50,6 +50,10 @@ class MixerConfig(ConfigModel):
         """Chunks a window must span at least for every parameter of one layer to get a gradient."""
         return 1
 
+    def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
+        """What a person should know of such a layer before a run starts, in one line; None if there is nothing."""
+        return None
+
     @abstractmethod
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Mixer:
         """The module of layer `layer` (0-based), its projections made by `linears`."""

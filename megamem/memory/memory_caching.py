@@ -120,14 +120,25 @@ class MemoryCachingConfig(MixerConfig):
         """
         begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
         parts = self.recurrent.memory_flops(model, sequence_length, causal, begun)
+        within, read = self.kept_and_read(model, sequence_length)
+        sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
+        if self.combine != "residual":
+            parts["memory_routing"] = product(2 * model.heads * model.head * within)
+        parts["memory_caching"] = product(2 * model.heads * sizes * read)
+        return parts
+
+    def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+        """Kept memories within a token's reach, and those of them it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
         within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "selective" else within
-        sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
-        if self.combine != "residual":
-            parts["memory_routing"] = product(2 * model.heads * model.head * sum(within) / len(segments))
-        parts["memory_caching"] = product(2 * model.heads * sizes * sum(read) / len(segments))
-        return parts
+        return sum(within) / len(segments), sum(read) / len(segments)
+
+    def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
+        """The share of the kept memories that is read."""
+        within, read = self.kept_and_read(model, sequence_length)
+        share = f", {read / within:.0%}" if within else ""
+        return f"memory caching ({self.combine}): a token reads {read:.2f} of {within:.2f} kept memories{share}"
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> MemoryCaching:
         """See `MixerConfig.build`."""

@@ -58,6 +58,10 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.training_window`."""
         return max(mixer.training_window(model) for mixer in self.mixers)
 
+    def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
+        """See `MixerConfig.summary`."""
+        return "; ".join(text for m in self.mixers if (text := m.summary(model, sequence_length))) or None
+
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Sequential:
         """See `MixerConfig.build`."""
         mixers = [mixer.build(model, linears, layer) for mixer in self.mixers]

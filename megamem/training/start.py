@@ -68,6 +68,8 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
     accumulation = config.accumulation_steps(dp_size)
     tokens = config.steps * training.batch_tokens
     pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
+    mixers = [config.model.mixer_at(layer) for layer in range(config.model.layers)]
+    notes = dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
     return [
         f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
         f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
@@ -77,6 +79,7 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
         f"budget: {config.steps:,} steps = {tokens:,} tokens",
         f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",
+        *filter(None, notes),
     ]
 
 

@@ -174,3 +174,14 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
 def test_bad_options_are_named(mixer: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         model_of({"kind": "memory_caching", **mixer})
+
+
+def test_the_share_that_is_read_is_stated() -> None:
+    """Segments 0 to 7 of four chunks see 0 to 7 kept memories; of these two at most are read."""
+    mixer = {"kind": "memory_caching", "memory": LINEAR, "combine": "selective", "segment": CHUNK // 2}
+    model = model_of(mixer)
+    config = model.mixer_at(0)
+    assert config.summary(model, 4 * CHUNK) == (
+        "memory caching (selective): a token reads 1.62 of 3.50 kept memories, 46%"
+    )
+    assert config.summary(model, CHUNK // 2) == "memory caching (selective): a token reads 0.00 of 0.00 kept memories"
