@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from checkpoints.whole import whole_model
 from megamem.cli_checkpoint import one_checkpoint
@@ -105,8 +106,20 @@ def main() -> None:
         rows.append([str(order), f"{order / arguments.tokens:.1%}", f"{published:.2f}", *(f"{x:.3g}" for x in shown)])
     heads = ["N", "of tokens", "paper", "keys", "values", "keys / variance", "values / variance"]
     print(table([*heads, "keys, middle", "values, middle"], rows))
+    picture = arguments.output.with_suffix(".png")
+    edges = {f"{r['order'] / arguments.tokens:.1%}": r for r in records}
+    series = {name: {share: r["edge"][name] for share, r in edges.items()} for name in ("keys", "values")}
+    series |= {f"{n} over variance": {s: r["edge"][f"{n}_over_variance"] for s, r in edges.items()} for n in series}
+    series["paper"] = {share: r["paper"] for share, r in edges.items()}
+    beside(picture, "Keys and values read back from a state", "mean squared error", series)
     publish(
-        {"run": str(arguments.run), "documents": signal.shape[1], "tokens": len(signal), "orders": records},
+        {
+            "run": str(arguments.run),
+            "documents": signal.shape[1],
+            "tokens": len(signal),
+            "orders": records,
+            "picture": str(picture),
+        },
         arguments.output,
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.charts import beside
 from benchmarks.common import (
     OUTPUT,
     ROOT,
@@ -97,7 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     report(result)
     met = {name: result["over_local"][name]["median"] >= goal for name, goal in GOALS.items()}
-    publish({"torch": torch.__version__, "threads": count, "goals": GOALS, "met": met, **result}, options.output)
+    picture = options.output.with_suffix(".png")
+    medians = {key: {n: r["median"] for n, r in result[key].items()} for key in ("over_local", "over_full")}
+    series = {"over chunk-local attention": medians["over_local"], "over full attention": medians["over_full"]}
+    beside(picture, "Throughput of training", "ratio", {**series, "goal": GOALS, "paper": PAPER})
+    record = {"torch": torch.__version__, "threads": count, "goals": GOALS, "met": met, "picture": str(picture)}
+    publish({**record, **result}, options.output)
 
 
 if __name__ == "__main__":

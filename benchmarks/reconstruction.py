@@ -1,6 +1,6 @@
 """Table 12 of "Elastic Memory" (appendix B.1): how well a HiPPO-LegS state reproduces synthetic signals.
 
-    python benchmarks/reconstruction.py [--seeds 256] [--output runs/benchmarks/reconstruction.json]
+    python -m benchmarks.reconstruction [--seeds 256] [--output runs/benchmarks/reconstruction.json]
 
 Compresses signals of 1,024 samples into one state of order N, reads the state back at every sample and
 reports the mean squared error, over seeds, beside the paper's figure. "edge" reads each sample at the left
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.charts import beside
 from megamem.memory.hippo import kernel, reconstruction
 from megamem.memory.hippo_rules import Rule, backward, bilinear, forward, legs
 
@@ -131,7 +132,9 @@ def main() -> None:
     rows = table(options.seeds)
     print(markdown(rows))
     record = {"length": LENGTH, "seeds": options.seeds, "rows": [asdict(row) for row in rows]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    named = {f"{row.signal}, N = {row.order}, {row.rule}": row for row in rows}
+    series = {key: {name: getattr(row, key) for name, row in named.items()} for key in ("edge", "middle", "paper")}
+    beside(options.output.with_suffix(".png"), "Signals read back from a state", "mean squared error", series, True)
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(f"\nwritten to {options.output}")
 

@@ -22,6 +22,7 @@ import torch
 
 os.environ.setdefault("MEGAMEM_BANK_GIB", "0.1")  # no position comes back: matrices of old ones are of no use
 
+from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from benchmarks.generation import resident_bytes
 from checkpoints.whole import whole_model
@@ -118,7 +119,10 @@ def main() -> None:
     ]
     heads = ["run", "loss, 1st tenth", "last", "gain, 1st tenth", "last", "memory, most over least", "tokens/s"]
     print(table(heads, rows))
-    publish({"threads": threads, "runs": found}, arguments.output)
+    picture = arguments.output.with_suffix(".png")
+    gains = {name: {f"{i + 1}": gain for i, gain in enumerate(r["gain_by_tenth"])} for name, r in found.items()}
+    beside(picture, "What the memory gives, by tenths of the text", "nats per token", gains)
+    publish({"threads": threads, "runs": found, "picture": str(picture)}, arguments.output)
 
 
 if __name__ == "__main__":

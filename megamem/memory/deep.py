@@ -118,7 +118,7 @@ class DeepConfig(RecurrentConfig):
         learned = model.kv * (self.token_gates() + (start if self.start == "learned" else 0))
         return super().extra_parameters(model) + learned
 
-    def memory_flops(self, model: ModelConfig, sequence_length: int, causal: bool, begun: int) -> dict[str, Flops]:
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `deep_flops`."""
         return deep_flops(self, model, sequence_length, causal, begun)
 
@@ -128,7 +128,7 @@ class DeepConfig(RecurrentConfig):
 
 
 def deep_flops(
-    config: DeepConfig, model: ModelConfig, sequence_length: int, causal: bool, begun: int
+    config: DeepConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int
 ) -> dict[str, Flops]:
     """`memory_attention` within inner chunks, `memory_retrieval` and `memory_update` through the weights.
 

@@ -46,7 +46,7 @@ class DeltaNetConfig(MatrixConfig):
         """Convolutions and norm, and the start values of the gates, with A of the decay."""
         return super().extra_parameters(model) + model.kv * (3 if self.decay else 1)
 
-    def memory_flops(self, model: ModelConfig, sequence_length: int, causal: bool, begun: int) -> dict[str, Flops]:
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
         return matrix_flops(self, model, sequence_length, causal, begun, delta=True)
 

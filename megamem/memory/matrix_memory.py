@@ -42,13 +42,13 @@ class MatrixConfig(RecurrentConfig):
         """S."""
         return {"memory": (model.head, self.values(model))}
 
-    def memory_flops(self, model: ModelConfig, sequence_length: int, causal: bool, begun: int) -> dict[str, Flops]:
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
         return matrix_flops(self, model, sequence_length, causal, begun)
 
 
 def matrix_flops(
-    config: MatrixConfig, model: ModelConfig, sequence_length: int, causal: bool, begun: int, delta: bool = False
+    config: MatrixConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int, delta: bool = False
 ) -> dict[str, Flops]:
     """`memory_attention` within inner chunks; `memory_retrieval` and `memory_update` of the matrix between them.
 

@@ -59,7 +59,7 @@ class MemoraConfig(DeepConfig):
         gates, per_gate = len(self.gate_starts()), model.kv * (self.gate_rank + 1) * model.head
         return super().extra_parameters(model) - model.kv * self.token_gates() + gates * per_gate
 
-    def memory_flops(self, model: ModelConfig, sequence_length: int, causal: bool, begun: int) -> dict[str, Flops]:
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `deep_flops`; also the low ranks, and the first token of each inner chunk, which is written twice."""
         parts = super().memory_flops(model, sequence_length, causal, begun)
         sizes = sum(rows * columns for rows, columns in self.matrices(model).values())

@@ -11,6 +11,7 @@ Segments begin with the document. Kept memories stand in a growing list, one ent
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import mixer_kinds, register_mixer
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.blocks import Span
-from megamem.memory.matrix_memory import MatrixMixer
+from megamem.memory.matrix_memory import MatrixConfig
 from megamem.memory.recurrent import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.memory.segments import Segments, gate_shares
 from megamem.ops.kept_memory import selected_answer
@@ -119,13 +120,25 @@ class MemoryCachingConfig(MixerConfig):
         Each token reads all segments before its own, within reach; with `selective` `top_k` of them at most.
         """
         begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
-        parts = self.recurrent.memory_flops(model, sequence_length, causal, begun)
+        several = self.side_by_side() and self.segment < min(model.chunk_size, sequence_length)
+        # the end of a sequence's last segment, which nobody reads, is computed with those of the segments beside it
+        length = math.inf if several else sequence_length
+        parts = self.recurrent.memory_flops(model, length, causal, begun)
         within, read = self.kept_and_read(model, sequence_length)
         sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
         if self.combine != "residual":
             parts["memory_routing"] = product(2 * model.heads * model.head * within)
         parts["memory_caching"] = product(2 * model.heads * sizes * read)
         return parts
+
+    def side_by_side(self) -> bool:
+        """Whether the segments of a call are written at the same time: where none knows of another's memory, and none
+        is read while it is written, as mixtures of networks are."""
+        return self.write == "independent" and not self.mixes()
+
+    def mixes(self) -> bool:
+        """Whether networks are mixed. Of single matrices, a mixture answers with the mixture of their answers."""
+        return self.combine == "soup" and not isinstance(self.recurrent, MatrixConfig)
 
     def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
         """Kept memories within a token's reach, and those of them it reads; means over a sequence."""
@@ -157,10 +170,8 @@ class MemoryCaching(Mixer):
         self.memory = memory
         self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
         self.per_chunk = model.chunk_size // config.segment
-        # of single matrices, a mixture of weights answers with the mixture of answers; of networks it is read matrix by
-        # matrix, and so within one block of the memory
-        self.mixes = config.combine == "soup" and not isinstance(memory, MatrixMixer)
-        self.step = config.recurrent.block() if self.mixes else config.segment
+        # mixed networks are read matrix by matrix, and so within one block of the memory
+        self.step = config.recurrent.block() if config.mixes() else config.segment
         self.router = None
         if config.routed:
             self.router = linears.column(model.hidden_size, model.heads * model.head, normal(model.init_std))
@@ -193,11 +204,9 @@ class MemoryCaching(Mixer):
         return self.memory.finish(read, x), state, {}
 
     def _side_by_side(self, chunk: Chunk, tokens: int, state: State) -> int:
-        """How many whole segments can be written at the same time from here on: none knows of another's memory."""
+        """How many whole segments can be written at the same time from here on."""
         size = self.config.segment
-        if self.config.write != "independent" or self.mixes:
-            return 0  # a mixture is read while it is written
-        if any(start < 0 or start % size for start in chunk.starts):
+        if not self.config.side_by_side() or any(start < 0 or start % size for start in chunk.starts):
             return 0
         count = min(tokens // size, self.per_chunk - state["closed_filled"].shape[1])
         return count if count > 1 else 0
@@ -235,7 +244,7 @@ class MemoryCaching(Mixer):
         pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in span.phases])
         own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.config)
         chunk = Chunk(span.starts)
-        if self.mixes:
+        if self.config.mixes():
 
             def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
                 return own * answered + sum(

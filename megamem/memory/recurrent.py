@@ -63,8 +63,12 @@ class RecurrentConfig(MixerConfig):
         """Of each head: what must be kept of the memory for it to go on answering when nothing is written any more."""
 
     @abstractmethod
-    def memory_flops(self, model: ModelConfig, sequence_length: int, causal: bool, begun: int) -> dict[str, Flops]:
-        """`mixing_flops` with a memory that begins anew after every `begun` tokens, the old one being kept."""
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
+        """`mixing_flops` with a memory that begins anew after every `begun` tokens, the old one being kept.
+
+        sequence_length: after it the memory is read by nobody and has no backward pass; infinite if it has one all the
+        same.
+        """
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`."""

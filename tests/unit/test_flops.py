@@ -44,6 +44,7 @@ MIXERS = {
     "titans, matrix of zeros": {"kind": "titans", "network": "linear", "start": "zero", "inner_chunk": 16},
     "titans, matrix": {"kind": "titans", "network": "linear", "decay": False},
     "caching": {"kind": "memory_caching", "memory": {"kind": "linear_attention", "inner_chunk": 16}, "segment": 32},
+    "caching, titans": {"kind": "memory_caching", "memory": {"kind": "titans", "inner_chunk": 16}, "segment": 32},
     "caching, soup": {
         "kind": "memory_caching",
         "memory": {"kind": "titans", "inner_chunk": 16},

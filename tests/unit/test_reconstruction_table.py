@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reconstruction.py"
+ROOT = Path(__file__).parents[2]
 SEEDS = 32
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "nested" / "reconstruction.json"
-    command = [sys.executable, SCRIPT, "--seeds", str(SEEDS), "--output", output]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "benchmarks.reconstruction", "--seeds", str(SEEDS), "--output", output]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert output.with_suffix(".png").stat().st_size > 10_000
     return done.stdout, json.loads(output.read_text())
 
 
