@@ -6,6 +6,7 @@ A source whose path ends in .yaml describes one (docs/tasks.md). Training and he
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -125,6 +126,8 @@ class TaskStore:
         self.tokenizer_hash: str | None = self.task.tokenizer_hash
         made_of = self.config.model_dump_json() + self.task.fingerprint
         self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+        # tokens and labels are asked for one after the other
+        self._example = lru_cache(2)(self._make_example)
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -142,7 +145,7 @@ class TaskStore:
         """Kind and number of the example."""
         return f"{self.config.kind}:{document}"
 
-    def _example(self, document: int) -> tuple[Int64, Int64]:
+    def _make_example(self, document: int) -> tuple[Int64, Int64]:
         return self.task.make(np.random.default_rng((self.config.seed, document)))
 
 

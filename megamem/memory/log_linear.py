@@ -13,7 +13,7 @@ Segments of one token over linear attention are the published mechanism.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,42 +21,27 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
-from megamem.config.registry import mixer_kinds, register_mixer
+from megamem.config.model import AnyMixer, ModelConfig
+from megamem.config.registry import register_mixer
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.blocks import Span, spans
-from megamem.memory.recurrent import RecurrentConfig, RecurrentMixer
+from megamem.memory.recurrent import RecurrentMixer, SegmentedConfig
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
 @register_mixer
-class LogLinearConfig(MixerConfig):
+class LogLinearConfig(SegmentedConfig):
     """Log-linear attention: a recurrent memory's segments, merged into ever longer ones, each level with a gate."""
 
     kind: Literal["log_linear"] = "log_linear"
     """`log_linear`"""
+    kept: ClassVar[tuple[str, str]] = ("mergeable", "cannot be merged")
     memory: AnyMixer
     """The recurrent memory: linear_attention, dla or titans, with its own fields."""
     segment: PositiveInt = 64
     """Tokens of the shortest segments. Divides model.chunk_size."""
     levels: PositiveInt = 8
     """Lengths of merged segments: 1, 2, 4 ... times `segment`; the last level takes in all that is older."""
-
-    @property
-    def recurrent(self) -> RecurrentConfig:
-        """The memory's configuration. Raises ValueError for a mixer whose memories do not add up."""
-        if not isinstance(self.memory, RecurrentConfig) or not self.memory.mergeable:
-            valid = [kind for kind, c in mixer_kinds().items() if issubclass(c, RecurrentConfig) and c.mergeable]
-            raise ValueError(f"memory {self.memory.kind} cannot be merged; valid: {', '.join(valid)}")
-        return self.memory
-
-    def check(self, model: ModelConfig) -> None:
-        """See `MixerConfig.check`."""
-        self.recurrent.check(model)
-        if model.chunk_size % self.segment:
-            raise ValueError(f"segment {self.segment} does not divide model.chunk_size {model.chunk_size}")
-        if self.segment % self.recurrent.block():
-            raise ValueError(f"segment {self.segment} is no multiple of memory.inner_chunk {self.recurrent.block()}")
 
     def merged(self, model: ModelConfig) -> list[str]:
         """State tensors of the memory that segments leave behind: what is written, momentum left out."""
@@ -195,7 +180,7 @@ class LogLinear(Mixer):
             for name, tensor in _where(here, own, kept, device).items():
                 new[name].append(tensor)
         closing = list(span.closing)
-        fresh = {name: torch.zeros_like(state[name]) for name in self._renewed()}
+        fresh = {name: torch.zeros_like(state[name]) for name in ("log_kept", *self.memory.renewed())}
         return {
             **state,
             **{f"level_{name}": torch.cat(parts, dim=2) for name, parts in new.items()},
@@ -210,17 +195,6 @@ class LogLinear(Mixer):
             for name in self.names
         }
         return {**found, "log_kept": earlier["log_kept"] + later["log_kept"]}
-
-    def _renewed(self) -> list[str]:
-        """What begins anew with a segment; the convolutions' tokens before it stay."""
-        return [
-            "log_kept",
-            *(
-                name
-                for name, spec in self.memory.specs.items()
-                if isinstance(spec, TensorSpec) and spec.kind == "memory" and not name.startswith("before_")
-            ),
-        ]
 
 
 def _where(rows: list[bool], yes: State, no: State, device: torch.device) -> State:

@@ -12,30 +12,31 @@ Segments begin with the document. Kept memories stand in a growing list, one ent
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
-from megamem.config.registry import mixer_kinds, register_mixer
+from megamem.config.model import AnyMixer, ModelConfig
+from megamem.config.registry import register_mixer
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.blocks import Span
 from megamem.memory.matrix_memory import MatrixConfig
-from megamem.memory.recurrent import Inputs, RecurrentConfig, RecurrentMixer
+from megamem.memory.recurrent import Inputs, RecurrentMixer, SegmentedConfig
 from megamem.memory.segments import Segments, gate_shares
 from megamem.ops.kept_memory import selected_answer
 from megamem.parallel.linears import Linears, normal
 
 
 @register_mixer
-class MemoryCachingConfig(MixerConfig):
+class MemoryCachingConfig(SegmentedConfig):
     """Memory Caching: keep a recurrent memory's states at the ends of segments, and read them all, or some."""
 
     kind: Literal["memory_caching"] = "memory_caching"
     """`memory_caching`"""
+    kept: ClassVar[tuple[str, str]] = ("cacheable", "is no memory that can be kept")
     memory: AnyMixer
     """The recurrent memory: linear_attention, retnet, delta_net, dla, titans or memora, with its own fields."""
     combine: Literal["residual", "gated", "soup", "selective"] = "gated"
@@ -55,22 +56,6 @@ class MemoryCachingConfig(MixerConfig):
     """Kept memories that a token reads with `selective`."""
     max_chunks: PositiveInt | None = None
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
-
-    @property
-    def recurrent(self) -> RecurrentConfig:
-        """The memory's configuration. Raises ValueError for a mixer that cannot be kept."""
-        if not isinstance(self.memory, RecurrentConfig) or not self.memory.cacheable:
-            valid = [kind for kind, c in mixer_kinds().items() if issubclass(c, RecurrentConfig) and c.cacheable]
-            raise ValueError(f"memory {self.memory.kind} is no memory that can be kept; valid: {', '.join(valid)}")
-        return self.memory
-
-    def check(self, model: ModelConfig) -> None:
-        """See `MixerConfig.check`."""
-        self.recurrent.check(model)
-        if model.chunk_size % self.segment:
-            raise ValueError(f"segment {self.segment} does not divide model.chunk_size {model.chunk_size}")
-        if self.segment % self.recurrent.block():
-            raise ValueError(f"segment {self.segment} is no multiple of memory.inner_chunk {self.recurrent.block()}")
 
     def kept_specs(self, model: ModelConfig, memories: int | str, kind: Any = "memory") -> dict[str, TensorSpec]:
         """The end of `memories` segments: their weights, pooled keys, and whether the row's segment ended there."""
@@ -315,7 +300,7 @@ class MemoryCaching(Mixer):
         state = self._keep(state, new, closing.to(state["closed_filled"].dtype)[:, None], span)
         renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
         if self.config.write == "independent":
-            renewed |= self._fresh(state)
+            renewed |= {name: torch.zeros_like(state[name]) for name in self.memory.renewed()}
         for name, fresh in renewed.items():
             rows = closing.view(-1, *[1] * (fresh.ndim - 1))
             state[name] = fresh if all(span.closing) else torch.where(rows, fresh, state[name])
@@ -336,14 +321,6 @@ class MemoryCaching(Mixer):
             **state,
             **{f"closed_{name}": tensor for name, tensor in columns.items()},
             "kept": self._bounded(kept, span),
-        }
-
-    def _fresh(self, state: State) -> State:
-        """The memory as a document starts with it; the convolutions' tokens before it stay."""
-        return {
-            name: torch.zeros_like(state[name])
-            for name, spec in self.memory.specs.items()
-            if isinstance(spec, TensorSpec) and spec.kind == "memory" and not name.startswith("before_")
         }
 
     def _bounded(self, kept: list[dict[str, Tensor]], span: Span) -> list[dict[str, Tensor]]:

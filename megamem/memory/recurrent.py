@@ -20,7 +20,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops
-from megamem.config.model import MixerConfig, ModelConfig
+from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
+from megamem.config.registry import mixer_kinds
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
 from megamem.parallel.linears import Linears, constant, declare, normal
 
@@ -103,6 +104,34 @@ class RecurrentConfig(MixerConfig):
         convolved = model.heads * model.head + model.kv * (model.head + self.values(model))
         taps = self.convolution if self.convolution > 1 else 0
         return taps * convolved + model.heads * self.values(model)
+
+
+class SegmentedConfig(MixerConfig):
+    """Fields of mixers that cut a text into segments and keep the memories of those that have ended."""
+
+    kept: ClassVar[tuple[str, str]]
+    """The field of `RecurrentConfig` that says which memories this works for, and what is said of others."""
+    memory: AnyMixer
+    """The recurrent memory."""
+    segment: PositiveInt
+    """Tokens of a segment."""
+
+    @property
+    def recurrent(self) -> RecurrentConfig:
+        """The memory's configuration. Raises ValueError for a mixer that this does not work for."""
+        able, otherwise = self.kept
+        if not isinstance(self.memory, RecurrentConfig) or not getattr(self.memory, able):
+            valid = [k for k, c in mixer_kinds().items() if issubclass(c, RecurrentConfig) and getattr(c, able)]
+            raise ValueError(f"memory {self.memory.kind} {otherwise}; valid: {', '.join(valid)}")
+        return self.memory
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        self.recurrent.check(model)
+        if model.chunk_size % self.segment:
+            raise ValueError(f"segment {self.segment} does not divide model.chunk_size {model.chunk_size}")
+        if self.segment % self.recurrent.block():
+            raise ValueError(f"segment {self.segment} is no multiple of memory.inner_chunk {self.recurrent.block()}")
 
 
 @dataclass(frozen=True)
@@ -240,6 +269,14 @@ class RecurrentMixer(Mixer):
     def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """sum_i shares_i M_i(q): query [batch, kv_heads, groups, tokens, width], kept [batch, kv_heads, memories, ...]
         of `snapshot`, shares [batch, kv_heads, groups, tokens, memories]."""
+
+    def renewed(self) -> list[str]:
+        """State tensors that begin anew where a segment does; the convolutions' tokens before it stay."""
+        return [
+            name
+            for name, spec in self.specs.items()
+            if isinstance(spec, TensorSpec) and spec.kind == "memory" and not name.startswith("before_")
+        ]
 
     @abstractmethod
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
