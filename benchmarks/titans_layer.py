@@ -3,11 +3,13 @@
     pip install -c constraints.txt -e ".[benchmarks]"      # titans-pytorch and what it needs
     python -m benchmarks.titans_layer [--quick] [--threads N] [--turns N]
 
-The same work: 4,096 tokens of width 256, 4 heads of 64, per head a network of two layers with four times as many units
+The same work: 1,024 tokens of width 256, 4 heads of 64, per head a network of two layers with four times as many units
 between, gradients taken at the weights of every 64th token, momentum and decay; forward and backward, FP32. `per token`
 is the package with a step of its own for each token, as ours takes them (its chunk_size 1, batch_size 64); `per chunk`
 is the package with one step per 64 tokens, which is less work and another model. Layer against layer, and in a model of
-4 layers with the same MLPs, embedding and head. The forms take turns within one run; ratios are of the same turn.
+4 layers with the same MLPs, embedding and head, its blocks computed again in the backward pass. The forms take turns
+within one run; ratios are of the same turn. The package keeps the weights of a network for every token: of 4,096 tokens
+they do not fit into 24 GiB.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ def their_layer(model: ModelConfig, tokens: int, step_tokens: int) -> Callable[[
 def whole_model(model: ModelConfig, tokens: int, step_tokens: int | None = None) -> Callable[[], object]:
     """A model with our layers, or with theirs in their place."""
     stage = Stage(model, PlainLinears())
+    stage.recompute = True
     initialize_parameters(stage, seed=0)
     for block in stage.blocks if step_tokens else ():
         block.mixer = TheirMemory(model, step_tokens or 1)
@@ -121,13 +124,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
     parser.add_argument("--threads", type=int, help="torch threads; all usable cores if not given")
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--budget-s", type=float, default=600, help="seconds each part may take (one turn always runs)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "titans_layer.json")
     options = parser.parse_args(arguments)
     count = fix_threads(options.threads)
     print(f"torch {torch.__version__}, {count} threads, FP32, load average {os.getloadavg()[0]:.1f}")
-    tokens = 256 if options.quick else 4096
+    tokens = 256 if options.quick else options.tokens
     ours, theirs = shape(options.quick), shape(options.quick, tokens)
     found = {
         "layer": {
