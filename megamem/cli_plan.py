@@ -22,6 +22,7 @@ def plan(
     config: Annotated[Path | None, typer.Argument(help="YAML file of a run; its layout, costs and batch")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")] = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
+    layouts: Annotated[bool, typer.Option("--layouts", help="bytes a rank holds, by TP and PP")] = False,
     draw_schedule: Annotated[Path | None, typer.Option(help="draw the schedule beside 1F1B to this picture")] = None,
     recorded: Annotated[
         Path | None, typer.Option(help="run folder whose recorded step (logging.record_step) is drawn too")
@@ -33,9 +34,14 @@ def plan(
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """Bubble and peak memory of a pipeline's schedule, chunk by chunk and over whole sequences, and their picture."""
+    """Bytes that ranks hold; bubble and peak memory of a pipeline's schedule, and its picture."""
+    if layouts:
+        if schedule or draw_schedule or config is None:
+            raise ConfigError("plan: --layouts goes with a configuration, and without --schedule or --draw-schedule")
+        _print_layouts(config, overrides or [], as_json)
+        return
     if not (schedule or draw_schedule):
-        raise ConfigError("plan: nothing to plan; give --schedule or --draw-schedule FILE")
+        raise ConfigError("plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE")
     if recorded is not None and draw_schedule is None:
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
     report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
@@ -48,6 +54,30 @@ def plan(
     console.print(_table(report))
     for name, path in pictures.items():
         console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
+
+
+def _print_layouts(config: Path, overrides: list[str], as_json: bool) -> None:
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.planning.ranks import layouts
+
+    settings = load_config(RunConfig, config, overrides)
+    rows = layouts(settings)
+    if as_json:
+        console.file.write(json.dumps({"name": settings.name, "layouts": rows}) + "\n")
+        return
+    tokens, rows_each = settings.data.sequence_length, settings.training.micro_batch_size
+    table = Table(title=f"{settings.name}: GiB of the fullest rank, one data-parallel rank, {rows_each} x {tokens:,} tokens read")
+    parts = ("weights", "gradients", "optimizer", "states", "total")
+    for column in ("TP", "PP", "parameters", *parts):
+        table.add_column(column, justify="right")
+    for row in rows:
+        layout = (str(row["tp"]), str(row["pp"]))
+        if "error" in row:
+            table.add_row(*layout, row["error"])
+        else:
+            table.add_row(*layout, f"{row['parameters']:,}", *(f"{row[part] / 2**30:.2f}" for part in parts))
+    console.print(table)
 
 
 def _report(

@@ -250,7 +250,7 @@ class MemoryCaching(Mixer):
         for part, share in zip(kept, shares, strict=True):
             query = query.to(share.dtype)
             if self.config.combine == "selective":
-                read = read + selected_answer(self.memory.answer, query, part.weights, share, share != 0)
+                read = read + selected_answer(self.memory.asked, query, part.weights, share)
             else:
                 read = read + self.memory.answer(query, part.weights, share)
         return read

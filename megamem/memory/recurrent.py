@@ -23,6 +23,7 @@ from megamem.config.cost import Flops
 from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import mixer_kinds
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
+from megamem.ops.kept_memory import Owners
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 Join = Callable[[int, Tensor, Tensor], Tensor]
@@ -269,6 +270,10 @@ class RecurrentMixer(Mixer):
     def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """sum_i shares_i M_i(q): query [batch, kv_heads, groups, tokens, width], kept [batch, kv_heads, memories, ...]
         of `snapshot`, shares [batch, kv_heads, groups, tokens, memories]."""
+
+    @abstractmethod
+    def asked(self, x: Tensor, kept: Sequence[Tensor], owners: Owners) -> Tensor:
+        """M(x) of each row's own memory: x [rows, width], kept [memories, ...] of `snapshot`."""
 
     def renewed(self) -> list[str]:
         """State tensors that begin anew where a segment does; the convolutions' tokens before it stay."""

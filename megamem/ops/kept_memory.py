@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Answer = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
-"""(queries, matrices of memories, shares) -> the sum of what the memories answer, weighted."""
+Owners = list[int]
+"""How many rows each memory is asked: the first so many rows are the first one's, and so on."""
+Asked = Callable[[Tensor, Sequence[Tensor], Owners], Tensor]
+"""(rows [rows, width], matrices of the memories [memories, ...], whose rows they are) -> answers [rows, width]."""
 
 
 def shared_product(x: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
@@ -27,29 +29,42 @@ def shared_networks(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tens
     return (shares[..., None] * hidden).flatten(-2) @ down.flatten(2, 3)[:, :, None]
 
 
-def selected_answer(answer: Answer, query: Tensor, kept: Sequence[Tensor], shares: Tensor, chosen: Tensor) -> Tensor:
-    """What `answer` gives, computed for the chosen pairs of query and memory alone: grouped by memory, as experts are.
+def grouped_product(x: Tensor, matrices: Tensor, owners: Owners) -> Tensor:
+    """Rows x [rows, in], each times the matrix of its owner [memories, in, out]."""
+    if not x.is_cuda:
+        pairs = zip(x.split(owners), matrices.unbind(0), strict=True)
+        return torch.cat([rows @ matrix for rows, matrix in pairs if len(rows)])
+    return padded_product(x, matrices, owners)
+
+
+def padded_product(x: Tensor, matrices: Tensor, owners: Owners) -> Tensor:
+    """`grouped_product` in one launch: each memory is given as many rows as the most asked one."""
+    counts = torch.tensor(owners, device=x.device)
+    owner = torch.repeat_interleave(counts, output_size=len(x))
+    place = torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[owner]
+    rows = x.new_zeros(len(owners), max(owners), x.shape[-1]).index_put((owner, place), x)
+    return (rows @ matrices)[owner, place]
+
+
+def selected_answer(answer: Asked, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+    """The memories' answers times their shares, computed for the pairs of query and memory whose share is not 0 alone:
+    grouped by memory, as experts are. How many there are is read by the host.
 
     Args:
         query: [batch, heads, groups, tokens, width].
         kept: matrices of the memories [batch, heads, memories, ...].
-        shares: [batch, heads, groups, tokens, memories], 0 where `chosen`, of the same shape, is False.
-    Each memory is given as many rows as the most chosen one needs: their number is read by the host.
+        shares: [batch, heads, groups, tokens, memories].
     """
-    batch, heads, groups, tokens, memories = shares.shape
-    of_batch, of_head, of_group, of_token, of_memory = chosen.nonzero(as_tuple=True)
-    if not len(of_batch):  # shares are zeros
-        return answer(query, [matrices[:, :, :1] for matrices in kept], shares[..., :1])
-    owner = (of_batch * heads + of_head) * memories + of_memory
-    owner, order = owner.sort(stable=True)
-    counts = torch.bincount(owner, minlength=batch * heads * memories)
-    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-    asked = (of_batch[order], of_head[order], of_group[order], of_token[order])
-    rows = int(counts.max())
-    packed = query.new_zeros(len(counts), rows, query.shape[-1]).index_put((owner, place), query[asked])
-    share = shares.new_zeros(len(counts), rows).index_put((owner, place), shares[(*asked, of_memory[order])])
-    alone = [matrices.flatten(0, 2)[:, None, None] for matrices in kept]
-    answers = answer(packed[:, None, None], alone, share[:, None, None, :, None])[:, 0, 0]
-    flat = ((asked[0] * heads + asked[1]) * groups + asked[2]) * tokens + asked[3]
-    out = answers.new_zeros(batch * heads * groups * tokens, answers.shape[-1])
-    return out.index_add(0, flat, answers[owner, place]).view(batch, heads, groups, tokens, -1)
+    by_memory = shares.movedim(-1, 2)
+    chosen = by_memory.detach() != 0
+    owners = chosen.sum((-2, -1)).flatten().tolist()
+    pairs = chosen.flatten().nonzero()[:, 0]
+    queries = query.flatten(0, -2)
+    if not len(pairs):
+        return kept[-1].new_zeros(*query.shape[:-1], kept[-1].shape[-1])
+    asked_of_head = chosen[0, 0, 0].numel()
+    asked = pairs // (shares.shape[-1] * asked_of_head) * asked_of_head + pairs % asked_of_head
+    answers = answer(queries.index_select(0, asked), [matrices.flatten(0, 2) for matrices in kept], owners)
+    weighted = by_memory.flatten().index_select(0, pairs)[:, None] * answers
+    out = answers.new_zeros(len(queries), answers.shape[-1]).index_add(0, asked, weighted)
+    return out.unflatten(0, query.shape[:-1])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.config.load import parse_config
@@ -14,7 +15,13 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.memory_caching import MemoryCaching
 from megamem.memory.recurrent import RecurrentMixer
-from megamem.ops.kept_memory import selected_answer, shared_networks, shared_product
+from megamem.ops.kept_memory import (
+    grouped_product,
+    padded_product,
+    selected_answer,
+    shared_networks,
+    shared_product,
+)
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, TOKENS, ROWS = 16, 48, 2
@@ -130,7 +137,7 @@ def test_segments_of_one_token_are_attention_to_products() -> None:
 
 
 def test_selected_answers_are_those_of_zero_shares() -> None:
-    """Grouped by memory, each with as many rows as it was chosen for; gradients too."""
+    """Grouped by memory, one product each or all in one launch; gradients too."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -140,23 +147,29 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
     chosen = torch.rand(2, 3, 2, 7, 4, generator=generator) < 0.3
     shares = normal(2, 3, 2, 7, 4)
 
-    def networks(x: Tensor, kept: Any, share: Tensor) -> Tensor:
+    def all_networks(x: Tensor, kept: Any, share: Tensor) -> Tensor:
         return shared_networks(x, *kept, share)
 
-    def matrices(x: Tensor, kept: Any, share: Tensor) -> Tensor:
+    def own_networks(x: Tensor, kept: Any, owners: list[int]) -> Tensor:
+        return grouped_product(F.gelu(grouped_product(x, kept[0].mT, owners)), kept[1], owners)
+
+    def all_matrices(x: Tensor, kept: Any, share: Tensor) -> Tensor:
         return shared_product(x, kept[0].mT, share)
 
-    for answer in (networks, matrices):
+    def own_matrices(x: Tensor, kept: Any, owners: list[int]) -> Tensor:
+        return padded_product(x, kept[0].mT, owners)
+
+    for own, every in ((own_networks, all_networks), (own_matrices, all_matrices)):
         found = []
-        for choose in (True, False):
-            masked = shares * chosen
-            kept = (up, down)
-            made = selected_answer(answer, query, kept, masked, chosen) if choose else answer(query, kept, masked)
-            used = (query, up, shares)
-            found.append((made, *torch.autograd.grad(made.square().sum(), used)))
+        for answer in (
+            lambda masked, own=own: selected_answer(own, query, (up, down), masked),
+            lambda masked, every=every: every(query, (up, down), masked),
+        ):
+            made = answer(shares * chosen)
+            found.append((made, *torch.autograd.grad(made.square().sum(), (query, up, shares))))
         for ours, theirs in zip(*found, strict=True):
             agree(ours, theirs)
-    assert not selected_answer(matrices, query, (up,), shares * 0, chosen & False).any()
+    assert not selected_answer(own_networks, query, (up, down), shares * 0).any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""What a rank of a layout builds and holds, without building the others."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megamem.config.load import load_config, parse_config
+from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
+from megamem.errors import LayoutError
+from megamem.parallel.linears import info
+from megamem.pipeline.costs import parameter_costs
+from megamem.pipeline.placement import contiguous
+from megamem.planning.parameters import parameter_counts
+from megamem.planning.ranks import fullest, layouts, rank_bytes, rank_stage
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(p for p in (CONFIGS / "recipes").glob("*.yaml") if re.search(r"-(760m|1\.3b)$", p.stem))
+TP, PP = (1, 2, 4, 8), (1, 2, 4)
+
+
+def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
+    """Parameters of all ranks of a layout, those that ranks have copies of counted once."""
+    total = 0
+    for layers in contiguous(parameter_costs(model).place(pp_size)):
+        stage = rank_stage(model, layers, tp_size)
+        shares = [p.numel() * (1 if info(p).shard_axis is None else tp_size) for p in stage.parameters()]
+        total += sum(shares)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_large_model_splits(path: Path) -> None:
+    """Over 8 x 4 ranks, nothing lost and nothing twice; other layouts of a headline model below."""
+    model = load_config(RunConfig, path).model
+    assert whole(model, 8, 4) == parameter_counts(model)["total"]
+
+
+def test_every_layout() -> None:
+    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    total = parameter_counts(config.model)["total"]
+    assert all(whole(config.model, tp, pp) == total for tp in (2, 8) for pp in PP)
+    rows = layouts(config, TP, PP)
+    assert [(row["tp"], row["pp"]) for row in rows] == [(tp, pp) for tp in TP for pp in PP]
+    assert all("error" not in row for row in rows)
+
+
+def test_bytes_of_a_rank() -> None:
+    """BF16 weights 2, FP32 sums 4, master weights and moments 12 bytes; a layer's state by hand."""
+    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    (rank,) = rank_bytes(config, 1, 1)
+    count = parameter_counts(config.model)["total"]
+    assert (rank.parameters, rank.weights, rank.gradients) == (count, 2 * count, 4 * count)
+    assert rank.optimizer == 12 * count
+    assert rank_bytes(config, 1, 1, dp_size=8)[0].optimizer == -(-12 * count // 8)
+    width, heads, segments = 96, 16, 4096 // 256
+    matrices, channels = 2 * 4 * width * width, heads * width
+    per_head = 4 * (2 * matrices + width + segments * (matrices + width))  # memory and momentum, keys; kept ones
+    per_layer = heads * per_head + 4 * segments + 2 * 3 * 3 * channels  # filled; three convolutions over four tokens
+    assert rank.states == config.training.micro_batch_size * 24 * per_layer
+
+
+def test_impossible_layouts_say_why() -> None:
+    small = {"layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 64, "chunk_size": 8}
+    model = parse_config(ModelConfig, small, "test")
+    with pytest.raises(LayoutError, match=r"parallel.tp: 3 ranks cannot share model.heads 4 evenly"):
+        rank_stage(model, range(2), 3)
+    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    assert "model.heads 16" in str(fullest(config, 3, 1))
+    assert "at most one stage per layer" in str(fullest(config, 1, 25))
+
+
+def test_a_stage_keeps_global_names() -> None:
+    model = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml").model
+    names = [name for name, _ in rank_stage(model, range(6, 8), 2).named_parameters()]
+    assert names[0].startswith("layers.6.")
+    assert not any("embedding" in name or "head" in name for name in names if "layers" not in name)
