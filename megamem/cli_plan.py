@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,22 +63,31 @@ def _print_layouts(config: Path, overrides: list[str], as_json: bool) -> None:
     from megamem.planning.ranks import layouts
 
     settings = load_config(RunConfig, config, overrides)
-    rows = layouts(settings)
+    found = layouts(settings)
     if as_json:
+        rows = [
+            {
+                "tp": tp,
+                "pp": pp,
+                **({"error": rank} if isinstance(rank, str) else {**asdict(rank), "total": rank.total}),
+            }
+            for (tp, pp), rank in found.items()
+        ]
         console.file.write(json.dumps({"name": settings.name, "layouts": rows}) + "\n")
         return
-    tokens, rows_each = settings.data.sequence_length, settings.training.micro_batch_size
-    table = Table(title=f"{settings.name}: GiB of the fullest rank, one data-parallel rank, {rows_each} x {tokens:,} tokens read")
+    read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
+    table = Table(title=f"{settings.name}: GiB of the fullest rank, one data-parallel rank, {read} read")
     parts = ("weights", "gradients", "optimizer", "states", "total")
     for column in ("TP", "PP", "parameters", *parts):
         table.add_column(column, justify="right")
-    for row in rows:
-        layout = (str(row["tp"]), str(row["pp"]))
-        if "error" in row:
-            table.add_row(*layout, row["error"])
-        else:
-            table.add_row(*layout, f"{row['parameters']:,}", *(f"{row[part] / 2**30:.2f}" for part in parts))
+    for (tp, pp), rank in found.items():
+        if not isinstance(rank, str):
+            sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
+            table.add_row(str(tp), str(pp), f"{rank.parameters:,}", *sizes)
     console.print(table)
+    for (tp, pp), rank in found.items():
+        if isinstance(rank, str):
+            console.print(f"not TP {tp} x PP {pp}: {rank}", highlight=False)
 
 
 def _report(

@@ -21,11 +21,11 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import AnyMixer, ModelConfig
+from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import register_mixer
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.blocks import Span, spans
-from megamem.memory.recurrent import RecurrentMixer, SegmentedConfig
+from megamem.memory.recurrent import RecurrentConfig, RecurrentMixer, SegmentedConfig
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -35,13 +35,18 @@ class LogLinearConfig(SegmentedConfig):
 
     kind: Literal["log_linear"] = "log_linear"
     """`log_linear`"""
-    kept: ClassVar[tuple[str, str]] = ("mergeable", "cannot be merged")
+    unfit: ClassVar[str] = "cannot be merged"
     memory: AnyMixer
     """The recurrent memory: linear_attention, dla or titans, with its own fields."""
     segment: PositiveInt = 64
     """Tokens of the shortest segments. Divides model.chunk_size."""
     levels: PositiveInt = 8
     """Lengths of merged segments: 1, 2, 4 ... times `segment`; the last level takes in all that is older."""
+
+    @classmethod
+    def fits(cls, memory: type[MixerConfig]) -> bool:
+        """See `SegmentedConfig.fits`."""
+        return issubclass(memory, RecurrentConfig) and memory.mergeable
 
     def merged(self, model: ModelConfig) -> list[str]:
         """State tensors of the memory that segments leave behind: what is written, momentum left out."""
@@ -139,7 +144,7 @@ class LogLinear(Mixer):
                 state = self._close(state, span)
             reads.append(read)
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
-        return self.memory.finish(read, x), state, {}
+        return self.memory.finish(read, x, inputs), state, {}
 
     def _finished(self, span: Span) -> list[int]:
         """Per row: segments before the open one."""

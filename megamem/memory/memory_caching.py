@@ -12,7 +12,7 @@ Segments begin with the document. Kept memories stand in a growing list, one ent
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -36,9 +36,8 @@ class MemoryCachingConfig(SegmentedConfig):
 
     kind: Literal["memory_caching"] = "memory_caching"
     """`memory_caching`"""
-    kept: ClassVar[tuple[str, str]] = ("cacheable", "is no memory that can be kept")
     memory: AnyMixer
-    """The recurrent memory: linear_attention, retnet, delta_net, dla, titans or memora, with its own fields."""
+    """The recurrent memory: linear_attention, retnet, delta_net, ssd, dla, titans or memora, with its own fields."""
     combine: Literal["residual", "gated", "soup", "selective"] = "gated"
     """How kept memories take part: their answers are summed; summed with gates; their weights are mixed before a query
     reads them; or only the answers of the `top_k` most fitting are summed with gates."""
@@ -186,7 +185,7 @@ class MemoryCaching(Mixer):
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
-        return self.memory.finish(read, x), state, {}
+        return self.memory.finish(read, x, inputs), state, {}
 
     def _side_by_side(self, chunk: Chunk, tokens: int, state: State) -> int:
         """How many whole segments can be written at the same time from here on."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,6 @@ Join = Callable[[int, Tensor, Tensor], Tensor]
 class RecurrentConfig(MixerConfig):
     """Fields of every recurrent memory."""
 
-    cacheable: ClassVar[bool] = True
-    """Whether what is read comes from the memory alone, so that Memory Caching can keep it."""
     mergeable: ClassVar[bool] = False
     """Whether two segments' memories add up to that of both: what the later one kept of the earlier, and its own."""
     convolution: PositiveInt = 4
@@ -110,21 +108,25 @@ class RecurrentConfig(MixerConfig):
 class SegmentedConfig(MixerConfig):
     """Fields of mixers that cut a text into segments and keep the memories of those that have ended."""
 
-    kept: ClassVar[tuple[str, str]]
-    """The field of `RecurrentConfig` that says which memories this works for, and what is said of others."""
+    unfit: ClassVar[str] = "is no memory that can be kept"
+    """What is said of memories that this does not work for."""
     memory: AnyMixer
     """The recurrent memory."""
     segment: PositiveInt
     """Tokens of a segment."""
 
+    @classmethod
+    def fits(cls, memory: type[MixerConfig]) -> bool:
+        """Whether this works for a kind of memory."""
+        return issubclass(memory, RecurrentConfig)
+
     @property
     def recurrent(self) -> RecurrentConfig:
         """The memory's configuration. Raises ValueError for a mixer that this does not work for."""
-        able, otherwise = self.kept
-        if not isinstance(self.memory, RecurrentConfig) or not getattr(self.memory, able):
-            valid = [k for k, c in mixer_kinds().items() if issubclass(c, RecurrentConfig) and getattr(c, able)]
-            raise ValueError(f"memory {self.memory.kind} {otherwise}; valid: {', '.join(valid)}")
-        return self.memory
+        if not self.fits(type(self.memory)):
+            valid = ", ".join(kind for kind, config in mixer_kinds().items() if self.fits(config))
+            raise ValueError(f"memory {self.memory.kind} {self.unfit}; valid: {valid}")
+        return cast(RecurrentConfig, self.memory)
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
@@ -300,8 +302,8 @@ class RecurrentMixer(Mixer):
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, made["value"]))
         return Inputs(query.unflatten(1, (-1, self.groups)), key, value, self.gates(x)), after
 
-    def finish(self, read: Tensor, x: Tensor) -> Tensor:
-        """The layer's output from what was read [batch, kv_heads, groups, tokens, width]."""
+    def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
+        """The layer's output from what tokens x, with these inputs, read [batch, kv_heads, groups, tokens, width]."""
         read = self.norm(read.flatten(1, 2).permute(2, 0, 1, 3)).to(x.dtype).flatten(2)
         if self.gate is not None:
             read = read * F.silu(self.gate(x))
@@ -314,4 +316,4 @@ class RecurrentMixer(Mixer):
         inputs, after = self.inputs(x, state, chunk)
         state = {**state, **after}
         read, memory = self.recur(inputs, state, chunk)
-        return self.finish(read, x), {**state, **memory}, {}
+        return self.finish(read, x, inputs), {**state, **memory}, {}

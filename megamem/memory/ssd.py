@@ -9,7 +9,7 @@ the norm and gate of the other recurrent memories.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ class SSDConfig(MatrixConfig):
 
     kind: Literal["ssd"] = "ssd"
     """`ssd`"""
-    cacheable: ClassVar[bool] = False
 
     def token_gates(self) -> int:
         """The step."""
@@ -78,5 +77,9 @@ class SSD(MatrixMixer):
         gates = dict(inputs.gates)
         value = inputs.value.to(memory["memory"].dtype)
         stepped = Inputs(inputs.query, inputs.key, value * gates.pop("step")[..., None], gates)
-        read, after = super().recur(stepped, memory, chunk, join)
-        return read + (self.skip(value)[:, None, None] * value)[:, :, None], after
+        return super().recur(stepped, memory, chunk, join)
+
+    def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
+        """See `RecurrentMixer.finish`; the skip passes by whatever is kept of the memory, too."""
+        value = inputs.value.to(read.dtype)
+        return super().finish(read + (self.skip(value)[:, None, None] * value)[:, :, None], x, inputs)

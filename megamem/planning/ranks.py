@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class RankLinears(PlainLinears):
     """Layers with the shapes they have on one of `tp_size` ranks; they hold no values and communicate nothing."""
 
     def __init__(self, tp_size: int) -> None:
-        self.tp_size = tp_size  # type: ignore[misc]
+        self.tp_size = tp_size
 
     def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.column`."""
@@ -111,12 +111,8 @@ def fullest(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> 
         return str(error)
 
 
-def layouts(config: RunConfig, tp: tuple[int, ...] = (1, 2, 4, 8), pp: tuple[int, ...] = (1, 2, 4)) -> list[dict]:
-    """`fullest` of each combination, one data-parallel rank each: {"tp", "pp", ...} or {"tp", "pp", "error"}."""
-    rows = []
-    for tp_size in tp:
-        for pp_size in pp:
-            rank = fullest(config, tp_size, pp_size)
-            what = {"error": rank} if isinstance(rank, str) else {**asdict(rank), "total": rank.total}
-            rows.append({"tp": tp_size, "pp": pp_size, **what})
-    return rows
+def layouts(
+    config: RunConfig, tp: tuple[int, ...] = (1, 2, 4, 8), pp: tuple[int, ...] = (1, 2, 4)
+) -> dict[tuple[int, int], RankBytes | str]:
+    """`fullest` of each (TP, PP), one data-parallel rank each."""
+    return {(tp_size, pp_size): fullest(config, tp_size, pp_size) for tp_size in tp for pp_size in pp}

@@ -213,6 +213,13 @@ ALL_CASES = [
         {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
         core=False,
     ),
+    Case(
+        "memory_caching",
+        "ssd_gated",
+        {"memory": {"kind": "ssd", "inner_chunk": 3}, "segment": 4, "gate": "sigmoid"},
+        queries_per_key=2,
+        core=False,
+    ),
     Case("memora", "paper", {"inner_chunk": 4, "expansion": 2, "max_rate": 0.1, "gate_rank": 2}, core=False),
     Case(
         "memora",

@@ -133,7 +133,7 @@ def test_segments_of_one_token_are_attention_to_products() -> None:
     past = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     shares = scores.masked_fill(~past, -torch.inf).softmax(-1)
     read = (shares * (inputs.query @ inputs.key[:, :, None].mT)) @ inputs.value[:, :, None]
-    agree(output(cached), cached.memory.finish(read, x))
+    agree(output(cached), cached.memory.finish(read, x, inputs))
 
 
 def test_selected_answers_are_those_of_zero_shares() -> None:
@@ -176,7 +176,7 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
     ("mixer", "said"),
     [
         ({"memory": "attention"}, "memory attention is no memory that can be kept; valid: delta_net, dla"),
-        ({"memory": "ssd"}, "memory ssd is no memory that can be kept"),
+        ({"memory": "sliding_attention"}, "memory sliding_attention is no memory that can be kept"),
         ({"memory": LINEAR, "segment": 5}, "segment 5 does not divide model.chunk_size 16"),
         ({"memory": TITANS, "segment": 2}, "segment 2 is no multiple of memory.inner_chunk 4"),
         ({"memory": {**TITANS, "inner_chunk": 3}, "segment": 4}, "inner_chunk 3 does not divide model.chunk_size 16"),

@@ -144,6 +144,20 @@ def test_one_chunk_per_sequence_is_1f1b_itself():
     assert report.peaks() == report.one_f_one_b_peaks() == [3, 2, 1]
 
 
+# layouts
+
+
+def test_bytes_of_every_layout_as_json_and_as_a_table():
+    """The demo has 6 heads: 4 and 8 ranks cannot share them, which is said in their rows."""
+    heads = load_config(RunConfig, DEMO).model.heads
+    found = json.loads(plan("--layouts", "--json", DEMO))["layouts"]
+    assert [(row["tp"], row["pp"]) for row in found] == [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
+    for row in found:
+        assert ("error" in row) == bool(heads % row["tp"])
+        assert "error" in row or row["total"] == sum(row[p] for p in ("weights", "gradients", "optimizer", "states"))
+    assert f"cannot share model.heads {heads} evenly" in plan("--layouts", DEMO)
+
+
 # refusals
 
 NEEDED = "give a configuration or --stages, --sequences and --chunks"
@@ -152,8 +166,8 @@ NEEDED = "give a configuration or --stages, --sequences and --chunks"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "plan: nothing to plan; give --schedule or --draw-schedule FILE"),
-        (sizes(2, 2, 2), "plan: nothing to plan; give --schedule or --draw-schedule FILE"),
+        ((), "plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE"),
+        (sizes(2, 2, 2), "plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE"),
         (("--schedule",), f"plan: --stages is missing; {NEEDED}"),
         (("--schedule", "--sequences", 2, "--chunks", 2), f"plan: --stages is missing; {NEEDED}"),
         (("--schedule", "--stages", 2, "--chunks", 2), f"plan: --sequences is missing; {NEEDED}"),
@@ -164,6 +178,8 @@ NEEDED = "give a configuration or --stages, --sequences and --chunks"
         (("--schedule", DEMO, "--sequences", 2), "plan: --sequences does not go with a configuration"),
         (("--schedule", DEMO, "--chunks", 2), "plan: --chunks does not go with a configuration"),
         (("--schedule", DEMO, "--bptt-chunks", 2), "plan: --bptt-chunks does not go with a configuration"),
+        (("--layouts",), "plan: --layouts goes with a configuration, and without --schedule"),
+        (("--layouts", "--schedule", DEMO), "plan: --layouts goes with a configuration, and without --schedule"),
         (("--schedule", *sizes(2, 2, 2), "--recorded", "x"), "plan: --recorded RUN is drawn; give --draw-schedule"),
         (("--schedule", "nowhere.yaml"), "nowhere.yaml: no such configuration file"),
         (("--schedule", DEMO, "parallel.pp=5"), "parallel.pp 5 is more than the 4 layers of the model"),

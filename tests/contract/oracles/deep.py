@@ -86,6 +86,10 @@ class Memory:
     def read(self, memory: Network, query: Tensor) -> Tensor:
         return self.answer(memory.now, query)
 
+    def beside(self, value: Tensor, h: int) -> float:
+        """What passes by the memory."""
+        return 0.0
+
     def mixture(self, parts: list[tuple[float, Network]]) -> Network:
         mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
         return Network(mixed, [], [], [])

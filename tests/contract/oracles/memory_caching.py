@@ -63,6 +63,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             else:
                 answers = (share * memory.read(m, query) for share, m in zip(shares, memories, strict=True))
                 reads.append(sum(answers))
+        reads = [read + memory.beside(made["value"][t, h // groups], h // groups) for h, read in enumerate(reads)]
         output.append(recurrence.finished(inner, model, own, hidden[t], reads))
         if count == segment:
             for h in range(model.kv):

@@ -97,6 +97,10 @@ class Matrix:
         """S^T q."""
         return sum(x * row for x, row in zip(query.tolist(), S, strict=True))
 
+    def beside(self, value: Tensor, h: int) -> Tensor | float:
+        """What passes by the memory."""
+        return 0.0
+
     def mixture(self, parts: list[tuple[float, Tensor]]) -> Tensor:
         """The memory whose weights are the sum of these."""
         return sum(share * S for share, S in parts)
@@ -125,6 +129,10 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor, kind: type = M
         for h in range(model.kv):
             keys[t, h] = memory.prepare(made["key"][t, h], t)
             now[h] = memory.write(now[h], t, h, keys[t, h], made["value"][t, h])
-        reads = [memory.read(now[h // groups], memory.ask(made["query"][t, h], t)) for h in range(model.heads)]
+        reads = [
+            memory.read(now[h // groups], memory.ask(made["query"][t, h], t))
+            + memory.beside(made["value"][t, h // groups], h // groups)
+            for h in range(model.heads)
+        ]
         output.append(finished(mixer, model, weights, hidden[t], reads))
     return Answer(torch.stack(output), {**memory.state(now, keys, made["value"]), **state})

@@ -11,19 +11,15 @@ from tests.contract.oracles.common import Answer
 
 
 class Memory(recurrence.Matrix):
-    def write(self, memory, t: int, h: int, key: Tensor, value: Tensor):
-        S, _ = memory if isinstance(memory, tuple) else (memory, None)
+    def write(self, S: Tensor, t: int, h: int, key: Tensor, value: Tensor) -> Tensor:
         weights = self.weights
         token = weights["token_step.weight.weight"][h] @ self.hidden[t] + weights["token_step.start"][h]
         step = recurrence.softplus(float(token))
         fades = math.exp(-step * math.exp(float(weights["log_pace.value"][h])))
-        return fades * S + step * key[:, None] * value[None, :], float(weights["skip.value"][h]) * value
+        return fades * S + step * key[:, None] * value[None, :]
 
-    def read(self, memory, query: Tensor) -> Tensor:
-        return super().read(memory[0], query) + memory[1]
-
-    def state(self, memories, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        return super().state([S for S, _ in memories], keys, values)
+    def beside(self, value: Tensor, h: int) -> Tensor:
+        return float(self.weights["skip.value"][h]) * value
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
