@@ -134,6 +134,9 @@ class ModelConfig(ConfigModel):
     output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""
     attention: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
     """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
+    recurrence: Literal["torch", "fla"] = "torch"
+    """Kernel of linear_attention, retnet, delta_net and ssd. `fla`, of the package flash-linear-attention, computes in
+    BF16 on CUDA; everything else torch computes all the same."""
 
     @property
     def kv(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
 from megamem.memory.recurrent import Inputs, Join, RecurrentConfig, RecurrentMixer
+from megamem.ops.fla_recurrence import fla_recurrence
 from megamem.ops.kept_memory import Owners, grouped_product, shared_product
 from megamem.ops.linear_recurrence import linear_recurrence
 from megamem.parallel.linears import Linears
@@ -80,12 +82,15 @@ class MatrixMixer(RecurrentMixer):
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.inner_chunk = config.inner_chunk
+        self.backend = model.recurrence
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
-        read, after = linear_recurrence(
-            inputs.query, inputs.key, inputs.value, memory["memory"], **inputs.gates, inner=self.inner_chunk
-        )
+        given = (inputs.query, inputs.key, inputs.value, memory["memory"])
+        if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
+            read, after = fla_recurrence(*given, **inputs.gates)
+        else:
+            read, after = linear_recurrence(*given, **inputs.gates, inner=self.inner_chunk)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
 
     def snapshot(self, memory: State) -> tuple[Tensor, ...]:

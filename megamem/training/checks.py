@@ -6,6 +6,7 @@ from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError
 from megamem.ops.attention import check_backend
+from megamem.ops.fla_recurrence import check_recurrence
 from megamem.parallel.topology import data_parallel_size
 from megamem.planning.parameters import parameter_counts
 from megamem.training.run_folder import check_run_folder
@@ -14,6 +15,7 @@ from megamem.training.run_folder import check_run_folder
 def check_layout(config: RunConfig, processes: int) -> int:
     """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
     check_backend(config.model.attention)
+    check_recurrence(config.model.recurrence)
     dp = data_parallel_size(processes, config.parallel.tp, config.parallel.pp, config.parallel.dp)
     try:
         config.accumulation_steps(dp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megamem.memory.base import State, map_state, state_tensors
 from megamem.ops.attention import Past, attention
+from megamem.ops.linear_recurrence import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.cases import CHUNK, Case
 from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, Whole, every, make
@@ -158,3 +160,38 @@ def attention_errors(
         "output": error(ours, exact),
         "gradient": max(error(a, b) for a, b in zip(our_grads, exact_grads, strict=True) if b.norm() > 0),
     }
+
+
+def recurrence_errors(
+    kernel: Callable[..., tuple[Tensor, Tensor]], gates: str, device: torch.device
+) -> dict[str, float]:
+    """Relative errors of a kernel of `linear_recurrence` with BF16 tokens against float64 on the CPU.
+
+    gates: names of those there are, `decay` and `rate`.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rows, heads, groups, tokens, width = 2, 3, 2, 200, 64
+    key = torch.nn.functional.normalize(normal(rows, heads, tokens, width), dim=-1)
+    tokens_of = {"query": normal(rows, heads, groups, tokens, width), "key": key, "value": normal(*key.shape)}
+    given = {name: x.bfloat16() for name, x in tokens_of.items()}
+    given["state"] = normal(rows, heads, width, width)
+    if "decay" in gates:
+        given["log_decay"] = -0.1 * torch.rand(1, heads, tokens, generator=generator)
+    if "rate" in gates:
+        given["rate"] = torch.rand(rows, heads, tokens, generator=generator)
+    weights = [torch.randn(*shape, generator=generator) for shape in (tokens_of["query"].shape, given["state"].shape)]
+
+    def run(function: Callable[..., tuple[Tensor, Tensor]], where: torch.device, exact: bool) -> list[Tensor]:
+        leaves = {n: x.to(where, torch.float64 if exact else x.dtype, copy=True) for n, x in given.items()}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        made = function(**leaves)
+        loss = sum((x.double() * w.to(where).double()).sum() for x, w in zip(made, weights, strict=True))
+        return [x.detach().to(CPU, torch.float64) for x in (*made, *torch.autograd.grad(loss, list(leaves.values())))]
+
+    ours, theirs = run(kernel, device, False), run(linear_recurrence, CPU, True)
+    found = [error(a, b) for a, b in zip(ours, theirs, strict=True)]
+    return {"output": found[0], "state": found[1], "gradient": max(found[2:])}

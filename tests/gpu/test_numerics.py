@@ -5,9 +5,11 @@ import importlib.util
 import pytest
 import torch
 
+from megamem.ops.fla_recurrence import fla_recurrence
+from megamem.ops.linear_recurrence import linear_recurrence
 from tests.contract.cases import CASES, CHUNK
 from tests.contract.driver import LAYOUTS
-from tests.gpu.numerics import attention_errors, mixer_errors
+from tests.gpu.numerics import attention_errors, mixer_errors, recurrence_errors
 
 # relative errors. float32: 2^-24 = 6e-8 per rounding, sums over a few hundred terms in other orders than the CPU's.
 # bfloat16: 2^-9 = 2e-3 per rounding of query, key, value, weights and output; a gradient passes twice as many
@@ -89,3 +91,10 @@ def test_memory_products_run_without_tf32(device):
     exact = a.double() @ b.double()
     error = ((a.to(device) @ b.to(device)).cpu().double() - exact).norm() / exact.norm()
     assert error < 1e-5, error
+
+
+@pytest.mark.parametrize("gates", ["", "decay", "rate", "decay and rate"])
+def test_recurrence_kernels(gates, device):
+    """flash-linear-attention where it is installed, else torch once more, in BF16 against float64."""
+    installed = importlib.util.find_spec("fla") is not None
+    assert_close(recurrence_errors(fla_recurrence if installed else linear_recurrence, gates, device), torch.bfloat16)

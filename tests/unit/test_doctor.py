@@ -210,7 +210,8 @@ def test_no_amx_says_nothing_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_absent_accelerators_cost_something_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     findings = doctor.check_accelerators()
-    assert {finding.name for finding in findings} == {"flash-attn", "triton", "transformer-engine", "apex"}
+    expected = {"flash-attn", "flash-linear-attention", "triton", "transformer-engine", "apex"}
+    assert {finding.name for finding in findings} == expected
     assert all(finding.status == "note" and "without it:" in finding.detail for finding in findings)
 
 

@@ -1,0 +1,81 @@
+"""The layout in which flash-linear-attention is called: its functions stood in for by loops over its own axes."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamem.errors import ConfigError
+from megamem.ops.fla_recurrence import check_recurrence, fla_recurrence
+from megamem.ops.linear_recurrence import linear_recurrence
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *, scale: float, initial_state: Tensor,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The package's documentation, token by token: q, k, v [batch, tokens, heads, width], g and beta [..., heads]."""
+    assert output_final_state
+    state, outputs = initial_state, []
+    for t in range(q.shape[1]):
+        if g is not None:
+            state = g[:, t, :, None, None].exp() * state
+        new = v[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+        state = state + k[:, t, :, :, None] * new[:, :, None]
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1), state
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = {
+        "simple_gla": ("chunk_simple_gla", lambda q, k, v, g, **rest: loop(q, k, v, g, None, **rest)),
+        "delta_rule": ("chunk_delta_rule", lambda q, k, v, beta, **rest: loop(q, k, v, None, beta, **rest)),
+        "gated_delta_rule": ("chunk_gated_delta_rule", loop),
+    }
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, (function, made) in functions.items():
+        module = ModuleType(f"fla.ops.{name}")
+        setattr(module, function, made)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize("rate", [False, True])
+@pytest.mark.parametrize("decay", [None, 1, 2])
+def test_agrees_with_the_recurrence(decay: int | None, rate: bool) -> None:
+    """Values, state and gradients in float64; decays of one row stand for all rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    given = {"query": normal(2, 3, 2, 7, 4), "key": normal(2, 3, 7, 4) / 2, "value": normal(2, 3, 7, 5)}
+    given["state"] = normal(2, 3, 4, 5)
+    if decay is not None:
+        given["log_decay"] = -normal(decay, 3, 7).abs()
+    if rate:
+        given["rate"] = normal(2, 3, 7).sigmoid()
+    found = []
+    for recurrence in (fla_recurrence, linear_recurrence):
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        read, after = recurrence(**leaves)
+        grads = torch.autograd.grad(read.sin().sum() + after.cos().sum(), list(leaves.values()))
+        found.append((read, after, *grads))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums of some ten terms in other orders
+
+
+def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_recurrence("torch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model.recurrence: fla is not installed"):
+        check_recurrence("fla")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"model.recurrence: fla needs a CUDA device; choose torch"):
+        check_recurrence("fla")
