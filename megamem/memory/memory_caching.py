@@ -245,14 +245,13 @@ class MemoryCaching(Mixer):
 
     def _answers(self, query: Tensor, kept: list[Segments], shares: list[Tensor]) -> Tensor:
         """Of kept memories, weighted; with `selective` only what the router chose is computed."""
-        read = query.new_zeros(())
-        for part, share in zip(kept, shares, strict=True):
-            query = query.to(share.dtype)
-            if self.config.combine == "selective":
-                read = read + selected_answer(self.memory.asked, query, part.weights, share)
-            else:
-                read = read + self.memory.answer(query, part.weights, share)
-        return read
+        if not kept:
+            return query.new_zeros(())
+        query = query.to(shares[0].dtype)
+        if self.config.combine == "selective":
+            return selected_answer(self.memory.asked, query, [part.weights for part in kept], shares)
+        answers = (self.memory.answer(query, part.weights, share) for part, share in zip(kept, shares, strict=True))
+        return sum(answers, query.new_zeros(()))
 
     def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
         """Means of keys from their sums [batch, heads, tokens, width] and counts per row and token; or the sums."""

@@ -1,0 +1,48 @@
+"""What the fullest rank holds between steps, for the 760M and 1.3B recipes in every layout of TP 1-8 and PP 1-4.
+
+    python -m benchmarks.layouts > docs/layouts.md
+
+Built on the meta device, rank by rank; `megamem plan CONFIG --layouts` gives the parts of one configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megamem.config.load import load_config
+from megamem.config.run import RunConfig
+from megamem.planning.ranks import layouts
+
+RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+HEAD = """# Bytes per rank
+
+GiB that the fullest rank of a layout holds between steps: BF16 weights, FP32 sums of gradients, FP32 master weights and
+moments (undivided: one data-parallel rank; ZeRO 1 divides the last two parts among more), and the memory states of one
+sequence of {tokens:,} tokens read to its end. Activations and communication buffers come on top. Counted from what each
+rank builds on the meta device. Parts of one configuration: `megamem plan CONFIG --layouts`.
+
+This page: `python -m benchmarks.layouts > docs/layouts.md`.
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if re.search(r"-(760m|1\.3b)$", path.stem)]
+    rows: list[list[str]] = []
+    for path in recipes:
+        config = load_config(RunConfig, path, ["training.micro_batch_size=1"])
+        found = layouts(config)
+        if not rows:
+            print(HEAD.format(tokens=config.data.sequence_length))
+            columns = ["recipe", "parameters", *(f"TP {tp} PP {pp}" for tp, pp in found)]
+            rows = [columns, ["---"] * len(columns)]
+        whole = found[1, 1]
+        sizes = ["-" if isinstance(rank, str) else f"{rank.total / 2**30:.2f}" for rank in found.values()]
+        count = "-" if isinstance(whole, str) else f"{whole.parameters:,}"
+        rows.append([path.stem, count, *sizes])
+    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
