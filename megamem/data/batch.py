@@ -56,3 +56,8 @@ class EvaluationDocument:
     """Tokens before the padding: of a text each has a label, of a task some."""
     text_bytes: int | None
     """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every token is asked for, as a task's are not."""
+        return bool((self.labels[: self.predicted_tokens] != IGNORED).all())

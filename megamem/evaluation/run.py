@@ -59,8 +59,9 @@ def final_evaluation(
         `val_exact_match`, `lzma_bits_per_byte`, `first_chunk_loss`, `beyond_first_chunk_loss`,
         `memory_off_beyond_first_chunk_loss`, `memory_gain`, `sliding_perplexity`, `sliding_plain_perplexity` (the same
         tokens without the window), `sliding_tokens`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the
-        full reports under `losses`, `memory`, `sliding` and `lzma`. The same on all ranks but for LZMA's figures and
-        the picture, which only rank 0 has; the others have None.
+        full reports under `losses`, `memory`, `sliding` and `lzma`. The window's are None for tasks, whose labels ask
+        for some tokens only. The same on all ranks but for LZMA's figures and the picture, which only rank 0 has; the
+        others have None.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
@@ -92,7 +93,8 @@ def _depth(config: RunConfig) -> int:
 class _Figures:
     losses: LossReport
     memory: MemoryReport
-    sliding: SlidingReport
+    sliding: SlidingReport | None
+    """None where labels ask for some tokens only: read from a later token on, what they ask about may be missing."""
     seconds: float
     """Of the plain pass."""
 
@@ -113,16 +115,18 @@ def _figures(
     losses = evaluate_losses(stage, documents, **shared, progress=passes.named("held-out loss"))
     seconds = time.perf_counter() - begin
     memory = memory_use(stage, documents, **shared, trained=losses, progress=passes.named("memory off"))
-    sliding = sliding_losses(
-        stage,
-        documents,
-        **shared,
-        stride=config.evaluation.sliding_stride,
-        max_tokens=config.evaluation.sliding_max_tokens,
-        token_bytes=token_bytes,
-        least=_depth(config),
-        progress=passes.named("sliding window"),
-    )
+    sliding = None
+    if all(document.is_text for document in documents):
+        sliding = sliding_losses(
+            stage,
+            documents,
+            **shared,
+            stride=config.evaluation.sliding_stride,
+            max_tokens=config.evaluation.sliding_max_tokens,
+            token_bytes=token_bytes,
+            least=_depth(config),
+            progress=passes.named("sliding window"),
+        )
     return _Figures(losses, memory, sliding, seconds)
 
 
@@ -140,15 +144,15 @@ def _result(figures: _Figures, lzma: LzmaReport | None, chunk_size: int) -> dict
         "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,
         "memory_off_beyond_first_chunk_loss": memory.memory_off_beyond_first_chunk_loss,
         "memory_gain": memory.gain,
-        "sliding_perplexity": sliding.perplexity,
-        "sliding_plain_perplexity": sliding.plain_perplexity,
-        "sliding_tokens": sliding.tokens,
+        "sliding_perplexity": sliding.perplexity if sliding else None,
+        "sliding_plain_perplexity": sliding.plain_perplexity if sliding else None,
+        "sliding_tokens": sliding.tokens if sliding else None,
         "evaluation_tokens_per_second": losses.tokens / figures.seconds,
         "chunk_size": chunk_size,
         "picture": None,
         "losses": losses.as_dict(),
         "memory": memory.as_dict(),
-        "sliding": sliding.as_dict(),
+        "sliding": sliding.as_dict() if sliding else None,
         "lzma": lzma.as_dict() if lzma else None,
     }
 

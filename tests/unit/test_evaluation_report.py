@@ -4,12 +4,14 @@ import io
 import json
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
 from megamem.config.run import RunConfig
+from megamem.data.batch import IGNORED
 from megamem.evaluation import run
 from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.losses import evaluate_losses
@@ -94,6 +96,19 @@ def test_the_figures_are_those_of_the_parts():
     assert result["evaluation_tokens_per_second"] > 0
     assert result["picture"] is None
     json.dumps(result, allow_nan=False)
+
+
+def test_tasks_are_not_read_through_a_window(tmp_path):
+    """The first two chunks ask for nothing: no window, and nothing is divided by their tokens."""
+    (text,) = documents(3 * CHUNK)
+    labels = text.labels.clone()
+    labels[: 2 * CHUNK] = IGNORED
+    result = evaluate(texts=[replace(text, labels=labels)], folder=tmp_path)
+    assert result["sliding_perplexity"] is None
+    assert result["sliding"] is None
+    assert result["val_tokens"] == CHUNK
+    assert 0 <= result["val_accuracy"] <= 1
+    json.loads((tmp_path / "evaluation.json").read_text())
 
 
 def test_bounds_of_the_configuration():
