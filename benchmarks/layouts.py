@@ -1,4 +1,4 @@
-"""What the fullest rank holds between steps, for the 760M and 1.3B recipes in every layout of TP 1-8 and PP 1-4.
+"""What the fullest rank holds, for the 760M and 1.3B recipes in every layout of TP 1-8 and PP 1-4.
 
     python -m benchmarks.layouts > docs/layouts.md
 
@@ -17,8 +17,8 @@ from megamem.planning.ranks import layouts
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 HEAD = """# Bytes per rank
 
-GiB that the fullest rank of a layout holds between steps: BF16 weights, FP32 sums of gradients, FP32 master weights and
-moments (undivided: one data-parallel rank; ZeRO 1 divides the last two parts among more), and the memory states of one
+GiB that the fullest rank of a layout holds between steps (BF16 weights, FP32 sums of gradients, FP32 master weights and
+moments, for one data-parallel rank: ZeRO 1 divides the last two among more), and with them the memory states of one
 sequence of {tokens:,} tokens read to its end. Activations and communication buffers come on top. Counted from what each
 rank builds on the meta device. Parts of one configuration: `megamem plan CONFIG --layouts`.
 

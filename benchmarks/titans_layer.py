@@ -1,7 +1,7 @@
 """The deep Titans layer beside the neural memory of the package titans-pytorch, on the CPU.
 
     pip install -c constraints.txt -e ".[benchmarks]"      # titans-pytorch and what it needs
-    python -m benchmarks.titans_layer [--quick] [--threads N] [--turns N]
+    python -m benchmarks.titans_layer [--quick] [--tokens N] [--threads N] [--turns N]
 
 The same work: 1,024 tokens of width 256, 4 heads of 64, per head a network of two layers with four times as many units
 between, gradients taken at the weights of every 64th token, momentum and decay; forward and backward, FP32. `per token`
@@ -124,11 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
     parser.add_argument("--threads", type=int, help="torch threads; all usable cores if not given")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024, help="a multiple of 512")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--budget-s", type=float, default=600, help="seconds each part may take (one turn always runs)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "titans_layer.json")
     options = parser.parse_args(arguments)
+    if options.tokens < 512 or options.tokens % 512:
+        parser.error(f"--tokens {options.tokens} is no multiple of 512, the model's chunk")
     count = fix_threads(options.threads)
     print(f"torch {torch.__version__}, {count} threads, FP32, load average {os.getloadavg()[0]:.1f}")
     tokens = 256 if options.quick else options.tokens

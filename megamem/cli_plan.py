@@ -37,9 +37,10 @@ def plan(
 ) -> None:
     """Bytes that ranks hold; bubble and peak memory of a pipeline's schedule, and its picture."""
     if layouts:
-        if schedule or draw_schedule or config is None:
-            raise ConfigError("plan: --layouts goes with a configuration, and without --schedule or --draw-schedule")
-        _print_layouts(config, overrides or [], as_json)
+        others = (schedule, draw_schedule, recorded, stages, sequences, chunks, bptt_chunks)
+        if config is None or any(others):
+            raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
+        _print_layouts(config, overrides or [], dp or 1, as_json)
         return
     if not (schedule or draw_schedule):
         raise ConfigError("plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE")
@@ -57,13 +58,13 @@ def plan(
         console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
 
 
-def _print_layouts(config: Path, overrides: list[str], as_json: bool) -> None:
+def _print_layouts(config: Path, overrides: list[str], dp: int, as_json: bool) -> None:
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
     from megamem.planning.ranks import layouts
 
     settings = load_config(RunConfig, config, overrides)
-    found = layouts(settings)
+    found = layouts(settings, dp)
     if as_json:
         rows = [
             {
@@ -76,7 +77,7 @@ def _print_layouts(config: Path, overrides: list[str], as_json: bool) -> None:
         console.file.write(json.dumps({"name": settings.name, "layouts": rows}) + "\n")
         return
     read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
-    table = Table(title=f"{settings.name}: GiB of the fullest rank, one data-parallel rank, {read} read")
+    table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")
     parts = ("weights", "gradients", "optimizer", "states", "total")
     for column in ("TP", "PP", "parameters", *parts):
         table.add_column(column, justify="right")

@@ -58,6 +58,6 @@ class EvaluationDocument:
     """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""
 
     @property
-    def is_text(self) -> bool:
-        """Whether every token is asked for, as a task's are not."""
+    def predicts_all(self) -> bool:
+        """Whether every token has a label, as those of most tasks have not."""
         return bool((self.labels[: self.predicted_tokens] != IGNORED).all())

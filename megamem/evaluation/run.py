@@ -59,9 +59,9 @@ def final_evaluation(
         `val_exact_match`, `lzma_bits_per_byte`, `first_chunk_loss`, `beyond_first_chunk_loss`,
         `memory_off_beyond_first_chunk_loss`, `memory_gain`, `sliding_perplexity`, `sliding_plain_perplexity` (the same
         tokens without the window), `sliding_tokens`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the
-        full reports under `losses`, `memory`, `sliding` and `lzma`. The window's are None for tasks, whose labels ask
-        for some tokens only. The same on all ranks but for LZMA's figures and the picture, which only rank 0 has; the
-        others have None.
+        full reports under `losses`, `memory`, `sliding` and `lzma`. The window's are of documents that predict
+        every token, and None without any. The same on all ranks but for LZMA's figures and the picture, which only rank
+        0 has; the others have None.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
@@ -94,7 +94,7 @@ class _Figures:
     losses: LossReport
     memory: MemoryReport
     sliding: SlidingReport | None
-    """None where labels ask for some tokens only: read from a later token on, what they ask about may be missing."""
+    """Of documents that predict every token: read from a later token on, others may lack what they ask about."""
     seconds: float
     """Of the plain pass."""
 
@@ -116,10 +116,10 @@ def _figures(
     seconds = time.perf_counter() - begin
     memory = memory_use(stage, documents, **shared, trained=losses, progress=passes.named("memory off"))
     sliding = None
-    if all(document.is_text for document in documents):
+    if texts := [document for document in documents if document.predicts_all]:
         sliding = sliding_losses(
             stage,
-            documents,
+            texts,
             **shared,
             stride=config.evaluation.sliding_stride,
             max_tokens=config.evaluation.sliding_max_tokens,

@@ -23,7 +23,7 @@ from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.blocks import Span, spans, waiting_visible
 from megamem.memory.recurrent import Inputs, Join, RecurrentConfig, RecurrentMixer, TokenGate
 from megamem.ops.deep_memory import Loss, Pace, Weights, deep_memory
-from megamem.ops.kept_memory import Lists, Owners, grouped_product, shared_networks, shared_product
+from megamem.ops.kept_memory import Matrix, Rows, shared_networks, shared_product
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, declare, normal
 
@@ -241,11 +241,11 @@ class DeepMemory(RecurrentMixer):
         )
         return read + shares.sum(-1, keepdim=True) * query if self.config.residual else read
 
-    def asked(self, x: Tensor, kept: Sequence[Lists], owners: Owners) -> Tensor:
-        """See `RecurrentMixer.asked`."""
-        read = grouped_product(x.to(kept[0][0].dtype), [matrices.mT for matrices in kept[0]], owners)
+    def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
+        """See `RecurrentMixer.answer_rows`."""
+        read = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
         if len(kept) == 2:
-            read = grouped_product(nn.functional.gelu(read), kept[1], owners)
+            read = rows.times(nn.functional.gelu(read), kept[1])
         return x + read if self.config.residual else read
 
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:

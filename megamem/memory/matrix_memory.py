@@ -18,7 +18,7 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
 from megamem.memory.recurrent import Inputs, Join, RecurrentConfig, RecurrentMixer
 from megamem.ops.fla_recurrence import fla_recurrence
-from megamem.ops.kept_memory import Lists, Owners, grouped_product, shared_product
+from megamem.ops.kept_memory import Matrix, Rows, shared_product
 from megamem.ops.linear_recurrence import linear_recurrence
 from megamem.parallel.linears import Linears
 
@@ -101,9 +101,9 @@ class MatrixMixer(RecurrentMixer):
         """See `RecurrentMixer.answer`."""
         return self.product(0, query, kept, shares)
 
-    def asked(self, x: Tensor, kept: Sequence[Lists], owners: Owners) -> Tensor:
-        """See `RecurrentMixer.asked`."""
-        return grouped_product(x.to(kept[0][0].dtype), kept[0], owners)
+    def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
+        """See `RecurrentMixer.answer_rows`."""
+        return rows.times(x.to(kept[0][0].dtype), kept[0])
 
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.product`."""

@@ -249,7 +249,7 @@ class MemoryCaching(Mixer):
             return query.new_zeros(())
         query = query.to(shares[0].dtype)
         if self.config.combine == "selective":
-            return selected_answer(self.memory.asked, query, [part.weights for part in kept], shares)
+            return selected_answer(self.memory.answer_rows, query, [part.weights for part in kept], shares)
         answers = (self.memory.answer(query, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, query.new_zeros(()))
 

@@ -23,7 +23,7 @@ from megamem.config.cost import Flops
 from megamem.config.model import AnyMixer, MixerConfig, ModelConfig
 from megamem.config.registry import mixer_kinds
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
-from megamem.ops.kept_memory import Lists, Owners
+from megamem.ops.kept_memory import Matrix, Rows
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 Join = Callable[[int, Tensor, Tensor], Tensor]
@@ -274,8 +274,8 @@ class RecurrentMixer(Mixer):
         of `snapshot`, shares [batch, kv_heads, groups, tokens, memories]."""
 
     @abstractmethod
-    def asked(self, x: Tensor, kept: Sequence[Lists], owners: Owners) -> Tensor:
-        """M(x) of each row's own memory: x [rows, width], kept the matrices of `snapshot`, each in lists."""
+    def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
+        """M(x) of each row's own memory: x [rows, width], kept the matrices of `snapshot` in lists of memories."""
 
     def renewed(self) -> list[str]:
         """State tensors that begin anew where a segment does; the convolutions' tokens before it stay."""

@@ -1,6 +1,6 @@
 """`linear_recurrence` by the Triton kernels of flash-linear-attention (Yang and Zhang, 2024), where it is installed.
 
-Factors of the products inside an inner chunk are BF16 there, sums and the state FP32.
+Factors of products and the states between inner chunks are BF16 there; sums, decays and the last state FP32.
 """
 
 from __future__ import annotations

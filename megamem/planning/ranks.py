@@ -1,4 +1,4 @@
-"""Bytes that each rank of a layout holds between steps: counted from what the rank builds, not estimated."""
+"""Bytes that each rank of a layout holds: counted from what the rank builds, not estimated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.errors import ConfigError, LayoutError
+from megamem.errors import LayoutError
 from megamem.model.stage import Stage
 from megamem.parallel.linears import Initializer, PlainLinears
 from megamem.pipeline.costs import parameter_costs
@@ -43,16 +43,16 @@ class RankLinears(PlainLinears):
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What a rank holds between steps."""
+    """What a rank holds between steps, and the states of a micro-batch while it is read."""
 
     parameters: int
     """How many, not bytes."""
     weights: int
     gradients: int
     optimizer: int
-    """Both moments and, in BF16, master weights; divided among data-parallel ranks from ZeRO 1 on."""
+    """Both moments and, in BF16 and from ZeRO 1 on, FP32 weights; divided among data-parallel ranks from ZeRO 1 on."""
     states: int
-    """Memory states of a micro-batch's sequences, read to their end."""
+    """Memory states of a micro-batch whose sequences are read to their end."""
 
     @property
     def total(self) -> int:
@@ -73,10 +73,12 @@ def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) 
     """Of a rank of each pipeline stage; layers are placed by their parameters.
 
     Weights are in the run's precision, gradients are summed in FP32. Not in it: activations, communication buffers,
-    ZeRO 2 and 3, which divide gradients and weights too.
-    Raises: LayoutError for a layout the model cannot be split into.
+    what `streams` carry over, ZeRO 2 and 3, which divide gradients and weights too.
+    Raises: LayoutError for a layout that model or ZeRO stage cannot be split into.
     """
     model, bf16 = config.model, config.training.precision == "bf16"
+    if pp_size > 1 and config.parallel.zero_stage > 1:
+        raise LayoutError(f"parallel.zero_stage: {config.parallel.zero_stage} needs pp 1; use 0 or 1 with a pipeline")
     if pp_size > model.layers:
         raise LayoutError(f"parallel.pp: {pp_size} stages for {model.layers} layers; at most one stage per layer")
     sizes = state_sizes(model, config.training.micro_batch_size)
@@ -96,7 +98,7 @@ def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) 
                 parameters=count,
                 weights=count * (2 if bf16 else 4),
                 gradients=count * 4,
-                optimizer=-(-count * (12 if bf16 else 8) // shards),
+                optimizer=-(-count * (12 if bf16 or config.parallel.zero_stage else 8) // shards),
                 states=sum(sum(kinds.values()) for kinds in states),
             )
         )
@@ -107,12 +109,12 @@ def fullest(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> 
     """The stage whose rank holds most, or why the layout is impossible."""
     try:
         return max(rank_bytes(config, tp_size, pp_size, dp_size), key=lambda rank: rank.total)
-    except (LayoutError, ConfigError) as error:
+    except LayoutError as error:
         return str(error)
 
 
 def layouts(
-    config: RunConfig, tp: tuple[int, ...] = (1, 2, 4, 8), pp: tuple[int, ...] = (1, 2, 4)
+    config: RunConfig, dp_size: int = 1, tp: tuple[int, ...] = (1, 2, 4, 8), pp: tuple[int, ...] = (1, 2, 4)
 ) -> dict[tuple[int, int], RankBytes | str]:
-    """`fullest` of each (TP, PP), one data-parallel rank each."""
-    return {(tp_size, pp_size): fullest(config, tp_size, pp_size) for tp_size in tp for pp_size in pp}
+    """`fullest` of each (TP, PP), with so many data-parallel ranks."""
+    return {(tp_size, pp_size): fullest(config, tp_size, pp_size, dp_size) for tp_size in tp for pp_size in pp}

@@ -95,6 +95,7 @@ def test_memory_products_run_without_tf32(device):
 
 @pytest.mark.parametrize("gates", ["", "decay", "rate", "decay and rate"])
 def test_recurrence_kernels(gates, device):
-    """flash-linear-attention where it is installed, else torch once more, in BF16 against float64."""
-    installed = importlib.util.find_spec("fla") is not None
-    assert_close(recurrence_errors(fla_recurrence if installed else linear_recurrence, gates, device), torch.bfloat16)
+    """Torch's, and flash-linear-attention's where it is installed, on BF16 tokens against float64."""
+    assert recurrence_errors(linear_recurrence, gates, device)["output"] < 2e-5  # FP32 inside
+    if importlib.util.find_spec("fla") is not None:
+        assert_close(recurrence_errors(fla_recurrence, gates, device), torch.bfloat16)

@@ -18,6 +18,8 @@ def loop(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The package's documentation, token by token: q, k, v [batch, tokens, heads, width], g and beta [..., heads]."""
     assert output_final_state
+    assert q.dtype == k.dtype == v.dtype, "the kernels take one dtype"
+    q, k, v = (x.to(initial_state.dtype) for x in (q, k, v))
     state, outputs = initial_state, []
     for t in range(q.shape[1]):
         if g is not None:
@@ -68,6 +70,16 @@ def test_agrees_with_the_recurrence(decay: int | None, rate: bool) -> None:
         found.append((read, after, *grads))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums of some ten terms in other orders
+
+
+def test_values_in_the_states_dtype_are_taken() -> None:
+    """SSD multiplies them by its step in FP32; the kernels get the keys' dtype, and answers come in the state's."""
+    x = torch.randn(1, 2, 1, 6, 4, generator=torch.Generator().manual_seed(1))
+    key, value, state = x[:, :, 0].bfloat16(), x[:, :, 0].float(), torch.zeros(1, 2, 4, 4)
+    read, after = fla_recurrence(x.bfloat16(), key, value, state)
+    assert read.dtype == after.dtype == torch.float32
+    exact, _ = linear_recurrence(x.bfloat16(), key, value.bfloat16(), state)
+    torch.testing.assert_close(read, exact, rtol=1e-5, atol=1e-5)  # both sum in FP32
 
 
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,7 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.memory_caching import MemoryCaching
 from megamem.memory.recurrent import RecurrentMixer
-from megamem.ops.kept_memory import (
-    grouped_product,
-    padded_product,
-    selected_answer,
-    shared_networks,
-    shared_product,
-)
+from megamem.ops.kept_memory import Rows, selected_answer, shared_networks, shared_product
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, TOKENS, ROWS = 16, 48, 2
@@ -153,28 +147,34 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
     def all_matrices(x: Tensor, kept: Any, share: Tensor) -> Tensor:
         return shared_product(x, kept[0].mT, share)
 
-    def own_networks(x: Tensor, kept: Any, owners: list[int]) -> Tensor:
-        return grouped_product(F.gelu(grouped_product(x, [u.mT for u in kept[0]], owners)), kept[1], owners)
+    def networks(times: Any) -> Any:
+        return lambda x, kept, rows: times(rows, F.gelu(times(rows, x, [part.mT for part in kept[0]])), kept[1])
 
-    def own_matrices(x: Tensor, kept: Any, owners: list[int]) -> Tensor:
-        """As on CUDA, list by list."""
-        sizes = [len(part) for part in kept[0]]
-        first, second = owners[: sizes[0]], owners[sizes[0] :]
-        parts = zip(x.split([sum(first), sum(second)]), kept[0], (first, second), strict=True)
-        return torch.cat([padded_product(rows, part.mT, own) for rows, part, own in parts])
+    def matrices(times: Any) -> Any:
+        return lambda x, kept, rows: times(rows, x, [part.mT for part in kept[0]])
 
     def selected(answer: Any, shares: Tensor) -> Tensor:
-        """The memories in two lists, one and three of them."""
-        lists = [(up[:, :, part], down[:, :, part]) for part in (slice(1), slice(1, 4))]
-        return selected_answer(answer, query, lists, shares.split((1, 3), dim=-1))
+        """The memories in lists of one, one and two; nobody asks the second."""
+        lists = [(up[:, :, part], down[:, :, part]) for part in (slice(1), slice(1, 2), slice(2, 4))]
+        return selected_answer(answer, query, lists, shares.split((1, 1, 2), dim=-1))
 
-    for own, every in ((own_networks, all_networks), (own_matrices, all_matrices)):
+    chosen[..., 1] = False
+    masked = shares * chosen
+    for own, every, used in (
+        (networks, all_networks, (query, up, down, shares)),
+        (matrices, all_matrices, (query, up, shares)),
+    ):
         found = []
-        for made in (selected(own, shares * chosen), every(query, (up, down), shares * chosen)):
-            found.append((made, *torch.autograd.grad(made.square().sum(), (query, up, shares))))
-        for ours, theirs in zip(*found, strict=True):
-            agree(ours, theirs)
-    assert not selected(own_networks, shares * 0).any()
+        for made in (
+            selected(own(Rows.one_by_one), masked),
+            selected(own(Rows.padded), masked),
+            every(query, (up, down), masked),
+        ):
+            found.append((made, *torch.autograd.grad(made.square().sum(), used, retain_graph=True)))
+        for alone, padded, theirs in zip(*found, strict=True):
+            agree(alone, theirs)
+            agree(padded, theirs)
+    assert not selected(networks(Rows.one_by_one), shares * 0).any()
 
 
 @pytest.mark.parametrize(

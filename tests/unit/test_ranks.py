@@ -7,7 +7,7 @@ import pytest
 
 from megamem.config.load import load_config, parse_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import RunConfig
+from megamem.config.run import ParallelConfig, RunConfig
 from megamem.errors import LayoutError
 from megamem.parallel.linears import info
 from megamem.pipeline.costs import parameter_costs
@@ -18,6 +18,10 @@ from megamem.planning.ranks import fullest, layouts, rank_bytes, rank_stage
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(p for p in (CONFIGS / "recipes").glob("*.yaml") if re.search(r"-(760m|1\.3b)$", p.stem))
 TP, PP = (1, 2, 4, 8), (1, 2, 4)
+
+
+def parallel(config: RunConfig, zero_stage: int) -> ParallelConfig:
+    return config.parallel.model_copy(update={"zero_stage": zero_stage})
 
 
 def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
@@ -42,7 +46,7 @@ def test_every_layout() -> None:
     config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
     total = parameter_counts(config.model)["total"]
     assert all(whole(config.model, tp, pp) == total for tp in (2, 8) for pp in PP)
-    rows = layouts(config, TP, PP)
+    rows = layouts(config, 1, TP, PP)
     assert list(rows) == [(tp, pp) for tp in TP for pp in PP]
     assert not any(isinstance(rank, str) for rank in rows.values())
 
@@ -55,6 +59,11 @@ def test_bytes_of_a_rank() -> None:
     assert (rank.parameters, rank.weights, rank.gradients) == (count, 2 * count, 4 * count)
     assert rank.optimizer == 12 * count
     assert rank_bytes(config, 1, 1, dp_size=8)[0].optimizer == -(-12 * count // 8)
+    fp32 = {"precision": "fp32"}
+    for zero_stage, bytes_each in ((0, 8), (1, 12)):  # ZeRO keeps FP32 copies of its share
+        changed = {"training": config.training.model_copy(update=fp32), "parallel": parallel(config, zero_stage)}
+        (plain,) = rank_bytes(config.model_copy(update=changed), 1, 1)
+        assert (plain.weights, plain.optimizer) == (4 * count, bytes_each * count)
     width, heads, segments = 96, 16, 4096 // 256
     matrices, channels = 2 * 4 * width * width, heads * width
     per_head = 4 * (2 * matrices + width + segments * (matrices + width))  # memory and momentum, keys; kept ones
@@ -70,6 +79,8 @@ def test_impossible_layouts_say_why() -> None:
     config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
     assert "model.heads 16" in str(fullest(config, 3, 1))
     assert "at most one stage per layer" in str(fullest(config, 1, 25))
+    divided = config.model_copy(update={"parallel": parallel(config, 3)})
+    assert "parallel.zero_stage: 3 needs pp 1" in str(fullest(divided, 1, 2))
 
 
 def test_a_stage_keeps_global_names() -> None:
