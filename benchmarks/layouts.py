@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.common import table
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.planning.ranks import layouts
@@ -29,19 +30,19 @@ This page: `python -m benchmarks.layouts > docs/layouts.md`.
 def main() -> None:
     """Print the page."""
     recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if re.search(r"-(760m|1\.3b)$", path.stem)]
+    columns: list[str] = []
     rows: list[list[str]] = []
     for path in recipes:
         config = load_config(RunConfig, path, ["training.micro_batch_size=1"])
         found = layouts(config)
-        if not rows:
+        if not columns:
             print(HEAD.format(tokens=config.data.sequence_length))
             columns = ["recipe", "parameters", *(f"TP {tp} PP {pp}" for tp, pp in found)]
-            rows = [columns, ["---"] * len(columns)]
         whole = found[1, 1]
         sizes = ["-" if isinstance(rank, str) else f"{rank.total / 2**30:.2f}" for rank in found.values()]
         count = "-" if isinstance(whole, str) else f"{whole.parameters:,}"
         rows.append([path.stem, count, *sizes])
-    print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+    print(table(columns, rows))
 
 
 if __name__ == "__main__":
