@@ -45,7 +45,8 @@ test: install  ## All tests but the slow ones and those for a CUDA device
 	$(BIN)/python -m pytest -m "not slow and not gpu and alone" tests
 
 test-full: install  ## All tests; those for a CUDA device skip without one
-	MEGAMEM_CASES=all $(BIN)/python -m pytest
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile tests
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" tests
 
 test-gpu: install  ## The tests for a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu

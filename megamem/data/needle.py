@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from megamem.config.base import ConfigModel
 from megamem.data.batch import IGNORED
@@ -21,6 +21,8 @@ from tokenization.tokenizer import Tokenizer
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 DEPTHS = 40
 """Places a needle may have in a text, evenly spaced."""
+LEAST_HAYSTACK = 32
+"""Tokens of the shortest haystack; more than the longest key and value add to those that were drawn for the check."""
 _ADJECTIVES = """
 able ancient bitter blue bold brave bright broad calm careful cheap clean clever cold common cool curious damp dark
 deep dry eager early easy empty fair famous fast fierce fine firm flat fond free fresh full gentle glad good grand
@@ -63,14 +65,11 @@ class NeedleConfig(ConfigModel):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the examples."""
 
-    @model_validator(mode="after")
-    def _long_enough(self) -> NeedleConfig:
-        if self.length < 128:
-            raise ValueError(f"length {self.length} is too short for the question; at least 128")
-        return self
-
     def open(self) -> Needle:
-        """The maker of examples. Raises DataError for a foreign haystack, or one without a text long enough."""
+        """The maker of examples.
+
+        Raises: DataError for a foreign haystack, one without a text long enough, or a length without room for one.
+        """
         return Needle(self)
 
 
@@ -120,9 +119,28 @@ class Needle:
         self.fingerprint = f"niah-1 {self.tokenizer.hash} {self.haystack.fingerprint}"
         self.vocab_size = self.tokenizer.vocab_size
         self.tokenizer_hash: str | None = self.tokenizer.hash
+        generator = np.random.default_rng(0)
+        longest = max(sum(map(len, self._framing(generator))) for _ in range(64)) - 1
+        if config.length < longest + LEAST_HAYSTACK:
+            raise DataError(
+                f"niah: length {config.length} has no room for a haystack: needle, question and answer alone take "
+                f"{longest} tokens with {config.tokenizer}; at least {longest + LEAST_HAYSTACK}"
+            )
 
     def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
         """See `tasks.Task.make`."""
+        opening, needle, question, answer = self._framing(generator)
+        # the last token of the answer is predicted and not read
+        room = self.config.length + 1 - sum(map(len, (opening, needle, question, answer)))
+        text, depth = self.haystack.draw(generator, room)
+        whole = np.concatenate((opening, text[:depth], needle, text[depth:], question, answer))
+        labels = whole[1:].copy()
+        if self.config.supervise == "answer":
+            labels[: -len(answer)] = IGNORED
+        return whole[:-1], labels
+
+    def _framing(self, generator: np.random.Generator) -> tuple[Int64, Int64, Int64, Int64]:
+        """Tokens of what surrounds the haystack: opening, needle, question, answer."""
         key = f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
         value, kind = self._value(generator), self.config.value
         opening = self.tokenizer.encode(
@@ -135,14 +153,7 @@ class Needle:
             f"The special magic {kind} for {key} mentioned in the provided text is"
         )
         answer = self.tokenizer.encode(f" {value}")
-        # the last token of the answer is predicted and not read
-        room = self.config.length + 1 - sum(map(len, (opening, needle, question, answer)))
-        text, depth = self.haystack.draw(generator, room)
-        whole = np.concatenate((opening, text[:depth], needle, text[depth:], question, answer))
-        labels = whole[1:].copy()
-        if self.config.supervise == "answer":
-            labels[: -len(answer)] = IGNORED
-        return whole[:-1], labels
+        return opening, needle, question, answer
 
     def _value(self, generator: np.random.Generator) -> str:
         if self.config.value == "number":

@@ -10,12 +10,12 @@ from checkpoints.folder import at, folder_name
 from checkpoints.read import weights
 from megamem.hf.export import to_hf
 from megamem.hf.importing import from_hf
-from tests.contract.cases import CASES
+from tests.contract.cases import CASES, PATIENCE_S
 from tests.contract.driver import within
 from tests.contract.export import CHUNK, KINDS, LAYOUTS, NEW_TOKENS, PROMPT, tokens, world
 from tests.distributed.harness import PARALLEL, run_distributed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
 # FP32: whole products against partial sums of two ranks
 TOLERANCE = 1e-5
@@ -52,7 +52,7 @@ class Exports:
         cases = [case for case in CASES if (case in KINDS.values()) == first]
         layouts = {name: parallel for name, (world_size, parallel) in LAYOUTS.items() if world_size == size}
         payload = {"folder": str(self.folder), "layouts": layouts, "cases": [case.id for case in cases]}
-        results = run_distributed(size, f"{world.__module__}:world", payload, preload=PARALLEL, timeout_s=500)
+        results = run_distributed(size, f"{world.__module__}:world", payload, preload=PARALLEL, timeout_s=PATIENCE_S)
         for case, layout in itertools.product(cases, layouts):
             parts = [result[f"{case.id}/{layout}"] for result in results]
             assert all(part["made"] == parts[0]["made"] for part in parts), "all ranks agree"

@@ -5,11 +5,12 @@ from functools import cache
 import pytest
 
 from megamem.memory.base import state_tensors
+from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
 from tests.contract.stages import LAYERS, STAGES, WINDOWS, model_of, one_graph, world
 from tests.distributed.harness import PARALLEL, WorldError, run_distributed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
 # float64: the sum over units is taken in another order
 TOLERANCE = 1e-12
@@ -20,7 +21,9 @@ reference = cache(one_graph)
 def run_world():
     """Every rank's results, or the error: a world that fails is not started again by each test."""
     try:
-        return run_distributed(max(STAGES), f"{world.__module__}:{world.__name__}", preload=PARALLEL)
+        return run_distributed(
+            max(STAGES), f"{world.__module__}:{world.__name__}", preload=PARALLEL, timeout_s=PATIENCE_S
+        )
     except WorldError as error:
         return error
 

@@ -4,12 +4,13 @@ from functools import cache
 
 import pytest
 
+from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
 from tests.contract.observe import TP_SIZES
 from tests.contract.reshard import WORLD, straight
 from tests.distributed.harness import PARALLEL, run_distributed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
 # float64: the ranks' partial sums are added in another order
 TOLERANCE = 1e-12
@@ -19,7 +20,7 @@ reference = cache(straight)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    return run_distributed(WORLD, "tests.contract.reshard:world", str(folder), preload=PARALLEL)
+    return run_distributed(WORLD, "tests.contract.reshard:world", str(folder), preload=PARALLEL, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("saved", TP_SIZES, ids=lambda tp: f"saved-tp{tp}")

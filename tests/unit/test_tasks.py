@@ -138,6 +138,14 @@ class TestNeedle:
         with pytest.raises(DataError, match="no document is longer than length 100000"):
             TaskStore(write(tmp_path, self.options(root, haystack=shards, length=100000)))
 
+    def test_a_length_without_room_for_a_haystack_is_refused(self, data):
+        root, _ = data
+        with pytest.raises(DataError, match=r"length 300 has no room.*take [0-9]+ tokens.*at least [0-9]+") as error:
+            TaskStore(write(root, self.options(root, value="uuid", length=300)))
+        least = int(str(error.value).rpartition("at least ")[2])
+        store = TaskStore(write(root, self.options(root, value="uuid", length=least)))
+        assert all(len(store.tokens(example, 0, least + 1)) == least + 1 for example in range(10))
+
 
 def test_a_task_is_fed_and_evaluated_like_any_source(tmp_path):
     train, held_out = write(tmp_path, MQAR, "train.yaml"), write(tmp_path, MQAR + "seed: 9\n", "held_out.yaml")
