@@ -127,8 +127,13 @@ class TrainingEngine(ABC):
             batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
             watch: called with a few words before each action.
         Returns: summed cross-entropy of this data-parallel rank, predicted tokens of all ranks, the states of this
-            rank's layers at the end.
+            rank's layers at the end of each micro-batch where they are carried over, else nothing.
         """
+
+    @property
+    def carries(self) -> bool:
+        """Whether the next step reads on where this one ends."""
+        return self.config.data.feeding == "streams"
 
     def fresh_states(self, rows: int) -> list[State]:
         """States of documents not begun."""
@@ -142,7 +147,7 @@ class TrainingEngine(ABC):
 
     def states_before(self, sequence: int, batch: Batch) -> list[State]:
         """States before a micro-batch: fresh, or in streams mode as the step before left them."""
-        if self.config.data.feeding == "streams" and sequence in self.carried:
+        if self.carries and sequence in self.carried:
             return self.carried[sequence]
         return self.fresh_states(batch.tokens.shape[1])
 
@@ -160,7 +165,7 @@ class TrainingEngine(ABC):
         # DeepSpeed may have refused the update itself (ZeRO's norm check), then the optimizer never saw it
         refused = bool(getattr(self.engine.optimizer, "overflow", False))
         bad = torch.ones_like(own_bad) if refused or self.optimizer.bad is None else self.optimizer.bad
-        if self.config.data.feeding == "streams":
+        if self.carries:
             for sequence, new in states.items():
                 old = self.carried.get(sequence) or self.fresh_states(batches[sequence].tokens.shape[1])
                 self.carried[sequence] = select_states(bad == 0, new, old)

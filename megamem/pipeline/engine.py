@@ -76,6 +76,8 @@ class WindowEngine(TrainingEngine):
             if index < len(passes) - 1:
                 self.engine.step()  # counts the micro-step; updates nothing before the last
             loss_sum += nats
+            if window.ends(config.chunks) and not self.carries:
+                del states[window.sequence]
         return loss_sum, predicted, states
 
 
@@ -116,11 +118,12 @@ class PipelineEngine(TrainingEngine):
         loss_sum, states = self.executor.run(
             self.order,
             batches,
-            {sequence: self.states_before(sequence, batch) for sequence, batch in enumerate(batches)},
+            lambda sequence: self.states_before(sequence, batches[sequence]),
             scale,
             Borders(topology, shapes, self.dtype, backward=True),
             watch,
             self._before_backward,
+            self.carries,
         )
         watch("reduction of gradients and losses over stages")
         dist.all_reduce(loss_sum, group=topology.pp_group)

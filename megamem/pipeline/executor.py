@@ -9,7 +9,7 @@ no gradient flows. The sum over units is exactly the gradient of one autograd gr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,25 +73,28 @@ class StageExecutor:
         self,
         order: Order,
         batches: Sequence[Batch],
-        states: Mapping[int, list[State]],
+        states: Callable[[int], list[State]],
         scale: Tensor,
         borders: Borders,
         watch: Watch = lambda action: None,
         before_backward: Callable[[], None] = lambda: None,
+        keep_states: bool = True,
     ) -> tuple[Tensor, dict[int, list[State]]]:
         """Carry out `order`, accumulating gradients in the parameters' `.grad`.
 
         Args:
             batches: micro-batches by index, the same on all stages of a pipeline.
-            states: of this stage's layers before each micro-batch.
+            states: of this stage's layers before a micro-batch; asked for when it begins.
             scale: factor of the summed losses (scalar).
             borders: channels, whose shapes are those of the order's forwards.
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
-        Returns: summed cross-entropy in nats (float64; 0 but on the last stage), the states at the end.
+            keep_states: whether anyone reads on; if not, a sequence's states are dropped where it ends.
+        Returns: summed cross-entropy in nats (float64; 0 but on the last stage), the kept states at the end.
         """
         self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
-        self._states = {sequence: [detach(state) for state in given] for sequence, given in states.items()}
+        self._begin, self._keep = states, keep_states
+        self._states: dict[int, list[State]] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
         self._nats = torch.zeros((), dtype=torch.float64, device=scale.device)
@@ -139,6 +142,8 @@ class StageExecutor:
         """Run a chunk and keep what its backward needs; returns the hidden chunk."""
         batch, tokens = self._batches[action.sequence], self._tokens(action)
         chunk = Chunk(tuple(batch.starts[action.chunk].tolist()))
+        if action.chunk == 0:
+            self._states[action.sequence] = [detach(state) for state in self._begin(action.sequence)]
         hidden, states, auxiliary = self.stage(entered, self._states[action.sequence], chunk)
         if not self._checked:
             self.stage.check_states(states, chunk.rows)
@@ -155,6 +160,8 @@ class StageExecutor:
         else:
             self._states[action.sequence] = [detach(state) for state in states]
             self._aliases.pop(action.sequence, None)
+            if not self._keep and action.chunk == len(batch.starts) - 1:
+                del self._states[action.sequence]
         self._units[action.sequence, action.chunk] = unit
         return hidden
 

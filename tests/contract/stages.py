@@ -88,7 +88,7 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     nats, ends = executor.run(
         stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks),
         data,
-        states,
+        states.__getitem__,
         torch.tensor(SCALE, dtype=torch.float64),
         Borders(topology, [stage.border_shape(CHUNK, ROWS)] * (SEQUENCES * CHUNKS), torch.float64, backward=True),
     )

@@ -29,7 +29,9 @@ def run(stage, bptt_chunks, executor=None, **options):
     fresh = stage.initial_states(ROWS, CPU, torch.float64)
     borders = Borders(ALONE, [], torch.float64, backward=True)
     order = stage_order(0, 1, 1, CHUNKS, bptt_chunks)
-    return executor, executor.run(order, [batch()], {0: fresh}, torch.ones((), dtype=torch.float64), borders, **options)
+    return executor, executor.run(
+        order, [batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
+    )
 
 
 def test_every_action_is_announced_and_every_backward_prepared():
@@ -49,6 +51,26 @@ def test_nothing_is_left_of_a_step(bptt_chunks):
     assert not executor._units
     assert not executor._aliases
     assert not any(t.requires_grad for state in states[0] for t in state.values() if isinstance(t, torch.Tensor))
+
+
+def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
+    """A step of many micro-batches holds the states of one."""
+    stage, said, living = make_stage("elastic_memory"), [], []
+    executor = StageExecutor(stage, 0, CHUNK, 1)
+
+    def begin(sequence):
+        said.append(f"states of {sequence}")
+        living.append(dict(executor._states))
+        return stage.initial_states(ROWS, CPU, torch.float64)
+
+    order, borders = stage_order(0, 1, 3, CHUNKS, 1), Borders(ALONE, [], torch.float64, backward=True)
+    one = torch.ones((), dtype=torch.float64)
+    _, ends = executor.run(order, [batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False)
+    assert not ends
+    assert living == [{}, {}, {}]
+    for sequence in range(3):
+        at = said.index(f"states of {sequence}")
+        assert said[at - 1] == f"forward of micro-batch {sequence}, chunk 0"
 
 
 def test_entries_passed_on_by_reference_keep_their_alias():
