@@ -70,3 +70,13 @@ class ConversionError(MegamemError):
     """A model that has no form on the other side, or files that are not one."""
 
     exit_code = 10
+
+
+FINAL = frozenset(
+    error.exit_code
+    for error in (
+        ConfigError, DataError, RunFolderError, NonFiniteError, ContractError, CheckpointError, DependencyError,
+        ConversionError,
+    )
+)  # fmt: skip
+"""Exit codes after which the same command ends the same way."""

@@ -85,7 +85,8 @@ class StudyConfig(ConfigModel):
     parallel: PositiveInt = 1
     """Runs at a time on this machine; processor threads are divided among them."""
     retries: Annotated[int, Field(ge=0)] = 1
-    """How often a run that failed is started again; it goes on from its last checkpoint."""
+    """How often a run that failed is started again, going on from its last checkpoint; none whose exit code says that
+    it would fail the same way, as after a loss that is not finite."""
 
     @model_validator(mode="after")
     def _known(self) -> StudyConfig:

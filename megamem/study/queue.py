@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from megamem.config.load import read_yaml
-from megamem.errors import STOPPED, RunFolderError
+from megamem.errors import FINAL, STOPPED, RunFolderError
 from megamem.study.config import READING, TRAINED, Reading, StudyConfig, matches
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.training.run_folder import RunLock
@@ -173,7 +173,7 @@ class Queue:
                     log.close()
                     if self._finished(task, job.returncode):
                         waiting.extendleft(reversed(self._remaining(following.get(id(task), []))))
-                    elif not self.stopping and task.failures <= self.study.retries:
+                    elif not self.stopping and task.failures <= self.study.retries and job.returncode not in FINAL:
                         waiting.appendleft(task)
                     elif not self.stopping:
                         self.outcome.failed.append(task)

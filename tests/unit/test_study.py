@@ -133,9 +133,9 @@ folder = pathlib.Path(tree["runs_folder"]) / tree["name"]
 folder.mkdir(parents=True, exist_ok=True)
 if tree["name"] == os.environ.get("FAILS") and not (folder / "once").exists():
     (folder / "once").touch()
-    sys.exit(5)
+    sys.exit(6)
 if tree["name"] == os.environ.get("ALWAYS_FAILS"):
-    sys.exit(5)
+    sys.exit(int(os.environ["CODE"]))
 if tree["name"] == os.environ.get("HANGS"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     time.sleep(60)
@@ -213,16 +213,22 @@ def test_an_axis_named_as_a_figure_keeps_its_labels(study, fake):
     assert {record["val_loss"] for record in records(other, planned_runs(other))} == {"low", "high"}
 
 
-def test_a_run_that_fails_is_tried_again_then_listed(study, fake, monkeypatch):
+def test_a_run_that_fails_is_tried_again(study, fake, monkeypatch):
     monkeypatch.setenv("FAILS", "memory-wide-3")
-    outcome, said, _ = run(study)
+    outcome, _, _ = run(study)
     assert (len(outcome.done), outcome.failed) == (10, [])
     assert sum("memory-wide-3.yaml" in call for call in fake()) == 2
+
+
+@pytest.mark.parametrize(("code", "calls"), [(6, 2), (5, 1)])
+def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, calls):
+    """After a stuck rank it is tried again; a loss that is not finite would be so again."""
     monkeypatch.setenv("ALWAYS_FAILS", "memory-wide-3")
-    other = study.model_copy(update={"name": "other"})
-    outcome, said, _ = run(other)
+    monkeypatch.setenv("CODE", str(code))
+    outcome, said, _ = run(study)
     assert [task.name for task in outcome.failed] == ["memory-wide-3"]
-    assert "memory-wide-3: failed (5); see " in said[-1] or any("failed (5)" in line for line in said)
+    assert any(f"memory-wide-3: failed ({code}); see " in line for line in said)
+    assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
     assert len(outcome.done) == 8, "everything else, but for its reading"
 
 
