@@ -97,11 +97,12 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
 def _shape(model: Any) -> Any:
     """What of a model's configuration its weights and states depend on, fields that came later at their defaults.
 
-    How attention is computed and what the weights once were drawn from may change between two halves of a run.
+    How attention and recurrences are computed and what the weights once were drawn from may change between two halves
+    of a run.
     """
     with contextlib.suppress(ValidationError):  # of another version: compared as it stands
         model = ModelConfig.model_validate(model).model_dump(mode="json")
-    free = ("attention", "init_std")
+    free = ("attention", "recurrence", "init_std")
     return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else model
 
 

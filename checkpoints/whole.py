@@ -10,17 +10,18 @@ from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import Stage, meta_stage
 
-PORTABLE = "sdpa"
+PORTABLE = {"attention": "sdpa", "recurrence": "torch"}
+"""What of a model runs anywhere: torch's own kernels."""
 
 
 def whole_model(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
     """The model as training computes it, on the CPU, for evaluation.
 
-    model: the one trained, or one that differs in what has no parameters (where a memory is sampled). Attention runs
-        in torch's own kernel, whatever training's needs of device and dtype.
+    model: the one trained, or one that differs in what has no parameters (where a memory is sampled). Attention
+        and recurrences run in torch's own kernels, whatever training's need of device and dtype.
     Raises: CheckpointError where a parameter is missing or of another shape.
     """
-    stage = meta_stage(model.model_copy(update={"attention": PORTABLE}))
+    stage = meta_stage(model.model_copy(update=PORTABLE))
     expected = {name: parameter.shape for name, parameter in stage.named_parameters()}
     values = {name: value.to(dtype) for name, value in weights(checkpoint)}
     if wrong := sorted(expected.keys() ^ values.keys()):

@@ -40,10 +40,12 @@ def plan(
         others = (schedule, draw_schedule, recorded, stages, sequences, chunks, bptt_chunks)
         if config is None or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
-        _print_layouts(config, overrides or [], dp or 1, as_json)
+        _print_layouts(config, overrides or [], dp, as_json)
         return
     if not (schedule or draw_schedule):
         raise ConfigError("plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE")
+    if draw_schedule is not None and not draw_schedule.name:
+        raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
     report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
@@ -58,12 +60,13 @@ def plan(
         console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
 
 
-def _print_layouts(config: Path, overrides: list[str], dp: int, as_json: bool) -> None:
+def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: bool) -> None:
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
     from megamem.planning.ranks import layouts
 
     settings = load_config(RunConfig, config, overrides)
+    dp = dp or settings.parallel.dp or 1
     found = layouts(settings, dp)
     if as_json:
         rows = [
@@ -74,7 +77,7 @@ def _print_layouts(config: Path, overrides: list[str], dp: int, as_json: bool) -
             }
             for (tp, pp), rank in found.items()
         ]
-        console.file.write(json.dumps({"name": settings.name, "layouts": rows}) + "\n")
+        console.file.write(json.dumps({"name": settings.name, "dp": dp, "layouts": rows}) + "\n")
         return
     read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
     table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")
@@ -86,6 +89,12 @@ def _print_layouts(config: Path, overrides: list[str], dp: int, as_json: bool) -
             sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
             table.add_row(str(tp), str(pp), f"{rank.parameters:,}", *sizes)
     console.print(table)
+    if settings.parallel.zero_stage > 1:
+        console.print(
+            f"parallel.zero_stage {settings.parallel.zero_stage}: gradients"
+            f"{' and weights' if settings.parallel.zero_stage == 3 else ''} stand here undivided",
+            highlight=False,
+        )
     for (tp, pp), rank in found.items():
         if isinstance(rank, str):
             console.print(f"not TP {tp} x PP {pp}: {rank}", highlight=False)

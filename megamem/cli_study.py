@@ -23,16 +23,16 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: key=valu
 def run(study: StudyPath, overrides: Overrides = None) -> None:
     """Train and read everything that is not done yet, then write the report. Start it again to go on."""
     from megamem.study.grid import load_study, planned_runs
-    from megamem.study.queue import Queue, tasks
+    from megamem.study.queue import Queue
 
     settings = load_study(study, tuple(overrides or ()))
-    planned = tasks(settings, planned_runs(settings))
+    runs = planned_runs(settings)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         item = bar.add_task(settings.name, total=None)
         outcome = Queue(
             settings, bar.console.print, lambda done, total: bar.update(item, completed=done, total=total)
-        ).run(planned)
+        ).run(runs)
     for task in outcome.failed:
         console.print(f"failed: {task.name}; see {task.log}")
     _report(study, overrides)

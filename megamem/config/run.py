@@ -158,7 +158,7 @@ class EvaluationConfig(ConfigModel):
 class RunConfig(ConfigModel):
     """Everything about a run. `megamem train` takes a YAML file of it and `section.key=value` overrides."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Name of the run and of its folder."""
     runs_folder: Path = Path("runs")
     """Where run folders lie."""

@@ -17,6 +17,7 @@ from megamem.data.prefetch import Prefetcher
 from megamem.data.readers import DocumentStore, Int64, ShardStore, open_store
 from megamem.data.rows import Piece, SourceReport, fill_row
 from megamem.data.streams import StreamPlan
+from megamem.data.tasks import TaskStore
 from megamem.data.windows import WindowPlan
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer, load_meta
@@ -53,6 +54,7 @@ class Feeder:
         self.held_out = open_stores(config, config.validation)
         _check_same_tokenizer(config, [*self.stores, *self.held_out])
         _check_cache(config, self.stores, global_rows)
+        _check_examples(config, self.stores)
         self._vocab_size: int | None = None
         weights = [source.weight for source in config.sources]
         if config.feeding == "streams":
@@ -157,6 +159,19 @@ class Feeder:
             )
             for source, store in enumerate(self.stores)
         ]
+
+
+def _check_examples(config: DataConfig, stores: Sequence[DocumentStore]) -> None:
+    """Raise DataError where windows would part a task's question from what it asks about."""
+    if config.feeding == "streams":
+        return
+    for store in stores:
+        length = store.config.length if isinstance(store, TaskStore) else 0
+        if length > config.sequence_length:
+            raise DataError(
+                f"{store.path}: length {length} is more than data.sequence_length {config.sequence_length}, and its "
+                f"examples would be cut; use at least {length}"
+            )
 
 
 def evaluation_documents(

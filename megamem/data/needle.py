@@ -123,7 +123,7 @@ class Needle:
         longest = max(sum(map(len, self._framing(generator))) for _ in range(64)) - 1
         if config.length < longest + LEAST_HAYSTACK:
             raise DataError(
-                f"niah: length {config.length} has no room for a haystack: needle, question and answer alone take "
+                f"length {config.length} has no room for a haystack: needle, question and answer alone take "
                 f"{longest} tokens with {config.tokenizer}; at least {longest + LEAST_HAYSTACK}"
             )
 

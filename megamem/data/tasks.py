@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-import yaml
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
+from megamem.config.load import parse_config, read_yaml
 from megamem.data.batch import IGNORED
 from megamem.data.needle import NeedleConfig
 from megamem.data.readers import Int64
-from megamem.errors import DataError
+from megamem.errors import ConfigError, DataError
 
 
 class Task(Protocol):
@@ -108,7 +108,7 @@ class Recall:
         return tokens, labels
 
 
-TaskConfig = Annotated[RecallConfig | NeedleConfig, Field(discriminator="kind")]
+KINDS: dict[str, type[RecallConfig | NeedleConfig]] = {"mqar": RecallConfig, "niah": NeedleConfig}
 
 
 class TaskStore:
@@ -119,7 +119,10 @@ class TaskStore:
     def __init__(self, path: str) -> None:
         self.path = path
         self.config = read_task(Path(path))
-        self.task: Task = self.config.open()
+        try:
+            self.task: Task = self.config.open()
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
         self.lengths = np.full(self.config.examples, self.config.length + 1)
         self.shard_ids = np.zeros(self.config.examples, np.int64)
         self.vocab_size: int | None = self.task.vocab_size
@@ -152,15 +155,10 @@ class TaskStore:
 def read_task(path: Path) -> RecallConfig | NeedleConfig:
     """A task's description. Raises DataError in one line naming file and field."""
     try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
-        raise DataError(f"{path}: no YAML ({' '.join(str(error).split())})") from None
-    try:
-        task: RecallConfig | NeedleConfig = TypeAdapter(TaskConfig).validate_python(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {where}: {first['msg']}".replace(": : ", ": ")) from None
-    return task
+        tree = read_yaml(path)
+        kind = tree.get("kind")
+        if kind not in KINDS:
+            raise ConfigError(f"{path}: kind: {kind!r} is none of {', '.join(KINDS)}")
+        return parse_config(KINDS[kind], tree, str(path))
+    except ConfigError as error:
+        raise DataError(str(error)) from None

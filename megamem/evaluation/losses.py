@@ -143,7 +143,8 @@ def cut_documents(
 
     All documents are cut to the same depth in whole chunks, the deepest that fits. Where that is less than
     `least`, documents are cut to `least` chunks and taken in order while they fit. A cut document's
-    bytes are summed from `token_bytes` over its remaining labels, and are not known without.
+    bytes are summed from `token_bytes` over its remaining labels, and are not known without. Where a document asks for
+    some of its tokens only (a task), its question must not be cut off: whole documents are taken while they fit.
     """
     readable = [document for document in documents if document.predicted_tokens > 0]
     if not readable:
@@ -154,6 +155,9 @@ def cut_documents(
     lengths = np.array([document.predicted_tokens for document in readable], dtype=np.int64)
     if max_tokens is None or lengths.sum() <= max_tokens:
         return readable
+    if not all(document.predicts_all for document in readable):
+        taken = int(np.searchsorted(lengths.cumsum(), max_tokens, side="right"))
+        return readable[: max(taken, 1)]
     depth = _common_depth(lengths, size, max_tokens)
     if depth < least:
         depth = min(least, max(max_tokens // size, 1))
@@ -206,7 +210,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         perplexity=perplexity(float(total[0] / total[1])),
         bits_per_byte=bits_per_byte(float(total[0]), text_bytes),
         accuracy=float(total[2] / total[1]),
-        exact_match=float(np.mean([solved[2] == solved[1] for solved in (table.sum(1) for table in tables)])),
+        exact_match=float(np.mean([hits == asked for _, asked, hits in (table.sum(1) for table in tables) if asked])),
         by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
         by_position=tuple(
             _bucket(int(a), int(b), column) for a, b, column in zip(first, sums.edges, sums.positions.T, strict=True)

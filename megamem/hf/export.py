@@ -69,7 +69,7 @@ def to_hf(
     verify(checkpoint)
     run = checkpoint.run()
     model = parse_config(ModelConfig, run["config"]["model"], f"{checkpoint.path}: model")
-    model = model.model_copy(update={"attention": PORTABLE})  # users of the export need no kernel of the training
+    model = model.model_copy(update=PORTABLE)  # users of the export need no kernel of the training
     words = None if tokenizer is None else Tokenizer.load(tokenizer)
     if words is not None and words.vocab_size > model.vocab_size:
         raise ConversionError(

@@ -63,7 +63,7 @@ class MemoryCachingConfig(SegmentedConfig):
             name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
             for name, shape in shapes.items()
         }
-        return {**specs, "filled": TensorSpec(("batch", memories), "float32", kind=kind)}
+        return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """The open memory and the sum of its segment's keys, the kept ones by chunk, and those of the open chunk."""
@@ -273,12 +273,12 @@ class MemoryCaching(Mixer):
         for entry in entries:
             if columns <= 0:
                 break
-            filled = entry["filled"].detach()
+            filled = entry["filled"]
             if not filled.shape[1]:
                 continue
             columns -= filled.shape[1]
             from_here = filled.flip(1).cumsum(1).flip(1) + newer
-            visible = (filled > 0.5) & (from_here < limit + 0.5)
+            visible = (filled > 0) & (from_here <= limit)
             newer = from_here[:, :1]
             weights = tuple(entry[name] for name in self.names[:-2])
             parts.append(Segments(weights, entry["pool"], visible))

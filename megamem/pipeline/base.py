@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import DTYPES, LABEL_IGNORED, State
+from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, State
 from megamem.model.compiled import compile_pointwise
 from megamem.model.stage import Stage
 from megamem.parallel.linears import initialize_parameters
@@ -167,9 +167,19 @@ class TrainingEngine(ABC):
         bad = torch.ones_like(own_bad) if refused or self.optimizer.bad is None else self.optimizer.bad
         if self.carries:
             for sequence, new in states.items():
-                old = self.carried.get(sequence) or self.fresh_states(batches[sequence].tokens.shape[1])
-                self.carried[sequence] = select_states(bad == 0, new, old)
+                batch = batches[sequence]
+                old = self.carried.get(sequence) or self.fresh_states(batch.tokens.shape[1])
+                self.carried[sequence] = select_states(bad == 0, new, self._without_ended(old, batch))
         return StepResult(loss_sum, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _without_ended(self, states: list[State], batch: Batch) -> list[State]:
+        """The states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
+        chunk = Chunk(tuple(0 if begins else 1 for begins in (batch.starts == 0).any(0).tolist()))
+        device = self.topology.device
+        return [
+            block.mixer.reset(state, chunk, device, self.dtype)
+            for block, state in zip(self.stage.blocks, states, strict=True)
+        ]
 
     def _bad_partitions(self) -> Tensor:
         """1.0 if a gradient that this rank holds for ZeRO's update is not finite, else 0.0.

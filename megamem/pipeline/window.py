@@ -62,10 +62,13 @@ def select_states(finite: Tensor, new: Sequence[State], old: Sequence[State]) ->
     """`new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros.
 
     Of growing lists, which are passed on by reference, what `old` has too stays as it is; the rest is `new` or zeros.
+    Integers stay those of `new`: they count places, which are known whatever the step was worth.
     """
 
     def pick(a: object, b: object) -> object:
         if isinstance(a, Tensor):
+            if not a.is_floating_point():
+                return a
             old_value = b if isinstance(b, Tensor) and a.shape == b.shape else torch.zeros_like(a)
             return torch.where(finite, a, old_value)
         if isinstance(a, dict):

@@ -151,16 +151,23 @@ class Queue:
         self.outcome = Outcome()
         self.stopping = False
 
-    def run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
-        """Everything that is not done yet. On SIGTERM or SIGINT, runs save a checkpoint and the queue ends."""
+    def run(self, runs: Sequence[PlannedRun]) -> Outcome:
+        """Everything that is not done yet. On SIGTERM or SIGINT, runs save a checkpoint and the queue ends.
+
+        Raises: RunFolderError while another process runs the study, or as `tasks`; nothing is written then.
+        """
+        with study_lock(self.study) as lock:
+            lock.take()
+            return self._run(tasks(self.study, runs))
+
+    def _run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
         total = sum(1 + len(after) for _, after in planned)
         following = {id(training): after for training, after in planned}
         waiting: deque[Task] = deque()
         for training, after in planned:
             waiting.extend(self._remaining([training]) or self._remaining(after))
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
-        with study_lock(self.study) as lock, self._signals(running):
-            lock.take()
+        with self._signals(running):
             while running or (waiting and not self.stopping):
                 while waiting and len(running) < self.study.parallel and not self.stopping:
                     task = waiting.popleft()

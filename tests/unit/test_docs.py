@@ -29,6 +29,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_anchors_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http:", "https:")):
+            there = (page.parent / target if target else page).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.+)$", there, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_named_paths_exist(page: Path) -> None:
     pattern = r"`((?:megamem|tokenization|checkpoints|launchers|tests|configs|docs|benchmarks)/[\w./-]*)"
     for path in re.findall(pattern, page.read_text(encoding="utf-8")):

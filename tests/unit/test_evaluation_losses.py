@@ -202,6 +202,29 @@ def test_many_documents_are_left_out_rather_than_cut_short():
         check_cut(original, shorter, LEAST_CHUNKS * CHUNK)
 
 
+def asking_at_the_end(length, seed):
+    whole = document(length, seed)
+    labels = whole.labels.clone()
+    labels[: length - 1] = IGNORED
+    return replace(whole, labels=labels)
+
+
+def test_questions_are_not_cut_off():
+    """Tasks ask at their end: whole documents are taken while they fit, at least one."""
+    texts = [asking_at_the_end(100, seed) for seed in range(5)]
+    assert cut_documents(texts, CHUNK, 350, TOKEN_BYTES) == texts[:3]
+    assert cut_documents(texts, CHUNK, 50, TOKEN_BYTES) == texts[:1]
+    report = evaluate_losses(make_stage("attention"), texts, **HOW, max_tokens=250)
+    assert (len(report.documents), report.tokens) == (2, 2)
+
+
+def test_documents_that_ask_for_nothing_are_not_solved():
+    silent = replace(document(40, 9), labels=torch.full((40,), IGNORED))
+    asking = asking_at_the_end(40, 3)
+    alone = evaluate_losses(make_stage("attention"), [asking], **HOW)
+    assert evaluate_losses(make_stage("attention"), [asking, silent], **HOW).exact_match == alone.exact_match
+
+
 def test_a_bound_below_the_least_depth():
     texts = documents(200, 200)
     assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 3 * CHUNK + 1, TOKEN_BYTES)] == [3 * CHUNK]

@@ -158,6 +158,18 @@ def test_bytes_of_every_layout_as_json_and_as_a_table():
     assert f"cannot share model.heads {heads} evenly" in plan("--layouts", DEMO)
 
 
+def test_layouts_are_those_of_the_configuration_s_data_parallel_ranks():
+    """Optimizer states are divided among them; what is counted undivided is said."""
+    alone, eight, given = (
+        json.loads(plan("--layouts", "--json", DEMO, *more))
+        for more in ((), ("parallel.dp=8",), ("parallel.dp=8", "--dp", 2))
+    )
+    assert (alone["dp"], eight["dp"], given["dp"]) == (1, 8, 2)
+    whole = alone["layouts"][0]["optimizer"]
+    assert [found["layouts"][0]["optimizer"] for found in (eight, given)] == [-(-whole // 8), -(-whole // 2)]
+    assert "gradients and weights stand here undivided" in plan("--layouts", DEMO, "parallel.zero_stage=3")
+
+
 # refusals
 
 NEEDED = "give a configuration or --stages, --sequences and --chunks"
@@ -182,6 +194,7 @@ NEEDED = "give a configuration or --stages, --sequences and --chunks"
         (("--layouts", "--chunks", 2, DEMO), "plan: --layouts goes with a configuration, --dp and --json"),
         (("--layouts", "--schedule", DEMO), "plan: --layouts goes with a configuration, --dp and --json"),
         (("--schedule", *sizes(2, 2, 2), "--recorded", "x"), "plan: --recorded RUN is drawn; give --draw-schedule"),
+        (("--draw-schedule", "", DEMO), "plan: --draw-schedule names no file; give FILE.png"),
         (("--schedule", "nowhere.yaml"), "nowhere.yaml: no such configuration file"),
         (("--schedule", DEMO, "parallel.pp=5"), "parallel.pp 5 is more than the 4 layers of the model"),
     ],

@@ -154,9 +154,7 @@ def fake(tmp_path, monkeypatch):
 
 def run(study):
     said, moved = [], []
-    outcome = Queue(study, said.append, lambda done, total: moved.append((done, total))).run(
-        tasks(study, planned_runs(study))
-    )
+    outcome = Queue(study, said.append, lambda done, total: moved.append((done, total))).run(planned_runs(study))
     return outcome, said, moved
 
 
@@ -194,6 +192,7 @@ def test_one_process_at_a_time(study, fake):
         lock.take()
         with pytest.raises(RunFolderError, match="another process is running this study"):
             run(study)
+    assert not queue.config_file(study, planned_runs(study)[0]).exists(), "the other's configurations are left alone"
 
 
 def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):

@@ -50,6 +50,14 @@ def test_what_has_grown_in_a_bad_step_becomes_zeros():
     assert chosen["open"].tolist() == [[0.0]] * 2
 
 
+def test_integers_count_places_whatever_the_step_was_worth():
+    before, after = state(1.0, past=1), state(math.nan, past=1)
+    after["past"][0]["filled"] = torch.tensor([1, 0])
+    (chosen,) = select_states(BAD, [after], [before])
+    assert chosen["past"][0]["filled"].tolist() == [1, 0]
+    assert chosen["past"][0]["keys"].tolist() == [[0.0]] * 4
+
+
 def test_a_bounded_list_that_has_moved_on_keeps_its_places():
     before = state(1.0, past=3)
     (chosen,) = select_states(BAD, [grown(before, dropped=2)], [before])
