@@ -12,8 +12,7 @@ class SourceConfig(ConfigModel):
     """One source of training documents and its share of the training tokens."""
 
     path: str = Field(min_length=1)
-    """Folder of token shards, prefix of a Megatron `.bin`/`.idx` pair, fsspec URL of a shard folder, or `.yaml` of a
-    task."""
+    """Folder of token shards or its fsspec URL, prefix of a Megatron `.bin`/`.idx` pair, or a task's `.yaml`."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Share of the training sequences drawn from this source, relative to the other sources' weights."""
 

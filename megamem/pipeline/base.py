@@ -174,7 +174,7 @@ class TrainingEngine(ABC):
 
     def _without_ended(self, states: list[State], batch: Batch) -> list[State]:
         """The states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
-        chunk = Chunk(tuple(0 if begins else 1 for begins in (batch.starts == 0).any(0).tolist()))
+        chunk = Chunk(tuple(batch.starts.min(0).tolist()))  # 0 where one begins
         device = self.topology.device
         return [
             block.mixer.reset(state, chunk, device, self.dtype)

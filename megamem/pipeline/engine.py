@@ -56,28 +56,29 @@ class WindowEngine(TrainingEngine):
         scale = (self.topology.dp_size * self.windows / predicted.clamp(min=1)).float()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.topology.device)
         states: dict[int, list[State]] = {}
+        current: list[State] = []
         passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
                 watch(f"micro-batch {window.sequence}, chunks {window.first}-{window.last}")
             if window.begins:
-                states[window.sequence] = self.states_before(window.sequence, batches[window.sequence])
+                current = self.states_before(window.sequence, batches[window.sequence])
             batch = batches[window.sequence]
             size = config.model.chunk_size
             tokens = slice(window.first * size, (window.last + 1) * size)
-            loss, nats, states[window.sequence] = self.engine(
+            loss, nats, current = self.engine(
                 batch.tokens[tokens],
                 batch.labels[tokens],
                 batch.starts[window.first : window.last + 1],
-                states[window.sequence],
+                current,
                 scale,
             )
             self.engine.backward(loss)
             if index < len(passes) - 1:
                 self.engine.step()  # counts the micro-step; updates nothing before the last
             loss_sum += nats
-            if window.ends(config.chunks) and not self.carries:
-                del states[window.sequence]
+            if self.carries:
+                states[window.sequence] = current
         return loss_sum, predicted, states
 
 

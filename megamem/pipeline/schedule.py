@@ -102,10 +102,6 @@ class WindowPass:
         """Whether the sequence begins here: the state comes from outside, not from the window before."""
         return self.first == 0
 
-    def ends(self, chunks: int) -> bool:
-        """Whether a sequence of `chunks` ends here."""
-        return self.last == chunks - 1
-
     @property
     def chunks(self) -> range:
         """The chunks in order."""

@@ -67,7 +67,7 @@ def test_bytes_of_a_rank() -> None:
     width, heads, segments = 96, 16, 4096 // 256
     matrices, channels = 2 * 4 * width * width, heads * width
     per_head = 4 * (2 * matrices + width + segments * (matrices + width))  # memory and momentum, keys; kept ones
-    per_layer = heads * per_head + 4 * segments + 2 * 3 * 3 * channels  # filled; three convolutions over four tokens
+    per_layer = heads * per_head + 8 * segments + 2 * 3 * 3 * channels  # filled; three convolutions over four tokens
     assert rank.states == config.training.micro_batch_size * 24 * per_layer
 
 
