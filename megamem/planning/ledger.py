@@ -42,7 +42,10 @@ class Ledger(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, or make room for its results, and enter their storages."""
+        """Run the operation, or make room for its results, and enter their storages; operands were there before."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.enter_storage(leaf, counted=False)
         out = _run(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

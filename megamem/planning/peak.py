@@ -9,6 +9,7 @@ from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
 from megamem.pipeline.schedule import Order, stage_order
 from megamem.planning.activations import Activations, PartBytes, Share
+from megamem.planning.state import state_bytes, state_sizes
 
 AHEAD = 2
 """Receives that are posted before they are needed (`megamem.pipeline.channels.Inbox`)."""
@@ -22,13 +23,15 @@ class ActivationPeak:
     """Kept for backward passes to come, at the moment when most is held."""
     working: float
     """What the chunk at work takes besides at that moment."""
+    states: float
+    """Memory states that the oldest chunk in flight has read: what later ones wrote is among what they keep."""
     borders: float
     """Hidden chunks and gradients that travel between stages."""
 
     @property
     def total(self) -> float:
         """Bytes of all."""
-        return self.in_flight + self.working + self.borders
+        return self.in_flight + self.working + self.states + self.borders
 
 
 def activation_peak(
@@ -48,24 +51,46 @@ def activation_peak(
     # after so many sequences the schedule repeats itself
     steady = -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
     order = stage_order(stage, parallel.pp, min(sequences, steady), config.chunks, config.bptt_chunks)
-    in_flight, working = _play(order, parts, entered, config.bptt_chunks)
+    read = [_state_bytes(config, layers, tp_size, chunk) for chunk in range(config.chunks)]
+    in_flight, working, states = _play(order, parts, entered, read, config.bptt_chunks)
     neighbours = (stage > 0) + (stage < parallel.pp - 1)
     pending = parallel.pp + 1  # sends under way (`Outbox`)
-    return ActivationPeak(in_flight, working, neighbours * (AHEAD + pending) * hidden)
+    return ActivationPeak(in_flight, working, states, neighbours * (AHEAD + pending) * hidden)
 
 
-def _play(order: Order, parts: Sequence[Sequence[PartBytes]], entered: float, bptt_chunks: int) -> tuple[float, float]:
-    """(bytes in flight, bytes of the chunk at work) at the moment when their sum is largest."""
-    live, most = 0.0, (0.0, 0.0)
+def _state_bytes(config: RunConfig, layers: range, tp_size: int, chunks: int) -> int:
+    """Of the layers' states once a micro-batch's sequences are read so far."""
+    model, dtype = config.model, DTYPES[config.training.precision]
+    sizes = state_sizes(model, config.training.micro_batch_size)
+    kinds = (state_bytes(model.mixer_at(i).state_specs(model), sizes, dtype, tp_size, chunks) for i in layers)
+    return sum(sum(kind.values()) for kind in kinds)
+
+
+def _play(
+    order: Order, parts: Sequence[Sequence[PartBytes]], entered: float, read: Sequence[int], bptt_chunks: int
+) -> tuple[float, float, float]:
+    """(bytes in flight, of the chunk at work, of states) at the moment when their sum is largest.
+
+    Args:
+        parts: of the stage, in order; by chunk.
+        entered: bytes of the hidden chunk that comes in.
+        read: bytes of the states that each chunk reads.
+    """
+    live, most = 0.0, (0.0, 0.0, 0.0)
     handed: dict[int, float] = {}
+    oldest: dict[int, list[int]] = {}
     for action in order:
         here = [part[action.chunk] for part in parts]
+        chunks = oldest.setdefault(action.sequence, [])
         if action.kind == "forward":
-            working = _forward(here) + entered
-            most = max(most, (live, working), key=sum)
+            chunks.append(action.chunk)
+        states = float(sum(read[min(chunks)] for chunks in oldest.values() if chunks))
+        if action.kind == "forward":
+            most = max(most, (live, _forward(here) + entered, states), key=sum)
             live += entered + sum(part.kept for part in here)
             continue
-        most = max(most, (live, _backward(here)), key=sum)
+        most = max(most, (live, _backward(here), states), key=sum)
+        chunks.remove(action.chunk)
         live -= entered + sum(part.kept for part in here) + handed.pop(action.sequence, 0.0)
         if action.chunk % bptt_chunks:
             handed[action.sequence] = sum(part.handed_back for part in here)
