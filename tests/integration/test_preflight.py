@@ -1,0 +1,131 @@
+"""The check before a run, on real processes: good ranks pass, bad ones are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from megamem.errors import MegamemError
+from tests.integration.commands import finish, megamem
+from tests.integration.ranks import Job, command
+
+pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+WRONG = MegamemError.exit_code
+LIMIT_S = 3
+"""Of a pair; over loopback it takes milliseconds."""
+
+
+def arguments(folder) -> tuple[str, ...]:
+    return "preflight", "--device", "cpu", "--folder", str(folder), "--timeout", str(LIMIT_S), "--json"
+
+
+def report(job: Job) -> dict:
+    return json.loads(job.output(0, "out").splitlines()[-1])
+
+
+def errors(found: dict) -> list[str]:
+    return [finding["line"] for finding in found["findings"] if finding["level"] == "error"]
+
+
+def test_local_processes(tmp_path):
+    """As a user calls it. How fast the two are beside each other depends on the machine; all else must be right."""
+    code, out, err = finish(megamem(*arguments(tmp_path / "runs"), "--processes", "2"))
+    assert err == ""
+    found = json.loads(out.splitlines()[-1])
+    assert code == (0 if found["ok"] else WRONG)
+    assert not [line for line in errors(found) if "matrix products run at" not in line]
+    assert [facts["rank"] for facts in found["ranks"]] == [0, 1]
+    assert all(facts["bf16"] > 1e9 and facts["fp32"] > 1e9 for facts in found["ranks"])
+    (link,) = found["links"]
+    assert (link["a"], link["b"], link["error"]) == (0, 1, None)
+    # loopback: far above a megabyte a second, far below a second
+    assert link["bandwidth"] > 1e6
+    assert 0 < link["latency_s"] < 0.1
+    # both read one clock, and the error of a reading is stated
+    assert abs(link["clock_s"]) <= link["clock_error_s"] < 0.1
+    assert len(found["reductions"]) == 3
+    assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"
+
+
+def one_slow_and_one_older(*words: str) -> None:
+    """On a rank: the check, with small products, of which each takes rank 2 a tenth of a second more."""
+    import torch
+
+    from megamem.preflight import collect, run
+
+    collect.SIZES["cpu"], collect.SECONDS = 256, 0.05
+    if os.environ["RANK"] == "2":
+        product = torch.Tensor.__matmul__
+
+        def slowed(left, right):
+            time.sleep(0.1)
+            return product(left, right)
+
+        torch.Tensor.__matmul__ = slowed
+    if os.environ["RANK"] == "1":
+        versions = run.versions
+        run.versions = lambda device: {**versions(device), "deepspeed": "0.19.3"}
+    command(*words)
+
+
+def test_a_slow_rank_and_an_older_package_are_named(tmp_path):
+    with Job(tmp_path / "job", 3, one_slow_and_one_older, *arguments(tmp_path / "runs")) as job:
+        assert job.codes(60) == [WRONG] * 3
+        found = report(job)
+    host = os.uname().nodename
+    said = errors(found)
+    assert [line for line in said if line.startswith(f"deepspeed is 0.19.3 on rank 1 ({host}), but ")]
+    for dtype in ("bf16", "fp32"):
+        assert [line for line in said if line.startswith(f"rank 2 ({host}): {dtype} matrix products run at ")]
+    assert len(found["links"]) == 3
+    assert not [link for link in found["links"] if link["error"]]
+
+
+def one_pair_hangs(*words: str) -> None:
+    """On a rank: the check, in which ranks 1 and 2 never hear each other."""
+    from megamem.preflight import collect, links
+
+    collect.SIZES["cpu"], collect.SECONDS = 256, 0.05
+    exchange = links.exchange
+
+    def deaf(rank, partner, device):
+        if {rank, partner} == {1, 2}:
+            time.sleep(600)
+        return exchange(rank, partner, device)
+
+    links.exchange = deaf
+    command(*words)
+
+
+def test_a_pair_that_hangs_is_named_and_the_others_are_measured(tmp_path):
+    begun = time.monotonic()
+    with Job(tmp_path / "job", 3, one_pair_hangs, *arguments(tmp_path / "runs")) as job:
+        assert job.codes(60) == [WRONG] * 3
+        found = report(job)
+    assert time.monotonic() - begun < LIMIT_S + 30, "the limit of one pair, and three processes"
+    host = os.uname().nodename
+    pair = f"rank 1 ({host}) and rank 2 ({host}): send/recv did not end within {LIMIT_S} s"
+    assert [line for line in errors(found) if "hang" in line or "did not end" in line] == [pair]
+    assert "all-reduce was not measured, since not all pairs of ranks can talk" in errors(found)
+    assert sorted((link["a"], link["b"]) for link in found["links"] if not link["error"]) == [(0, 1), (0, 2)]
+
+
+def one_stops(*words: str) -> None:
+    """On a rank: the check, in which rank 1 is stopped before it says what it found."""
+    from megamem.preflight import run
+
+    run.FACTS_S = 4.0
+    if os.environ["RANK"] == "1":
+        run.versions = lambda device: os.kill(os.getpid(), signal.SIGSTOP)
+    command(*words)
+
+
+def test_a_rank_that_falls_silent_is_named(tmp_path):
+    with Job(tmp_path / "job", 2, one_stops, *arguments(tmp_path / "runs")) as job:
+        assert job.codes(40)[0] == WRONG
+        host = os.uname().nodename
+        assert errors(report(job)) == [f"rank 1 ({host}): did not say what it found within 4 s"]
