@@ -38,9 +38,9 @@ def tables(record: Record) -> Iterator[Table]:
 
 
 def _links(record: Record) -> Table:
-    table = Table(title="pairs of ranks")
-    table.add_column("")
-    for column in ("pairs", "latency, median us", "GB/s, median", "GB/s, slowest", "slowest pair"):
+    table = Table(title="pairs of ranks: medians one way, and the slowest pair")
+    table.add_column("", no_wrap=True)
+    for column in ("pairs", "us", "GB/s", "slowest", "GB/s"):
         table.add_column(column, justify="right")
     ranks = {facts.rank: facts for facts in record.ranks}
     for title, links in classes(record.links, ranks).items():
@@ -54,8 +54,8 @@ def _links(record: Record) -> Table:
             str(len(links)),
             f"{1e6 * statistics.median(link.latency_s for link in measured):,.0f}",
             f"{statistics.median(link.bandwidth for link in measured) / 1e9:,.3g}",
-            f"{slowest.bandwidth / 1e9:,.3g}",
             f"{slowest.a} - {slowest.b}",
+            f"{slowest.bandwidth / 1e9:,.3g}",
         )
     return table
 

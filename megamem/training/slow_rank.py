@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 SAMPLES = 10
 """Looks at a rank between two beats."""
-WINDOW, LEAST = 60, 20
-"""Beats that a share is taken over, and the training it needs to say anything: 5 and 1.7 minutes at 5 s a beat."""
+WINDOW, LEAST = 60, 30
+"""Beats that a share is taken over, and the training it needs to say anything: 5 and 2.5 minutes at 5 s a beat."""
 LAG = 0.2
 """Share of their time that the others must lose to a rank for it to be called slow. Over LEAST * SAMPLES looks a share
-of one half has a standard deviation of 0.035, and a difference of two of 0.05: chance does not reach it."""
+of one half has a standard deviation of 0.029, and a difference of two of 0.041: chance does not reach it."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ def test_local_processes(tmp_path):
     assert code == (0 if found["ok"] else WRONG)
     assert not [line for line in errors(found) if "matrix products run at" not in line]
     assert [facts["rank"] for facts in found["ranks"]] == [0, 1]
-    assert all(facts["bf16"] > 1e9 and facts["fp32"] > 1e9 for facts in found["ranks"])
+    # a processor without BF16 units and a busy machine reach 1e8
+    assert all(facts["bf16"] > 1e7 and facts["fp32"] > 1e7 for facts in found["ranks"])
     (link,) = found["links"]
     assert (link["a"], link["b"], link["error"]) == (0, 1, None)
     # loopback: far above a megabyte a second, far below a second
@@ -57,7 +58,7 @@ def one_slow_and_one_older(*words: str) -> None:
 
     from megamem.preflight import collect, run
 
-    collect.SIZES["cpu"], collect.SECONDS = 256, 0.05
+    collect.SIZES["cpu"], collect.SECONDS = 64, 0.05
     if os.environ["RANK"] == "2":
         product = torch.Tensor.__matmul__
 
@@ -89,7 +90,7 @@ def one_pair_hangs(*words: str) -> None:
     """On a rank: the check, in which ranks 1 and 2 never hear each other."""
     from megamem.preflight import collect, links
 
-    collect.SIZES["cpu"], collect.SECONDS = 256, 0.05
+    collect.SIZES["cpu"], collect.SECONDS = 64, 0.05
     exchange = links.exchange
 
     def deaf(rank, partner, device):
@@ -126,6 +127,7 @@ def one_stops(*words: str) -> None:
 
 def test_a_rank_that_falls_silent_is_named(tmp_path):
     with Job(tmp_path / "job", 2, one_stops, *arguments(tmp_path / "runs")) as job:
-        assert job.codes(40)[0] == WRONG
+        job.processes[0].join(60)  # a launcher would end the other
+        assert job.processes[0].exitcode == WRONG
         host = os.uname().nodename
         assert errors(report(job)) == [f"rank 1 ({host}): did not say what it found within 4 s"]

@@ -10,6 +10,7 @@ import pytest
 
 from megamem.errors import STOPPED, StuckRankError
 from megamem.training.heartbeat import NAME
+from megamem.training.slow_rank import LEAST
 from megamem.watching import Run, look, runs_below
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
@@ -28,9 +29,9 @@ def config_of(data, tmp_path, **sections):
 ENDLESS = {"training": {"steps": 100_000}, "evaluation": {"every": 0}, "logging": {"every": 1}}
 
 
-def seen(folder, what) -> Run:
+def seen(folder, what, timeout_s: float = SOON_S) -> Run:
     """The run once `what` holds of it."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + timeout_s
     while not (folder / NAME).exists() or not what(look(folder)):
         assert time.monotonic() < deadline, (folder / NAME).read_text()
         time.sleep(0.1)
@@ -89,7 +90,7 @@ def one_slow_rank(*arguments: str) -> None:
     def slowed(self, batches, watch=None):
         if os.environ["RANK"] == "1":
             watch("a pause")
-            time.sleep(600 if sign.exists() else 0.2)
+            time.sleep(600 if sign.exists() else 2)
         return backward(self, batches, watch)
 
     WindowEngine.backward = slowed
@@ -99,7 +100,7 @@ def one_slow_rank(*arguments: str) -> None:
 def test_a_slow_rank_is_named_and_one_that_hangs_ends_the_run(data, tmp_path):
     config, folder = config_of(data, tmp_path, **ENDLESS), tmp_path / "runs" / "run"
     with Job(tmp_path / "job", 2, one_slow_rank, "train", str(config)) as job:
-        found = seen(folder, lambda run: run.beat.slow)
+        found = seen(folder, lambda run: run.beat.slow, LEAST * STALL_S / 10 + SOON_S)
         process = f"{found.beat.host}:{job.processes[1].pid}"
         line = rf"rank 1 \(dp 0, tp 1\) \({process}\) is slower than the others of its stage: they wait \d+% of .*"
         assert re.fullmatch(line, found.beat.slow)

@@ -84,7 +84,7 @@ def test_a_pause_leaves_too_little_to_say_anything():
 def test_chance_names_nobody():
     """Looks at 64 even ranks, as few as count, over and over: no false alarm in 2,000 windows.
 
-    The least of 64 shares lies some 2.4 standard deviations (0.035) below the median; LAG is 5.7 of them.
+    The least of 64 shares lies some 2.4 standard deviations (0.029) below the median; LAG is 6.9 of them.
     """
     generator = np.random.default_rng(0)
     for busy in (0.3, 0.5):
