@@ -66,7 +66,9 @@ def disagreements(ranks: Sequence[RankFacts]) -> list[Finding]:
         for value in dict.fromkeys(values):
             if value != usual:
                 names = _listed([facts.name for facts, theirs in zip(ranks, values, strict=True) if theirs == value])
-                level: Literal["error", "warning"] = "warning" if name in HARDWARE else "error"
+                level: Literal["error", "warning"] = (
+                    "warning" if name in HARDWARE or "unknown" in (value, usual) else "error"
+                )
                 found.append(Finding(level, f"{name} is {value} on {names}, but {usual} on {count} of {len(ranks)}"))
     return found
 

@@ -27,6 +27,8 @@ NAME = "heartbeat.json"
 """In the run folder."""
 INTERRUPTED = 130
 """Exit code after a second SIGINT."""
+LAST_S = 5.0
+"""What the last one may take: a run whose disk does not answer, which may be why it ends, must end all the same."""
 State = Literal["starting", "training", "evaluating", "saving", "ended", "stopped", "failed"]
 LAST: frozenset[State] = frozenset({"ended", "stopped", "failed"})
 """States in which nothing is written any more."""
@@ -160,11 +162,16 @@ class Heartbeat:
         self._last("failed", code, line)
 
     def _last(self, state: State, code: int | None = None, line: str | None = None) -> None:
-        with self._lock:
-            if self.folder is None or self._done.is_set():
-                return
-            self._done.set()
-            self._write(state, code, line)
+        def write() -> None:
+            with self._lock:
+                if not self._done.is_set():
+                    self._done.set()
+                    self._write(state, code, line)
+
+        if self.folder is not None:
+            writing = threading.Thread(target=write, daemon=True)
+            writing.start()
+            writing.join(LAST_S)
 
     def _beat(self) -> None:
         while not self._done.wait(self.interval):

@@ -52,46 +52,19 @@ def test_local_processes(tmp_path):
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"
 
 
-def one_slow_and_one_older(*words: str) -> None:
-    """On a rank: the check, with small products, of which each takes rank 2 a tenth of a second more."""
+def spoiled(*words: str) -> None:
+    """On a rank: the check, with small products. Rank 1 has an older package, each product takes rank 2 a tenth of a
+    second more, and these two never hear each other."""
     import torch
 
-    from megamem.preflight import collect, run
+    from megamem.preflight import collect, links, run
 
     collect.SIZES["cpu"], collect.SECONDS = 64, 0.05
-    if os.environ["RANK"] == "2":
-        product = torch.Tensor.__matmul__
+    versions, product, exchange = run.versions, torch.Tensor.__matmul__, links.exchange
 
-        def slowed(left, right):
-            time.sleep(0.1)
-            return product(left, right)
-
-        torch.Tensor.__matmul__ = slowed
-    if os.environ["RANK"] == "1":
-        versions = run.versions
-        run.versions = lambda device: {**versions(device), "deepspeed": "0.19.3"}
-    command(*words)
-
-
-def test_a_slow_rank_and_an_older_package_are_named(tmp_path):
-    with Job(tmp_path / "job", 3, one_slow_and_one_older, *arguments(tmp_path / "runs")) as job:
-        assert job.codes(60) == [WRONG] * 3
-        found = report(job)
-    host = os.uname().nodename
-    said = errors(found)
-    assert [line for line in said if line.startswith(f"deepspeed is 0.19.3 on rank 1 ({host}), but ")]
-    for dtype in ("bf16", "fp32"):
-        assert [line for line in said if line.startswith(f"rank 2 ({host}): {dtype} matrix products run at ")]
-    assert len(found["links"]) == 3
-    assert not [link for link in found["links"] if link["error"]]
-
-
-def one_pair_hangs(*words: str) -> None:
-    """On a rank: the check, in which ranks 1 and 2 never hear each other."""
-    from megamem.preflight import collect, links
-
-    collect.SIZES["cpu"], collect.SECONDS = 64, 0.05
-    exchange = links.exchange
+    def slowed(left, right):
+        time.sleep(0.1)
+        return product(left, right)
 
     def deaf(rank, partner, device):
         if {rank, partner} == {1, 2}:
@@ -99,19 +72,25 @@ def one_pair_hangs(*words: str) -> None:
         return exchange(rank, partner, device)
 
     links.exchange = deaf
+    if os.environ["RANK"] == "1":
+        run.versions = lambda device: {**versions(device), "deepspeed": "0.19.3"}
+    if os.environ["RANK"] == "2":
+        torch.Tensor.__matmul__ = slowed
     command(*words)
 
 
-def test_a_pair_that_hangs_is_named_and_the_others_are_measured(tmp_path):
+def test_an_older_package_a_slow_rank_and_a_pair_that_hangs_are_named(tmp_path):
     begun = time.monotonic()
-    with Job(tmp_path / "job", 3, one_pair_hangs, *arguments(tmp_path / "runs")) as job:
+    with Job(tmp_path / "job", 3, spoiled, *arguments(tmp_path / "runs")) as job:
         assert job.codes(60) == [WRONG] * 3
         found = report(job)
-    assert time.monotonic() - begun < LIMIT_S + 30, "the limit of one pair, and three processes"
-    host = os.uname().nodename
-    pair = f"rank 1 ({host}) and rank 2 ({host}): send/recv did not end within {LIMIT_S} s"
-    assert [line for line in errors(found) if "hang" in line or "did not end" in line] == [pair]
-    assert "all-reduce was not measured, since not all pairs of ranks can talk" in errors(found)
+    assert time.monotonic() - begun < LIMIT_S + 40, "the limit of one pair, and three processes on a busy machine"
+    host, said = os.uname().nodename, errors(found)
+    assert f"deepspeed is 0.19.3 on rank 1 ({host}), but {found['ranks'][0]['versions']['deepspeed']} on 2 of 3" in said
+    for dtype in ("bf16", "fp32"):
+        assert [line for line in said if line.startswith(f"rank 2 ({host}): {dtype} matrix products run at ")]
+    assert f"rank 1 ({host}) and rank 2 ({host}): send/recv did not end within {LIMIT_S} s" in said
+    assert "all-reduce was not measured, since not all pairs of ranks can talk" in said
     assert sorted((link["a"], link["b"]) for link in found["links"] if not link["error"]) == [(0, 1), (0, 2)]
 
 
@@ -119,7 +98,7 @@ def one_stops(*words: str) -> None:
     """On a rank: the check, in which rank 1 is stopped before it says what it found."""
     from megamem.preflight import run
 
-    run.FACTS_S = 4.0
+    run.FACTS_S = 3.0
     if os.environ["RANK"] == "1":
         run.versions = lambda device: os.kill(os.getpid(), signal.SIGSTOP)
     command(*words)
@@ -130,4 +109,4 @@ def test_a_rank_that_falls_silent_is_named(tmp_path):
         job.processes[0].join(60)  # a launcher would end the other
         assert job.processes[0].exitcode == WRONG
         host = os.uname().nodename
-        assert errors(report(job)) == [f"rank 1 ({host}): did not say what it found within 4 s"]
+        assert errors(report(job)) == [f"rank 1 ({host}): did not say what it found within 3 s"]

@@ -82,6 +82,12 @@ class TestFindings:
         ((level, line),) = told(record(ranks={0: {"device": "NVIDIA A100"}}))
         assert (level, line) == ("warning", "device is NVIDIA A100 on rank 0 (node0), but cpu on 3 of 4")
 
+    def test_what_one_host_cannot_say_is_a_warning(self):
+        """A host without git."""
+        known, unknown = ({"versions": {**VERSIONS, "revision": text}} for text in ("4013fc1", "unknown"))
+        ((level, line),) = told(record(ranks={0: known, 1: known, 2: known, 3: unknown}))
+        assert (level, line) == ("warning", "revision is unknown on rank 3 (node1), but 4013fc1 on 3 of 4")
+
     def test_many_that_differ_are_not_all_listed(self):
         other = {rank: {"versions": {**VERSIONS, "torch": "2.12.0"}} for rank in range(20)}
         (finding,) = disagreements(record(64, ranks=other).ranks)

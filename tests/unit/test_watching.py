@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -262,6 +263,18 @@ class TestHeartbeat:
     def test_a_full_disk_ends_no_run(self, tmp_path):
         with Heartbeat(tmp_path / "none", 4, interval_s=60) as heart:
             heart.begin()
+
+    def test_a_disk_that_does_not_answer_keeps_no_run_from_ending(self, tmp_path, monkeypatch):
+        answers = threading.Event()
+        monkeypatch.setattr("megamem.training.heartbeat.LAST_S", 0.1)
+        with Heartbeat(tmp_path, 4, interval_s=0.01) as heart:
+            heart.begin()
+            monkeypatch.setattr("pathlib.Path.replace", lambda path, target: answers.wait(30))
+            time.sleep(0.1)  # the next beat hangs, and whatever wants to write after it
+            begun = time.monotonic()
+            heart.failed(6, "rank 1 makes no progress")
+        assert time.monotonic() - begun < 10
+        answers.set()
 
     def test_numbers_that_are_none_are_null(self, tmp_path):
         with Heartbeat(tmp_path, 4, interval_s=60) as heart:
