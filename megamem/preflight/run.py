@@ -24,7 +24,8 @@ from megamem.preflight.records import RankFacts, Record
 
 ARRIVE_S = 120.0
 """How much later than rank 0 others may come: where many processes import torch from one file system, minutes."""
-FACTS_S = 60.0
+FACTS_S = 120.0
+"""Of everything that a rank finds out by itself: seconds, where all is well."""
 GROUP_S = 3600.0
 """Of the process group; a collective that gives up closes all connections, so time limits are kept by us."""
 

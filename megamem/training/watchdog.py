@@ -149,8 +149,8 @@ class Watchdog:
         for thread in self._threads:
             thread.join(self.interval * 4)
         if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
-            if self._told():
-                self._ends(StuckRankError.exit_code, "another rank found one that is stuck, and named it")
+            if line := self._told():
+                self._ends(StuckRankError.exit_code, line)
                 self._end(StuckRankError.exit_code)
             raise MegamemError(
                 f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
@@ -248,7 +248,7 @@ class Watchdog:
         idle = max(self.timeout, time.monotonic() - seen.progress_at)
         silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
         line = f"{self.topology.name(rank)} {reason}{silence}, last at: {seen.action}"
-        if self._first_to_tell(rank, reason):
+        if self._first_to_tell(rank, reason, line):
             sys.stderr.write(f"megamem: {line}; the job ends\n")
             sys.stderr.flush()
         self._ends(StuckRankError.exit_code, line)
@@ -262,17 +262,19 @@ class Watchdog:
             time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
 
-    def _told(self) -> bool:
-        """Whether a rank has said which one is stuck, and ended for that."""
+    def _told(self) -> str | None:
+        """What a rank has said of one that is stuck, and ended for that."""
         with contextlib.suppress(Exception):  # the store may be gone
-            return self._store is not None and self._store.add("told", 0) > 0
-        return False
+            if self._store is not None and self._store.add("told", 0) > 0:
+                return self._store.get("line").decode()
+        return None
 
-    def _first_to_tell(self, rank: int, reason: str) -> bool:
+    def _first_to_tell(self, rank: int, reason: str, line: str) -> bool:
         """All ranks find the same; one speaks. Where rank 0 is lost, and the store with it, each does."""
         if self._store is None or (rank == 0 and reason != STUCK):
             return True
         try:
+            self._store.set("line", line)
             return self._store.add("told", 1) == 1
         except Exception:  # the store is gone
             return True
