@@ -52,7 +52,7 @@ class Sighting:
     process: str = ""
     """host:pid"""
     waits: float | None = None
-    """Share of the last minutes of training that it spent inside collectives; None until enough is known."""
+    """Share of the last minutes of training that it spent inside collectives; None until rank 0 knows enough."""
 
 
 def diagnose(sightings: dict[int, Sighting], now: float, timeout: float) -> tuple[int, str] | None:
@@ -222,7 +222,8 @@ class Watchdog:
             seen, now = sightings[rank], time.monotonic()
             beat, progress, waiting, samples, waited, seen.process, action = text.split("|", 6)
             seen.waiting = waiting == "1"
-            seen.waits = self._shares.note(rank, int(samples), int(waited))
+            if self.topology.rank == 0:
+                seen.waits = self._shares.note(rank, int(samples), int(waited))
             if beat != seen.beat:
                 seen.beat, seen.beat_at = beat, now
             if int(progress) != seen.progress:
@@ -235,13 +236,14 @@ class Watchdog:
             return
         size = topology.tp_size * topology.dp_size
         found = slow_rank({rank: seen.waits for rank, seen in self.sightings.items()}, size)
-        self.slow = None
-        if found is not None:
-            self.slow = f"{topology.name(found.rank)} ({self.sightings[found.rank].process}) {found}"
-            if found.rank not in self._named:
-                self._named.add(found.rank)
-                sys.stderr.write(f"megamem: {self.slow}\n")
-                sys.stderr.flush()
+        if found is None:
+            self.slow = None
+            return
+        self.slow = f"{topology.name(found.rank)} ({self.sightings[found.rank].process}) {found}"
+        if found.rank not in self._named:
+            self._named.add(found.rank)
+            sys.stderr.write(f"megamem: {self.slow}\n")
+            sys.stderr.flush()
 
     def _report(self, rank: int, reason: str, sightings: dict[int, Sighting]) -> None:
         seen = sightings[rank]
