@@ -80,9 +80,10 @@ def folders(ranks: Sequence[RankFacts], folder: str) -> list[Finding]:
         if facts.disk is not None and facts.disk < LOW_DISK:
             line = f"{folder}: {facts.disk / 2**30:.1f} GiB free on {facts.host}; checkpoints and shards need room"
             found.append(Finding("warning", line))
-    for facts in {(facts.host, facts.folder): facts for facts in reversed(ranks)}.values():
-        if facts.folder is not None:
-            found.append(Finding("error", f"{folder}: {facts.folder} ({facts.name})"))
+    # where rank 0 cannot write, the others look for what is not there
+    wrong = ranks[:1] if ranks and ranks[0].folder else [facts for facts in ranks if facts.folder]
+    for facts in {(facts.host, facts.folder): facts for facts in reversed(wrong)}.values():
+        found.append(Finding("error", f"{folder}: {facts.folder} ({facts.name})"))
     return found
 
 

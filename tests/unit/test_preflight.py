@@ -123,6 +123,12 @@ class TestFindings:
     def test_folders(self):
         found = told(record(ranks={2: {"folder": "cannot be written (Permission denied)"}}))
         assert found == [("error", "runs: cannot be written (Permission denied) (rank 2 (node1))")]
+        bad = {rank: {"folder": "does not show what rank 0 wrote there"} for rank in (1, 2, 3)}
+        assert len(told(record(ranks=bad))) == 2, "once for each host"
+        bad[0] = {"folder": "cannot be written (Read-only file system)"}
+        assert told(record(ranks=bad)) == [
+            ("error", "runs: cannot be written (Read-only file system) (rank 0 (node0))")
+        ]
         full = record(ranks={2: {"disk": 2**30}, 3: {"disk": 2**30}})
         assert told(full) == [("warning", "runs: 1.0 GiB free on node1; checkpoints and shards need room")]
 
