@@ -208,9 +208,9 @@ class Watchdog:
         return False
 
     def _state(self) -> str:
-        """What is published: beats, progress, waiting or not, samples and those that waited, process, action."""
+        """What is published: beats, progress, waiting or not, process, looks and those that found it waiting, action."""
         samples = f"{self._samples}|{self._waited}"
-        return f"{self._beats}|{self._count}|{int(self._waits())}|{samples}|{self._process}|{self._action}"
+        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{samples}|{self._action}"
 
     def _waits(self) -> bool:
         # of any thread: on CUDA the backward runs in threads of autograd's own
@@ -220,7 +220,7 @@ class Watchdog:
     def _observe(self, sightings: dict[int, Sighting]) -> None:
         for rank, text in {**self._heard, self.topology.rank: self._state()}.items():
             seen, now = sightings[rank], time.monotonic()
-            beat, progress, waiting, samples, waited, seen.process, action = text.split("|", 6)
+            beat, progress, waiting, seen.process, samples, waited, action = text.split("|", 6)
             seen.waiting = waiting == "1"
             if self.topology.rank == 0:
                 seen.waits = self._shares.note(rank, int(samples), int(waited))
