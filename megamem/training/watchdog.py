@@ -208,7 +208,7 @@ class Watchdog:
         return False
 
     def _state(self) -> str:
-        """What is published: beats, progress, waiting or not, process, looks and those that found it waiting, action."""
+        """What is published: beats, progress, waiting or not, process, looks and those that found it so, action."""
         samples = f"{self._samples}|{self._waited}"
         return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{samples}|{self._action}"
 
