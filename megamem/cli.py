@@ -18,7 +18,9 @@ from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
 from megamem.cli_models import convert_app, evaluate, generate
 from megamem.cli_plan import plan
+from megamem.cli_preflight import preflight
 from megamem.cli_study import study_app
+from megamem.cli_watch import runs, status
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ app.add_typer(study_app, name="study")
 app.command()(plan)
 app.command()(generate)
 app.command()(evaluate)
+app.command()(status)
+app.command()(runs)
+app.command()(preflight)
 console = Console(soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]

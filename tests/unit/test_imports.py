@@ -53,6 +53,8 @@ ALLOWED = {
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
     "megamem.study": {"megamem.config", "megamem.errors", "megamem.training"},
+    "megamem.preflight": {"megamem.errors", "megamem.training"},
+    "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -63,6 +65,8 @@ COMMANDS = {
     "megamem.cli_checkpoint",
     "megamem.cli_models",
     "megamem.cli_study",
+    "megamem.cli_preflight",
+    "megamem.cli_watch",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
