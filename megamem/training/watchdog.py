@@ -127,8 +127,9 @@ class Watchdog:
         if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
             if self._told():
                 self._end(StuckRankError.exit_code)
+            name = self.topology.name() + self._where(self._process)
             raise MegamemError(
-                f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
+                f"{name} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
         if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
@@ -195,7 +196,7 @@ class Watchdog:
         idle = max(self.timeout, time.monotonic() - seen.progress_at)
         silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
         if self._first_to_tell(rank, reason):
-            name = self.topology.name(rank)
+            name = self.topology.name(rank) + self._where(seen.process)
             sys.stderr.write(f"megamem: {name} {reason}{silence}, last at: {seen.action}; the job ends\n")
             sys.stderr.flush()
         host, _, pid = seen.process.rpartition(":")
@@ -207,6 +208,11 @@ class Watchdog:
             # the others find the same; ended at once, they would lose their connections, and the store with rank 0
             time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
+
+    def _where(self, process: str) -> str:
+        """The host of `host:pid`, in words, where ranks are on several."""
+        hosts = {state.split("|")[3].rpartition(":")[0] for state in [*self._heard.values(), self._state()]}
+        return f" on {process.rpartition(':')[0]}" if len(hosts) > 1 else ""
 
     def _told(self) -> bool:
         """Whether a rank has said which one is stuck, and ended for that."""

@@ -43,7 +43,7 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
         "tokenization",
     },
-    "launchers": {"megamem.errors"},
+    "launchers": {"megamem.config", "megamem.errors"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
@@ -63,6 +63,7 @@ COMMANDS = {
     "megamem.cli_checkpoint",
     "megamem.cli_models",
     "megamem.cli_study",
+    "megamem.cli_launch",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
