@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import IO
 
 from launchers.codes import of_nodes
 from launchers.job import Job
+from megamem.errors import STOPPED, NodesMissingError
 
 _UNREACHED = 255
 """What ssh itself ends with."""
@@ -79,11 +81,14 @@ class _Host:
 def run_ssh(job: Job) -> int:
     """Start an agent on every host and wait for all; returns the code that says most about what was wrong.
 
-    SIGTERM and SIGINT are passed on. Once a host has failed, the others get some time to end, and are asked to then.
+    SIGTERM and SIGINT are passed on. Once too few hosts are left, those get some time to end, and are asked to then.
+    Raises: NodesMissingError if a host cannot be reached.
     """
-    hosts = [_Host(name, command) for name, command in commands(job, str(uuid.uuid4())).items()]
+    hosts: list[_Host] = []
     ended: list[int] = []
+    lost: list[str] = []
     with _signals_passed_on(hosts):
+        hosts += [_Host(name, command) for name, command in commands(job, str(uuid.uuid4())).items()]
         deadline: float | None = None
         running = list(hosts)
         while running:
@@ -91,22 +96,24 @@ def run_ssh(job: Job) -> int:
             for host in [host for host in running if host.process.poll() is not None]:
                 running.remove(host)
                 code = host.process.returncode
-                ended.append(code if code >= 0 else 128 - code)
                 if code == _UNREACHED:
-                    sys.stderr.write(f"megamem: {host.name}: ssh could not connect, or lost the connection\n")
-                    for other in running:
-                        other.close()
-                if code and deadline is None:
-                    deadline = time.monotonic() + job.cluster.stop_seconds + _MORE_S
+                    lost.append(host.name)
+                else:
+                    ended.append(code if code >= 0 else 128 - code)
+                if code and len(running) < job.fits[0]:
+                    patience = 0.0 if code == _UNREACHED else job.cluster.stop_seconds + _MORE_S
+                    deadline = min(deadline or math.inf, time.monotonic() + patience)
             if deadline is not None and time.monotonic() > deadline:
                 for host in running:
                     host.close()
-                    host.process.terminate()
-                deadline = None if not running else deadline + _MORE_S
+                deadline = None
     for host in hosts:
         for thread in host.threads:
             thread.join(5)
-    return of_nodes(ended)
+    code = of_nodes(ended)
+    if lost and (not ended or code == STOPPED):
+        raise NodesMissingError(f"ssh.hosts: {', '.join(lost)}: ssh could not connect, or lost the connection")
+    return code
 
 
 @contextmanager
