@@ -308,6 +308,8 @@ def _join(node: Node) -> Rendezvous:
             wait_for_workers=False,
             timeout=timedelta(seconds=node.join_s),
         )
+    except SignalException:
+        raise
     except Exception as error:
         if node.is_head:
             raise ConfigError(f"port: {node.port} cannot be used on {node.head} ({error}); choose another") from None

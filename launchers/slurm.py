@@ -9,7 +9,7 @@ from megamem.errors import FINAL, STOPPED
 
 _START = """\
 set -uo pipefail
-cd {work}
+cd {work} || exit 1
 {prepare}
 folder={folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -17,7 +17,8 @@ export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
 
 # SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
-# one task per node; it learns from SLURM which node it is
+# one task per node; its shell learns from SLURM which node it is
+# shellcheck disable=SC2016
 {srun} bash -c {task} &
 step=$!
 asked=1

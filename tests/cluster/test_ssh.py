@@ -74,8 +74,8 @@ def test_a_run_on_two_hosts_stopped_by_a_signal_and_gone_on_with(data, tmp_path,
 @pytest.mark.timeout(900)
 def test_what_one_host_ends_with_ends_all(data, tmp_path, cluster):
     """Only the first rank looks at the data: the second host's waits for it, and is ended."""
-    config = tiny_run(data, tmp_path, data={"sources": [str(tmp_path / "nothing")]}, parallel={"pp": 2})
-    code, _, err = finish(launch(config, cluster), LONG_S)
+    config = tiny_run(data, tmp_path, parallel={"pp": 2})
+    code, _, err = finish(launch(config, cluster, f"data.sources=[{tmp_path / 'nothing'}]"), LONG_S)
     assert code == DataError.exit_code
     assert re.search(r"\[127\.0\.0\.2\] megamem: .*nothing", err), err
 
