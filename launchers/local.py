@@ -34,7 +34,7 @@ def quiet_torch() -> Iterator[None]:
     """
     name = "TORCH_CPP_LOG_LEVEL"
     given = name in os.environ
-    os.environ.setdefault(name, "ERROR")
+    os.environ.setdefault(name, "FATAL")
     try:
         yield
     finally:
