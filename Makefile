@@ -49,6 +49,7 @@ test-full: install  ## All tests; those for a CUDA device skip without one
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "(slow or gpu or alone) and not cluster" tests
 
 test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after tests/cluster/install.sh
+	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,cluster]'
 	$(BIN)/python -m pytest tests/cluster -m cluster
 
 test-gpu: install  ## The tests for a CUDA device

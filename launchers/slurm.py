@@ -87,7 +87,7 @@ def _body(job: Job) -> str:
     if slurm.venv:
         # an activate script may ask for variables that are not set
         prepare += ["set +u", f"source {shlex.quote(str(slurm.venv / 'bin' / 'activate'))}", "set -u"]
-    srun = ["srun", "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.folder}/%N.log"]
+    srun = ["srun", "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.folder}/%n-%N.log"]
     if cluster.fewest_nodes < cluster.nodes:
         srun.append("--no-kill")
     if slurm.container and slurm.container_with == "pyxis":

@@ -1,4 +1,4 @@
-"""A SLURM cluster of one node on this machine: munged, slurmctld and slurmd of its own, all files in one folder."""
+"""A SLURM cluster of two nodes on this machine: munged, slurmctld and slurmd of its own, all files in one folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=6
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -30,9 +29,12 @@ MpiDefault=none
 SelectType=select/linear
 ReturnToService=2
 KillWait=20
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+
+NODES = {"node-a": "127.0.0.2", "node-b": "127.0.0.3"}
 
 
 def free_port() -> int:
@@ -50,16 +52,14 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Slurm:
-        for name in ("state", "spool"):
-            (self.folder / name).mkdir(parents=True)
+        (self.folder / "state").mkdir(parents=True)
+        host = socket.gethostname().partition(".")[0]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={free_port()} CPUs={os.cpu_count()}"
+            for name, address in NODES.items()
+        ]
         (self.folder / "slurm.conf").write_text(
-            CONFIGURATION.format(
-                host=socket.gethostname().partition(".")[0],
-                folder=self.folder,
-                controller_port=free_port(),
-                node_port=free_port(),
-                cores=os.cpu_count(),
-            )
+            CONFIGURATION.format(host=host, folder=self.folder, controller_port=free_port(), nodes="\n".join(nodes))
         )
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -69,8 +69,14 @@ class Slurm:
         self._start("munged", "--foreground", "--force", *files, f"--seed-file={self.folder / 'munge.seed'}")
         self._wait_for(lambda: (self.folder / "munge.socket").exists(), "munged")
         self._start("slurmctld", "-D")
-        self._start("slurmd", "-D")
-        self._wait_for(lambda: "idle" in self.run("sinfo", "--noheader", "--format=%T", check=False), "an idle node")
+        hosts = self.folder / "hosts"
+        hosts.write_text(
+            "\n".join(["127.0.0.1 localhost", f"127.0.0.1 {host}", *(f"{a} {n}" for n, a in NODES.items()), ""])
+        )
+        for name in NODES:  # for the daemon and its jobs alone, the nodes' names lead to addresses
+            private = f"mount --bind {hosts} /etc/hosts && exec slurmd -D -N {name}"
+            self._start("unshare", "--mount", "sh", "-c", private, name=name)
+        self._wait_for(lambda: self._idle() == len(NODES), "idle nodes")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,8 +109,11 @@ class Slurm:
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in self.folder.glob("slurm*.log"))
 
-    def _start(self, *command: str) -> None:
-        log = (self.folder / f"{command[0]}.out").open("wb")
+    def _idle(self) -> int:
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split().count("idle")
+
+    def _start(self, *command: str, name: str = "") -> None:
+        log = (self.folder / f"{name or command[0]}.out").open("wb")
         self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
     def _wait_for(self, ready, what: str, timeout_s: float = 60) -> None:

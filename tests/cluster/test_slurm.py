@@ -1,4 +1,4 @@
-"""The batch script on a real SLURM of one node: to the end, stopped and requeued, cancelled; and read by shellcheck."""
+"""The batch script on a real SLURM of two nodes: to the end, stopped and requeued, cancelled; and by shellcheck."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from megamem.cli_launch import launch
 from tests.cluster.runs import STEPS, losses, megamem, tiny_run, wait_for
 from tests.cluster.slurm import Slurm
+from tests.integration.commands import LENGTH
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +58,8 @@ def whole(slurm, data, tmp_path_factory):
 def test_a_run_to_its_end(whole):
     assert sorted(losses(whole.run)) == list(range(1, STEPS + 1))
     assert (whole.run / "result.json").exists()
-    node = subprocess.run(["hostname", "-s"], capture_output=True, text=True, check=True).stdout.strip()
-    assert f"step {STEPS}/{STEPS}" in (whole.folder / f"{node}.log").read_text(), "the node's own log"
+    (log,) = whole.folder.glob("0-*.log")
+    assert f"step {STEPS}/{STEPS}" in log.read_text(), "the node's own log"
     assert {"config.yaml", "cluster.yaml", "job.sh", "snapshot.json", "packages.txt"} <= {
         path.name for path in whole.folder.iterdir()
     }
@@ -79,6 +80,24 @@ def test_a_signal_saves_and_requeues_and_the_run_is_the_uninterrupted_one(slurm,
     assert slurm.wait(launched.job, {"COMPLETED", "FAILED", "CANCELLED"}, 2 * START_S) == "COMPLETED", launched.log()
     assert "goes on from" in launched.log()
     assert losses(launched.run) == losses(whole.run)  # bit for bit
+
+
+@pytest.mark.timeout(900)
+def test_two_nodes_are_stopped_and_gone_on_with(slurm, data, tmp_path):
+    """A stage of the pipeline on each."""
+    training = {"steps": 100_000, "batch_tokens": 4 * LENGTH}
+    config = tiny_run(data, tmp_path, training=training, parallel={"pp": 2})
+    launched = Launched(slurm, config, "nodes=2")
+    launched.wait_for_step(3)
+    slurm.run("scancel", "--signal=TERM", "--batch", launched.job)
+    slurm.wait(launched.job, {"PENDING"}, START_S)
+    reached = len(losses(launched.run))
+    launched.wait_for_step(reached + 3)
+    slurm.run("scancel", launched.job)
+    slurm.wait(launched.job, {"CANCELLED"}, START_S)
+    assert launched.log().count("megamem: 2 node(s) x 1 rank(s) start\n") == 2
+    assert f"step-{reached:08d}" in re.search(r"goes on from (.*)", launched.log())[1]
+    assert len([*launched.folder.glob("[01]-*.log")]) == 2
 
 
 @pytest.mark.timeout(900)
