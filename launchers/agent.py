@@ -169,6 +169,14 @@ class Rendezvous(DynamicRendezvousHandler):
             _within(1, lambda: self._words().add("heard", 1))
         return code if found is None else found
 
+    def say_joined(self) -> None:
+        """Before ranks are stopped because a node has joined: what they end with is no stop then."""
+        _within(_TELL_S, lambda: self._words().set("joined", "yes"))
+
+    def has_joined(self) -> bool:
+        """Whether some node has said so in this round."""
+        return self.node.fits[-1] > 1 and bool(_within(_TELL_S, lambda: self._words().check(["joined"])))
+
     def linger(self, nodes: int) -> None:
         """The head node holds the store until the others have heard how the round ended."""
         deadline = time.monotonic() + _END_S
@@ -225,6 +233,11 @@ class Agent(LocalElasticAgent):
         # nodes that found out in different ways must count alike
         self._remaining_restarts = self.node.max_restarts - self.handler.round
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY:
+            self.handler.say_joined()
+        super()._restart_workers(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         found = super()._start_workers(worker_group)
         self.signals.take()  # torchrun has put its own in their place
@@ -235,7 +248,11 @@ class Agent(LocalElasticAgent):
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
             where = f" on {socket.gethostname()}" if self.node.fits[-1] > 1 else ""
-            self.code = self.handler.agree(of_ranks({rank: failure.exitcode for rank, failure in failures}, where))
+            code = of_ranks({rank: failure.exitcode for rank, failure in failures}, where)
+            if code == STOPPED and self.handler.has_joined():
+                self._remaining_restarts = max(1, self._remaining_restarts)
+                return result
+            self.code = self.handler.agree(code)
             if self.code in FINAL or self.code == STOPPED:
                 self._remaining_restarts = 0
         elif result.state is WorkerState.HEALTHY and self._left_alone():

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,18 +30,16 @@ class Nodes:
             found.bind(("127.0.0.2", 0))
             port = found.getsockname()[1]
         self.folder = folder
+        self.node = Node(
+            **{
+                "processes": 1, "job": "test", "fits": (2,), "head": "127.0.0.2", "port": port, "join_s": 60,
+                "stop_s": 20, **settings,
+            }
+        )  # fmt: skip
+        self.command = [sys.executable, "-c", f"import os, sys, time; {line}"]
         self.agents = []
-        for rank in range(nodes):
-            node = Node(
-                **{
-                    "processes": 1, "job": "test", "fits": (2,), "head": "127.0.0.2", "port": port,
-                    "is_head": rank == 0, "address": f"127.0.0.{2 + rank}", "join_s": 60, "stop_s": 20, **settings,
-                }
-            )  # fmt: skip
-            command = [sys.executable, "-c", f"import os, sys, time; {line}"]
-            process = CONTEXT.Process(target=_agent, args=(node, command, folder / f"out-{rank}"), daemon=True)
-            process.start()
-            self.agents.append(process)
+        for _ in range(nodes):
+            self.add()
 
     def __enter__(self) -> Nodes:
         return self
@@ -50,6 +49,15 @@ class Nodes:
             if agent.is_alive():
                 agent.kill()
             agent.join()
+
+    def add(self) -> None:
+        """One more node."""
+        rank = len(self.agents)
+        head = self.node.is_head and rank == 0
+        node = replace(self.node, is_head=head, address=f"127.0.0.{2 + rank}")
+        process = CONTEXT.Process(target=_agent, args=(node, self.command, self.folder / f"out-{rank}"), daemon=True)
+        process.start()
+        self.agents.append(process)
 
     def codes(self, timeout_s: float = 60) -> list[int | None]:
         deadline = time.monotonic() + timeout_s
@@ -176,3 +184,28 @@ def test_a_number_of_nodes_that_does_not_fit_says_which_would(tmp_path):
     with Nodes(tmp_path, "pass", fits=(1, 3)) as nodes:
         assert nodes.codes(120) == [NodesMissingError.exit_code] * 2
         assert nodes.output().count("megamem: nodes: 2 joined, but batch and layout fit 1 or 3 nodes; ") == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_later_is_no_stop(tmp_path):
+    """The ranks of both nodes end with STOPPED, as ranks agree to, when the first agent makes room for the third."""
+    stop = tmp_path / "stop"
+    line = (
+        f"world = os.environ['WORLD_SIZE']; print('world', world, flush=True); world == '3' and sys.exit(0); "
+        f"exec({JOINS.format(stop=str(stop))!r})"
+    )
+    with Nodes(tmp_path, line, fits=(2, 3), max_restarts=1) as nodes:
+        nodes.wait_for("(?s)world 2.*world 2")
+        nodes.add()
+        assert nodes.codes(120) == [0, 0, 0], nodes.output()
+        assert nodes.output().count("world 3") == 3
+
+
+JOINS = """
+import pathlib, signal
+stop = pathlib.Path({stop!r})
+signal.signal(15, lambda *_: stop.touch())
+while not stop.exists():
+    time.sleep(0.1)
+sys.exit(75)
+"""
