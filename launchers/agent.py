@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -36,15 +33,17 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from launchers.codes import first_told, of_ranks
+from launchers.process import Signals, open_to_signals, threads_shared, within
 from megamem.errors import FINAL, STOPPED, ConfigError, NodesMissingError
 
-SAME_SIGNAL_S = 1.0
 _TELL_S = 5.0
 """Within this, nodes whose ranks fail together learn what was wrong."""
 _END_S = 10.0
 """What ranks get to say and do after those of another node have failed for good."""
 _FAILED_S = 30
 """What ranks get to end after others of theirs have failed; torchrun's value."""
+_LATE_S = 60.0
+"""Beyond `join_s`: nodes that joined in time are waited for, and torchrun asks every second."""
 _STORE_S = 30.0
 """What the store gets to answer."""
 
@@ -73,39 +72,6 @@ class Node:
     """What ranks get to end after a signal."""
 
 
-class Signals:
-    """Signals to stop become exceptions, as torchrun makes them; what comes within a second is one signal.
-
-    A scheduler may signal this process, its parent and its ranks at once.
-    """
-
-    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-    def __init__(self) -> None:
-        self._last = -SAME_SIGNAL_S
-
-    def take(self) -> None:
-        """Handle them here from now on."""
-        if threading.current_thread() is threading.main_thread():
-            for number in self.NUMBERS:
-                signal.signal(number, self._raise)
-
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.getsignal(number) for number in self.NUMBERS}
-        self.take()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        before, self._last = self._last, time.monotonic()
-        if self._last - before >= SAME_SIGNAL_S:
-            raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
-
-
 class Rendezvous(DynamicRendezvousHandler):
     """torchrun's rendezvous, with a word between the nodes about how each round ended."""
 
@@ -130,11 +96,18 @@ class Rendezvous(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other nodes. Raises NodesMissingError if too few join, or a number that does not fit."""
         node = self.node
-        with self._busy:
+        deadline = time.monotonic() + node.join_s + _LATE_S
+        if not self._busy.acquire(timeout=_STORE_S):
+            raise NodesMissingError(f"{node.head}:{node.port}: the head node does not answer")
+        try:
             # each round has a store of its own, on whichever node has rank 0 now
             self._bootstrap_store_info = self._shared_tcp_store_server = None
             try:
-                found = super().next_rendezvous()
+                found: RendezvousInfo = open_to_signals(
+                    super().next_rendezvous, lambda: time.monotonic() > deadline and not self._spare()
+                )
+            except TimeoutError:
+                raise NodesMissingError(f"{node.head}:{node.port}: the head node does not answer") from None
             except RendezvousTimeoutError:
                 there = {str(peer.addr) for peer in self._state_holder.state.participants} | {self._this_node.addr}
                 raise NodesMissingError(
@@ -142,6 +115,8 @@ class Rendezvous(DynamicRendezvousHandler):
                     f"{', '.join(sorted(there))} joined at {node.head}:{node.port}"
                 ) from None
             self.told, self._waiting, self.lost_at = None, 0, None
+        finally:
+            self._busy.release()
         if found.world_size not in node.fits:
             raise NodesMissingError(
                 f"nodes: {found.world_size} joined, but batch and layout fit {_or(node.fits)}; "
@@ -164,18 +139,18 @@ class Rendezvous(DynamicRendezvousHandler):
         """What the round's ranks ended with: the first code by any node that says more than 1."""
         if self.node.fits[-1] == 1:
             return code
-        found = _within(_TELL_S + 1, lambda: first_told(self._words(), code, _TELL_S))
+        found = within(_TELL_S + 1, lambda: first_told(self._words(), code, _TELL_S))
         if found is not None and not self.node.is_head:
-            _within(1, lambda: self._words().add("heard", 1))
+            within(1, lambda: self._words().add("heard", 1))
         return code if found is None else found
 
     def say_joined(self) -> None:
         """Before ranks are stopped because a node has joined: what they end with is no stop then."""
-        _within(_TELL_S, lambda: self._words().set("joined", "yes"))
+        within(_TELL_S, lambda: self._words().set("joined", "yes"))
 
     def has_joined(self) -> bool:
         """Whether some node has said so in this round."""
-        return self.node.fits[-1] > 1 and bool(_within(_TELL_S, lambda: self._words().check(["joined"])))
+        return self.node.fits[-1] > 1 and bool(within(_TELL_S, lambda: self._words().check(["joined"])))
 
     def linger(self, nodes: int) -> None:
         """The head node holds the store until the others have heard how the round ended."""
@@ -188,7 +163,11 @@ class Rendezvous(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Leave for good, and let nobody join any more."""
         self._ended.set()
-        return bool(_within(_END_S, super().shutdown))
+        return bool(within(_END_S, super().shutdown))
+
+    def _spare(self) -> bool:
+        """Whether the job has all the nodes it takes, and this one waits for as long as it may."""
+        return self._this_node in self._state_holder.state.redundancy_list
 
     def _words(self) -> Store:
         return PrefixStore(f"megamem/{self._settings.run_id}/{self.round}", self._store)
@@ -289,7 +268,7 @@ def run_agent(node: Node, command: Sequence[str]) -> int:
     handler: Rendezvous | None = None
     logging.disable()  # the ranks say what is wrong
     try:
-        with Signals() as signals, _threads_shared(node.processes):
+        with Signals() as signals, threads_shared(node.processes):
             handler = _join(node)
             agent = Agent(node, handler, command, signals)
             result = agent.run()
@@ -347,33 +326,6 @@ def _join(node: Node) -> Rendezvous:
     return found
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, None if it fails or takes longer: a store on a lost machine may never answer."""
-    found: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            found.append(work())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
-
-
 def _or(numbers: Sequence[int]) -> str:
     words = [str(number) for number in numbers]
     return f"{', '.join(words[:-1])} or {words[-1]} nodes" if len(words) > 1 else f"{words[0]} node(s)"
-
-
-@contextmanager
-def _threads_shared(processes: int) -> Iterator[None]:
-    """Without OMP_NUM_THREADS, each rank gets its share of the cores."""
-    given = "OMP_NUM_THREADS" in os.environ
-    if not given:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ["OMP_NUM_THREADS"]

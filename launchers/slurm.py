@@ -16,7 +16,8 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
 
 # SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
-trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+stopping=
+trap 'asked=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 # one task per node; its shell learns from SLURM which node it is
 # shellcheck disable=SC2016
 {srun} bash -c {task} &
@@ -27,6 +28,9 @@ while [ -n "$asked" ]; do  # a signal interrupts the wait
   wait "$step"
   code=$?
 done
+
+# an agent that had not begun yet is killed by the signal
+if [ -n "$stopping" ] && [ "$code" = 143 ]; then code={stopped}; fi
 
 # see docs/exit_codes.md
 case $code in

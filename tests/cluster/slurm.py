@@ -80,6 +80,11 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.run("scancel", "--user=root", "--signal=KILL", "--full", check=False)
+        self.run("scancel", "--user=root", check=False)
+        deadline = time.monotonic() + 40
+        while self.run("squeue", "--noheader", check=False) and time.monotonic() < deadline:
+            time.sleep(0.3)
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:

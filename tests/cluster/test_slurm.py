@@ -102,10 +102,10 @@ def test_two_nodes_are_stopped_and_gone_on_with(slurm, data, tmp_path):
 
 @pytest.mark.timeout(900)
 def test_the_time_limit_requeues_too(slurm, data, tmp_path):
-    """SLURM signals `stop_seconds` before the limit, here 1 minute: at once, and again in each start."""
-    launched = Launched(slurm, tiny_run(data, tmp_path, training={"steps": 100_000}), 'slurm.time="2"')
-    launched.wait_for_step(1)
-    slurm.wait(launched.job, {"PENDING"}, START_S)
+    """SLURM signals `stop_seconds` before the limit, here 1 of 3 minutes."""
+    launched = Launched(slurm, tiny_run(data, tmp_path, training={"steps": 100_000}), 'slurm.time="3"')
+    slurm.wait(launched.job, {"RUNNING"}, START_S)
+    slurm.wait(launched.job, {"PENDING"}, 2 * START_S)
     assert "requeued" in launched.log()
     assert losses(launched.run)
     slurm.run("scancel", launched.job)
