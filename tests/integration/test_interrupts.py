@@ -139,7 +139,7 @@ def test_launch_tries_again_what_may_pass(data, tmp_path):
     before = len(records(folder))
     wait_for_steps(folder, process, before + 5)
     process.send_signal(SIGTERM)
-    code, out, err = finish(process, SOON_S)
+    code, out, err = finish(process, 3 * SOON_S)
     assert code == STOPPED
     assert "megamem: rank 1 was killed by SIGKILL\n" in err
     assert re.search(r"goes on from .*step-0", out)
