@@ -118,6 +118,8 @@ class Rendezvous(DynamicRendezvousHandler):
         finally:
             self._busy.release()
         if found.world_size not in node.fits:
+            self._heard()
+            self.linger(found.world_size)
             raise NodesMissingError(
                 f"nodes: {found.world_size} joined, but batch and layout fit {_or(node.fits)}; "
                 "start as many or change training.batch_tokens"
@@ -140,8 +142,8 @@ class Rendezvous(DynamicRendezvousHandler):
         if self.node.fits[-1] == 1:
             return code
         found = within(_TELL_S + 1, lambda: first_told(self._words(), code, _TELL_S))
-        if found is not None and not self.node.is_head:
-            within(1, lambda: self._words().add("heard", 1))
+        if found is not None:
+            self._heard()
         return code if found is None else found
 
     def say_joined(self) -> None:
@@ -164,6 +166,11 @@ class Rendezvous(DynamicRendezvousHandler):
         """Leave for good, and let nobody join any more."""
         self._ended.set()
         return bool(within(_END_S, super().shutdown))
+
+    def _heard(self) -> None:
+        """Tell the head node that it need not hold the store for this one."""
+        if not self.node.is_head:
+            within(1, lambda: self._words().add("heard", 1))
 
     def _spare(self) -> bool:
         """Whether the job has all the nodes it takes, and this one waits for as long as it may."""

@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.integration.ports import free_port
+
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -35,12 +37,6 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 NODES = {"node-a": "127.0.0.2", "node-b": "127.0.0.3"}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Slurm:

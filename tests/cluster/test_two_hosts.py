@@ -15,14 +15,14 @@ import pytest
 from megamem.errors import STOPPED, NodesMissingError, StuckRankError
 from tests.cluster.hosts import Network
 from tests.cluster.runs import losses, megamem, tiny_run, wait_for
-from tests.cluster.slurm import free_port
 from tests.integration.commands import LENGTH, environment
+from tests.integration.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 STALL_S = 15
 SLACK_S = 30
 """For beats of a tenth of the stall timeout and the ends of Python processes on a busy machine."""
-LONG_S = 300
+LONG_S = 400
 """For the imports of torch and DeepSpeed there, and the run."""
 LAYOUTS = {"pp": {"pp": 2}, "dp": {"zero_stage": 1}}
 
