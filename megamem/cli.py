@@ -16,6 +16,7 @@ from rich.console import Console
 from launchers.local import inside_job, run_local
 from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
+from megamem.cli_launch import agent, launch
 from megamem.cli_models import convert_app, evaluate, generate
 from megamem.cli_plan import plan
 from megamem.cli_preflight import preflight
@@ -39,6 +40,8 @@ app.command()(evaluate)
 app.command()(status)
 app.command()(runs)
 app.command()(preflight)
+app.command()(launch)
+app.command(hidden=True)(agent)
 console = Console(soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]

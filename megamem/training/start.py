@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
@@ -261,6 +262,8 @@ def _train(
         watchdog.at("saving the weights")
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
+            # a launcher that sees one rank end with STOPPED ends the others: none may still be writing then
+            dist.barrier(group)
             return None
         figures = {
             "run_dir": str(folder),

@@ -152,8 +152,9 @@ class Watchdog:
             if line := self._told():
                 self._ends(StuckRankError.exit_code, line)
                 self._end(StuckRankError.exit_code)
+            name = self.topology.name() + self._where(self._process)
             raise MegamemError(
-                f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
+                f"{name} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
         if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
@@ -249,7 +250,7 @@ class Watchdog:
         seen = sightings[rank]
         idle = max(self.timeout, time.monotonic() - seen.progress_at)
         silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
-        line = f"{self.topology.name(rank)} {reason}{silence}, last at: {seen.action}"
+        line = f"{self.topology.name(rank)}{self._where(seen.process)} {reason}{silence}, last at: {seen.action}"
         if self._first_to_tell(rank, reason, line):
             sys.stderr.write(f"megamem: {line}; the job ends\n")
             sys.stderr.flush()
@@ -263,6 +264,11 @@ class Watchdog:
             # the others find the same; ended at once, they would lose their connections, and the store with rank 0
             time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
+
+    def _where(self, process: str) -> str:
+        """The host of `host:pid`, in words, where ranks are on several."""
+        hosts = {state.split("|")[3].rpartition(":")[0] for state in [*self._heard.values(), self._state()]}
+        return f" on {process.rpartition(':')[0]}" if len(hosts) > 1 else ""
 
     def _told(self) -> str | None:
         """What a rank has said of one that is stuck, and ended for that."""

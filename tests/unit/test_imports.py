@@ -43,7 +43,7 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
         "tokenization",
     },
-    "launchers": {"megamem.errors"},
+    "launchers": {"megamem.config", "megamem.errors"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
@@ -67,6 +67,7 @@ COMMANDS = {
     "megamem.cli_study",
     "megamem.cli_preflight",
     "megamem.cli_watch",
+    "megamem.cli_launch",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
