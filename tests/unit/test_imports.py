@@ -52,7 +52,9 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
-    "megamem.study": {"megamem.config", "megamem.errors", "megamem.training"},
+    "megamem.study": {
+        "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
+    },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -63,6 +65,7 @@ COMMANDS = {
     "megamem.cli_checkpoint",
     "megamem.cli_models",
     "megamem.cli_study",
+    "megamem.cli_wandb",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
