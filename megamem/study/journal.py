@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ class History:
         """`waiting`, `begun`, `stopped`, `failed`, `ended`."""
         if not self.attempts:
             return "waiting"
-        return {None: "begun", 0: "ended", STOPPED: "stopped"}.get(self.code, "failed")
+        signals = dict.fromkeys((STOPPED, -signal.SIGTERM, -signal.SIGINT), "stopped")
+        return {None: "begun", 0: "ended", **signals}.get(self.code, "failed")
 
 
 class Journal:

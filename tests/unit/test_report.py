@@ -64,9 +64,10 @@ def test_floats_of_a_memory_that_grows_and_counts():
     tree = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 64, "chunk_size": 8}
     full = parse_config(ModelConfig, {**tree, "mixer": {"kind": "full_attention"}}, "full")
     assert memory_floats(full, 32) == 2 * 32 * 16, "keys and values of 32 tokens"
-    caching = {"kind": "memory_caching", "memory": {"kind": "linear_attention"}, "segment": 8, "segments": 4}
+    caching = {"kind": "memory_caching", "memory": {"kind": "linear_attention"}, "segment": 8}
     cached = parse_config(ModelConfig, {**tree, "mixer": caching}, "cached")
-    assert memory_floats(cached, 32) * 4 + 8 == model_state_bytes(cached, 1, torch.float32, 1, 32)["memory"]
+    counters = 4 * 8  # bytes: one for each chunk's only segment
+    assert memory_floats(cached, 32) * 4 + counters == model_state_bytes(cached, 1, torch.float32, 1, 32)["memory"]
 
 
 def test_csv_and_parquet_hold_every_record(study, report):
