@@ -30,9 +30,9 @@ STUDY: dict[str, Any] = {
     "axes": {
         "size": {
             "small": {},
-            "medium": {"model.hidden_size": 32},
-            "large": {"model.hidden_size": 64},
-            "huge": {"model.hidden_size": 128},
+            "medium": {"model.hidden_size": 20},
+            "large": {"model.hidden_size": 24},
+            "huge": {"model.hidden_size": 32},
         },
         "memory": {
             "none": {},
@@ -48,15 +48,15 @@ STUDY: dict[str, Any] = {
          "x": ["non_embedding_parameters", "training_tokens"]},
         {"name": "last", "title": "Final loss by size", "kind": "power", "x": ["parameters"], "per": "memory"},
         {"name": "best", "title": "Best size", "kind": "iso_flop", "points": "validation", "x": ["parameters"],
-         "per": "memory", "budgets": [1e7, 2e7, 1e30]},
+         "per": "memory", "budgets": [1.15e8, 1.9e8, 1e30]},
         {"name": "taken", "title": "Tokens", "kind": "tokens_to_loss", "points": "validation", "per": "memory",
          "against": "none"},
         {"name": "memory_size", "title": "Size of the memory", "kind": "power", "x": ["memory_floats"]},
     ],
 }  # fmt: skip
-LAWS = {"none": Law(1.5, (40.0, 60.0), (0.4, 0.5)), "elastic": Law(1.5, (40.0, 48.0), (0.4, 0.5))}
+LAWS = {"none": Law(1.5, (40.0, 27.0), (0.4, 0.5)), "elastic": Law(1.5, (40.0, 21.6), (0.4, 0.5))}
 """Over non-embedding parameters and training tokens."""
-NOISE = 0.002
+NOISE = 0.001
 
 
 def write_study(folder: Path, **changes: Any) -> StudyConfig:
