@@ -207,10 +207,10 @@ class Queue:
                 if (task.run.folder / "lock").exists():
                     with RunLock(task.run.folder) as lock:
                         lock.take()
-            except RunFolderError as error:
+            except RunFolderError:
                 if task not in self.told:
                     self.told.add(task)
-                    self.said(f"{task.name}: waits: {error}")
+                    self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
                 continue
             waiting.remove(task)
             return task

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megamem.study.report import write_report
-from tests.finished_study import finished_study
+from tests.finished_study import finished_study, quick_report
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +22,7 @@ PATIENCE_S = 120
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _, folder = write_report(finished_study(tmp_path_factory.mktemp("study")))
+    _, folder = quick_report(finished_study(tmp_path_factory.mktemp("study")))
     return folder / "report.html"
 
 
@@ -45,6 +44,8 @@ def test_every_plot_is_drawn(report: Path, tmp_path: Path) -> None:
         assert 'class="main-svg"' in drawn, name
         assert re.search(r'<path class="(js-line|point)', drawn), f"{name}: axes without a curve or point"
     assert 'class="plot error"' not in rendered
+    assert 'data-title="Zoom"' in rendered, "buttons beside a plot"
+    assert "Share chart" not in re.sub(r"<script.*?</script>", "", rendered, flags=re.DOTALL), "nothing is uploaded"
 
 
 def test_the_screenshot_shows_it(report: Path, tmp_path: Path) -> None:

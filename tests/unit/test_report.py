@@ -24,9 +24,8 @@ from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs
 from megamem.study.journal import Journal, last_words, read_journal
 from megamem.study.plots import Plot, Series, plotly_figure
-from megamem.study.report import write_report
 from megamem.study.states import run_states
-from tests.finished_study import LAWS, STUDY, finished_study
+from tests.finished_study import LAWS, STUDY, finished_study, quick_report
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def study(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(study):
     """(text, folder) of the whole report."""
-    return write_report(study)
+    return quick_report(study)
 
 
 # --- one table of everything ---
@@ -88,17 +87,17 @@ def test_csv_and_parquet_hold_every_record(study, report):
 def test_laws_of_the_study(report):
     text, folder = report
     laws = {law["name"]: law["fitted"] for law in json.loads((folder / "records.json").read_text())["laws"]}
-    assert [fitted["group"] for fitted in laws["loss"]] == ["none", "elastic"]
-    for fitted in laws["loss"]:
-        truth = LAWS[fitted["group"]]
+    assert [row["group"] for row in laws["loss"]] == ["none", "elastic"]
+    for row in laws["loss"]:
+        truth = LAWS[row["group"]]
         for name, exponent in zip(("non_embedding_parameters", "training_tokens"), truth.exponents, strict=True):
-            _, low, high = fitted[f"exponent of {name}"]
+            _, low, high = row[f"exponent of {name}"]
             assert low <= exponent <= high
         # exponents of 0.4 and 0.5: 0.5 / 0.9
-        assert fitted["best non_embedding_parameters by compute"][0] == pytest.approx(0.5556, abs=0.02)
-    for fitted in laws["taken"]:
+        assert row["best non_embedding_parameters by compute"][0] == pytest.approx(0.5556, abs=0.02)
+    for row in laws["taken"]:
         # 48 / 60 of the tokens' part is as good as 0.64 of the tokens, at any loss
-        ratios = fitted["ratios"]["elastic"]
+        ratios = row["ratios"]["elastic"]
         assert ratios == pytest.approx([0.64] * len(ratios), abs=0.03)
     best = [row for row in laws["best"] if "flops" in row]
     assert [(row["group"], row["flops"]) for row in best] == [
