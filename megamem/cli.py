@@ -22,6 +22,7 @@ from megamem.cli_plan import plan
 from megamem.cli_preflight import preflight
 from megamem.cli_study import study_app
 from megamem.cli_watch import runs, status
+from megamem.cli_wandb import wandb_app
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ app.add_typer(shards_app, name="shards")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")
 app.add_typer(study_app, name="study")
+app.add_typer(wandb_app, name="wandb")
 app.command()(plan)
 app.command()(generate)
 app.command()(evaluate)

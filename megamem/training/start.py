@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -340,6 +339,6 @@ def _evaluate(
         console.print(result_table(figures, title=config.name))
         console.print(f"picture: {figures.get('picture')}", highlight=False)
         for sink in sinks:
-            if isinstance(sink, Wandb) and figures.get("picture"):
-                sink.picture("evaluation", Path(figures["picture"]))
+            if isinstance(sink, Wandb):
+                sink.evaluation(figures)
     return figures

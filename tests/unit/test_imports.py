@@ -52,9 +52,11 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
-    "megamem.study": {"megamem.config", "megamem.errors", "megamem.training"},
     "megamem.preflight": {"megamem.errors", "megamem.training"},
     "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
+    "megamem.study": {
+        "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
+    },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -68,6 +70,7 @@ COMMANDS = {
     "megamem.cli_preflight",
     "megamem.cli_watch",
     "megamem.cli_launch",
+    "megamem.cli_wandb",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",
