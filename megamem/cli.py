@@ -21,8 +21,8 @@ from megamem.cli_models import convert_app, evaluate, generate
 from megamem.cli_plan import plan
 from megamem.cli_preflight import preflight
 from megamem.cli_study import study_app
-from megamem.cli_watch import runs, status
 from megamem.cli_wandb import wandb_app
+from megamem.cli_watch import runs, status
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
 if TYPE_CHECKING:
