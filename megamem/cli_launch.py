@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from megamem.errors import ConfigError, DependencyError, MegamemError
+from megamem.errors import STOPPED, ConfigError, DependencyError, MegamemError
 
 if TYPE_CHECKING:
     from launchers.config import LaunchConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megamem.config.run import RunConfig
 
 Target = Literal["local", "slurm", "kubernetes", "ssh"]
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 console = Console(soft_wrap=True)
 
 
@@ -201,13 +202,15 @@ def agent(
     """One node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
     from launchers.local import COMMAND, quiet_torch
 
+    for number in STOPS:  # until the agent takes them
+        signal.signal(number, lambda *_: sys.exit(STOPPED))
+    if listen:
+        threading.Thread(target=_listen, name="signals", daemon=True).start()
     with quiet_torch():
         from launchers.agent import Node, run_agent
     numbers = [int(number) for number in nodes.split(",") if number.isdigit()]
     if not numbers or ",".join(map(str, sorted({*numbers} - {0}))) != nodes:
         raise ConfigError(f"--nodes {nodes}: expected numbers in ascending order, such as 2,4")
-    if listen:
-        threading.Thread(target=_listen, name="signals", daemon=True).start()
     node = Node(
         processes=processes,
         job=job,
@@ -225,7 +228,7 @@ def agent(
 
 def _listen() -> None:
     """Signals by name from whoever started this process, which may be unable to send them."""
-    names = {number.name: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    names = {number.name: number for number in STOPS}
     for line in sys.stdin:
         if (number := names.get(line.strip())) is not None:
             os.kill(os.getpid(), number)

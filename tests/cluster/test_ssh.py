@@ -13,7 +13,7 @@ import yaml
 from megamem.errors import STOPPED, DataError, NodesMissingError
 from tests.cluster.hosts import SshHosts
 from tests.cluster.runs import losses, tiny_run, wait_for
-from tests.integration.commands import finish, megamem
+from tests.integration.commands import LENGTH, finish, megamem
 from tests.integration.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
@@ -51,7 +51,7 @@ def launch(config, cluster, *overrides):
 
 @pytest.mark.timeout(1800)
 def test_a_run_on_two_hosts_stopped_by_a_signal_and_gone_on_with(data, tmp_path, cluster):
-    config = tiny_run(data, tmp_path, parallel={"pp": 2})
+    config = tiny_run(data, tmp_path, training={"batch_tokens": 4 * LENGTH}, parallel={"pp": 2})
     run = tmp_path / "runs" / "run"
     process = launch(config, cluster)
     wait_for(lambda: len(losses(run)) >= 3 or process.poll() is not None, LONG_S, lambda: "no third step")
