@@ -31,8 +31,11 @@ class History:
         """`waiting`, `begun`, `stopped`, `failed`, `ended`."""
         if not self.attempts:
             return "waiting"
-        signals = dict.fromkeys((STOPPED, -signal.SIGTERM, -signal.SIGINT), "stopped")
-        return {None: "begun", 0: "ended", **signals}.get(self.code, "failed")
+        if self.code is None:
+            return "begun"
+        if self.code in (STOPPED, -signal.SIGTERM, -signal.SIGINT):
+            return "stopped"
+        return "failed" if self.code else "ended"
 
 
 class Journal:
