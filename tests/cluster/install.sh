@@ -10,4 +10,4 @@ if [ ! -e /usr/sbin/policy-rc.d ]; then
   chmod +x /usr/sbin/policy-rc.d
 fi
 apt-get install -y -qq --no-install-recommends \
-  slurmctld slurmd slurm-client munge openssh-server openssh-client shellcheck iproute2 util-linux procps
+  slurmctld slurmd slurm-client munge openssh-server openssh-client shellcheck iproute2 util-linux procps chromium
