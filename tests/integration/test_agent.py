@@ -117,6 +117,7 @@ def test_a_killed_rank_is_named_with_its_host(tmp_path):
         assert f"megamem: rank 1 on {socket.gethostname()} was killed by SIGKILL\n" in nodes.output()
 
 
+@pytest.mark.slow
 def test_what_may_pass_is_tried_again_by_all(tmp_path):
     line = (
         f"print('try', {AGAIN}, flush=True); "
@@ -142,6 +143,7 @@ SAVES = (
 )
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_node_gives_its_ranks_the_time_to_save(tmp_path):
     """And the other node, whose rank ends with STOPPED too, as ranks agree to, waits for it."""
     line = f"exec({SAVES.format(seconds=3)!r}) if {FIRST} else (time.sleep(8), print('saved'), sys.exit({STOPPED}))"
@@ -168,6 +170,7 @@ def test_a_node_that_does_not_come_is_missed_by_number(tmp_path):
         assert re.match(line, nodes.output()), nodes.output()
 
 
+@pytest.mark.slow
 def test_a_head_node_that_does_not_answer_is_named(tmp_path):
     with Nodes(tmp_path, "pass", nodes=1, is_head=False, join_s=3) as nodes:
         assert nodes.codes() == [NodesMissingError.exit_code]
