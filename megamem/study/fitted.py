@@ -87,6 +87,9 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
         return
     columns = []
     for group, (fit, _) in fits.items():
+        if fit.undecided:
+            where = f"{law.per} {group}: " if law.per else ""
+            result.notes.append(f"{where}the losses do not decide the exponent of {' and '.join(fit.undecided)}")
         estimates = fit.estimates
         if len(law.x) == 2:
             estimates[f"best {law.x[0]} by compute"] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))

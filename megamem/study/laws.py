@@ -88,6 +88,13 @@ class Fit:
             found[f"exponent of {name}"] = self.estimate(lambda law, i=i: law.exponents[i])  # type: ignore[misc]
         return found
 
+    @property
+    def undecided(self) -> list[str]:
+        """Variables whose exponent's interval ends where the search does: the losses leave it open."""
+        ends = [(name, self.estimates[f"exponent of {name}"]) for name in self.names]
+        low, high = EXPONENT_BOUNDS
+        return [name for name, e in ends if e.low < 1.01 * low or e.high > 0.99 * high]
+
     def predict(self, x: npt.ArrayLike) -> tuple[Array, Array, Array]:
         """(losses, lower ends, upper ends) [points] at x [points, variables]."""
         low, high = np.quantile([law(x) for law in self.resampled], QUANTILES, axis=0)

@@ -87,6 +87,13 @@ def test_one_run_that_went_wrong_hardly_counts():
     assert abs(ours - 0.34) < 0.2 * abs(squares - 0.34)
 
 
+def test_exponents_that_are_left_open_are_named():
+    sizes = np.repeat([1.0, 2.0, 4.0], 2)[:, None]
+    fit = fit_law(sizes, noisy(Law(2.5, (3.0,), (0.5,)), sizes, 0.05, seed=1), ("size",), resamples=40)
+    assert fit.undecided == ["size"]
+    assert fit_law(GRID, noisy(CHINCHILLA, GRID, 0.003, seed=1), NAMES, resamples=40).undecided == []
+
+
 @pytest.mark.parametrize(
     ("x", "loss", "names", "groups", "said"),
     [
