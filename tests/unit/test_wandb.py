@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 
 import pytest
 from PIL import Image
@@ -28,6 +29,9 @@ RUN = {
 }
 
 
+PATIENCE_S = 60
+
+
 def written(path):
     """Every record of a .wandb file: seven bytes, then blocks of 32 KiB as in LevelDB's log."""
     data, at, part, found = path.read_bytes(), 7, b"", []
@@ -36,13 +40,26 @@ def written(path):
         if at % 32768 > 32768 - 7:  # too little room for a header: padding
             at += -at % 32768
             continue
+        if at + 7 > len(data):  # the rest is being written
+            break
         length, kind = struct.unpack_from("<xxxxHB", data, at)
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4) and at <= len(data):  # whole, or the last piece
             found.append(wandb_internal_pb2.Record.FromString(part))
             part = b""
     return found
+
+
+def ended(path):
+    """Every record of a run that has ended; W&B's own process may still be writing them."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        records = written(path)
+        if any(record.HasField("exit") for record in records):
+            return records
+        assert time.monotonic() < deadline, f"{path}: no end within {PATIENCE_S} s"
+        time.sleep(0.1)
 
 
 def history(records):
@@ -63,7 +80,7 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "evaluation.png")
     second.evaluation({"val_loss": 2.5, "steps": 4, "picture": str(tmp_path / "evaluation.png"), "lzma": None})
     second.close()
-    parts = [written(next(folder.glob("*.wandb"))) for folder in cli_wandb.offline_folders(tmp_path)]
+    parts = [ended(next(folder.glob("*.wandb"))) for folder in cli_wandb.offline_folders(tmp_path)]
     assert len(parts) == 2
     runs = [next(record.run for record in part if record.HasField("run")) for part in parts]
     assert len({run.run_id for run in runs}) == 1
