@@ -69,11 +69,6 @@ def free_memory(device: torch.device) -> int:
     return 1024 * int(found[1]) if found else 0
 
 
-def device_name(device: torch.device) -> str:
-    """Of the accelerator, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 class SharedFolder:
     """Whether a folder can be written, and whether what rank 0 writes there is seen."""
 

@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megamem.errors import LayoutError
-from megamem.preflight.collect import SharedFolder, device_name, free_memory, matmul_rate, versions
+from megamem.planning.devices import device_name
+from megamem.preflight.collect import SharedFolder, free_memory, matmul_rate, versions
 from megamem.preflight.links import measure_links, measure_reductions
 from megamem.preflight.meeting import LateError, Meeting, within
 from megamem.preflight.records import RankFacts, Record

@@ -17,7 +17,7 @@ from megamem.evaluation.report import METRICS
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.state import model_state_bytes
-from megamem.study.config import READING, SEED, TRAINED, StudyConfig, matches
+from megamem.study.config import READING, SEED, TRAINED, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun
 from megamem.study.queue import check_begun, figures
 
@@ -34,7 +34,7 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
     check_begun(study, runs)
     found = []
     for run in runs:
-        readings = {name: r.change for name, r in study.readings.items() if matches(r.where, run.labels)}
+        readings = {name: reading.change for name, reading in readings_of(study, run.labels).items()}
         planned = planned_figures(run.config)
         for reading, change in {TRAINED: None, **readings}.items():
             if (result := figures(run, reading, change)) is not None:

@@ -213,6 +213,11 @@ def _among(what: str, name: str, known: Any) -> None:
         raise ValueError(f"{what} {name!r} is none of {', '.join(sorted(known))}")
 
 
+def readings_of(study: StudyConfig, labels: Mapping[str, str]) -> dict[str, Reading]:
+    """The readings of the run with these labels, by name."""
+    return {name: reading for name, reading in study.readings.items() if matches(reading.where, labels)}
+
+
 def matches(where: Where, labels: Mapping[str, str]) -> bool:
     """Whether each axis that `where` names has one of its values in `labels`."""
     return all(labels.get(axis) in chosen for axis, chosen in where.items())

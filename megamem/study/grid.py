@@ -10,7 +10,7 @@ from pathlib import Path
 from megamem.config.load import Tree, load_config, parse_config, read_yaml, with_value
 from megamem.config.run import RunConfig, WandbConfig
 from megamem.errors import ConfigError
-from megamem.study.config import SEED, Changes, StudyConfig, matches
+from megamem.study.config import SEED, Changes, StudyConfig, matches, readings_of
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ def planned_runs(study: StudyConfig) -> list[PlannedRun]:
             tree = _applied(tree, [_wandb(study, labels, config.logging.wandb)], where)
             config = parse_config(RunConfig, tree, where)
         runs.append(PlannedRun(labels, tree, config))
-        for name, reading in study.readings.items():
-            if matches(reading.where, labels):
-                where_read = f"{where}, reading {name}"
-                parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
+        for name, reading in readings_of(study, labels).items():
+            where_read = f"{where}, reading {name}"
+            parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
     if not runs:
         raise ConfigError(f"{study.name}: skip leaves no run")
     return runs

@@ -19,7 +19,7 @@ import yaml
 
 from megamem.config.load import read_yaml
 from megamem.errors import FINAL, STOPPED, RunFolderError
-from megamem.study.config import TRAINED, Reading, StudyConfig, matches
+from megamem.study.config import TRAINED, Reading, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import Journal
 from megamem.training.run_folder import RunLock
@@ -130,8 +130,7 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
                 log_file(study, run, name),
                 reading.change,
             )
-            for name, reading in study.readings.items()
-            if matches(reading.where, run.labels)
+            for name, reading in readings_of(study, run.labels).items()
         ]
         planned.append((training, after))
     return planned

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.report import METRICS
-from megamem.study.config import TRAINED, StudyConfig, matches
+from megamem.study.config import TRAINED, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import History, last_words, read_journal
 from megamem.study.queue import figures, log_file
@@ -37,7 +37,7 @@ def run_states(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[RunState]
 
 
 def _state(study: StudyConfig, run: PlannedRun, journal: dict[tuple[str, str], History]) -> RunState:
-    readings = {name: r.change for name, r in study.readings.items() if matches(r.where, run.labels)}
+    readings = {name: reading.change for name, reading in readings_of(study, run.labels).items()}
     done, failures, seconds = [], [], 0.0
     for reading, change in {TRAINED: None, **readings}.items():
         history = journal.get((run.name, reading), History())

@@ -31,7 +31,7 @@ from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.costs import chunk_flops, flop_costs, parameter_costs
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.schedule import peak_units
-from megamem.planning.devices import device_peak
+from megamem.planning.devices import device_name, device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.schedules import compare
@@ -147,11 +147,6 @@ def start_topology(config: RunConfig) -> Topology:
     """Join the job's processes."""
     parallel = config.parallel
     return Topology.start(parallel.tp, parallel.dp, parallel.pp, device=parallel.device, timeout_s=parallel.timeout_s)
-
-
-def device_name(device: torch.device) -> str:
-    """The accelerator's name, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def held_out(config: RunConfig) -> list[EvaluationDocument]:

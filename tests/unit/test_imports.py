@@ -52,7 +52,7 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
-    "megamem.preflight": {"megamem.errors", "megamem.training"},
+    "megamem.preflight": {"megamem.errors", "megamem.planning", "megamem.training"},
     "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
     "megamem.study": {
         "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
