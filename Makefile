@@ -16,9 +16,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # bytecode is made on first import instead of for every file of every package; without it each of the many processes
 # that tests and jobs start would compile torch and its kin again
 unexport PYTHONDONTWRITEBYTECODE
+# tests/cluster needs root and packages of the system: see test-cluster
+OWN_TESTS := tests --ignore=tests/cluster
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo test test-full test-gpu lint format docs bench bench-gpu clean
+.PHONY: install demo test test-full test-cluster test-gpu lint format docs bench bench-gpu clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -41,12 +43,16 @@ demo: install  ## Fetch the corpus, train tokenizer and model on two processes, 
 
 # side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
-	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and alone" tests
+	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile $(OWN_TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and alone" $(OWN_TESTS)
 
 test-full: install  ## All tests; those for a CUDA device skip without one
-	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile tests
-	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" tests
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile $(OWN_TESTS)
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" $(OWN_TESTS)
+
+test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after tests/cluster/install.sh
+	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,cluster]'
+	$(BIN)/python -m pytest tests/cluster -m cluster
 
 test-gpu: install  ## The tests for a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu

@@ -130,6 +130,7 @@ def picture(lengths: dict[str, dict[str, Any]], path: Path) -> None:
     """Tokens/s by context length, a panel per base memory."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure, axes = pyplot.subplots(1, len(BASES), figsize=(4.6 * len(BASES), 4.2), sharey=True)
     x = [int(length) for length in lengths]
@@ -144,6 +145,8 @@ def picture(lengths: dict[str, dict[str, Any]], path: Path) -> None:
             axis.plot(x, y, marker="o", label=name, color="black" if name == FULL else None)
         axis.set(title=base, xlabel="tokens of context", xscale="log", yscale="log", xticks=x)
         axis.set_xticklabels([f"{length // 1024}K" for length in x])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:,.0f}"))
         axis.minorticks_off()
         axis.legend(fontsize=7)
         axis.grid(alpha=0.3)

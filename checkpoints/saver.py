@@ -68,6 +68,8 @@ class Saver:
     ) -> None:
         """Begin a save; returns once the tensors are copied, or written if `wait` or the configuration says so.
 
+        What is waited for is written from where it lies, without a copy.
+
         Args:
             step: finished optimizer steps.
             tensors: this rank's fragments by name; may change as soon as the call returns.
@@ -78,13 +80,16 @@ class Saver:
         begun = time.monotonic()
         self.wait(watch)
         waited = time.monotonic()
-        staged = self._stage(tensors)
+        direct = wait or not self.config.asynchronous
+        own = {name: fragments for name, fragments in tensors.items() if fragments.writes}
+        staged = own if direct else self._copied(own)
+        self._settle(own)
         copied = time.monotonic()
         self._thread = threading.Thread(
             target=self._write, name="checkpoint", args=(step, staged, run, waited - begun, copied - waited)
         )
         self._thread.start()
-        if wait or not self.config.asynchronous:
+        if direct:
             self.wait(watch)
 
     @property
@@ -109,22 +114,27 @@ class Saver:
         if self._error is not None:
             raise CheckpointError(str(self._error)) from self._error
 
-    def _stage(self, tensors: dict[str, Fragments]) -> dict[str, Fragments]:
+    def release(self) -> None:
+        """Give the memory of the copy back, at the run's end."""
+        self._buffers.clear()
+
+    def _copied(self, tensors: dict[str, Fragments]) -> dict[str, Fragments]:
         """A copy in CPU memory, in buffers that are used again by the next save: one copy at most exists."""
-        staged = {}
-        devices: set[torch.device] = set()
-        for name, fragments in tensors.items():
-            if not fragments.writes:
-                continue
-            pieces = []
-            for piece in fragments.pieces:
-                devices.add(piece.tensor.device)
-                pieces.append(Piece(piece.offsets, self._copy((name, piece.offsets), piece.tensor)))
-            staged[name] = Fragments(fragments.shape, pieces)
+        return {
+            name: Fragments(
+                fragments.shape,
+                [Piece(piece.offsets, self._copy((name, piece.offsets), piece.tensor)) for piece in fragments.pieces],
+            )
+            for name, fragments in tensors.items()
+        }
+
+    @staticmethod
+    def _settle(tensors: dict[str, Fragments]) -> None:
+        """Wait for what is under way on the device: copies, and the step whose results are read."""
+        devices = {piece.tensor.device for fragments in tensors.values() for piece in fragments.pieces}
         for device in devices:
-            if device.type == "cuda":  # the copies are under way until then
+            if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        return staged
 
     def _copy(self, key: tuple[str, tuple[int, ...]], tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(key)

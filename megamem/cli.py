@@ -16,9 +16,13 @@ from rich.console import Console
 from launchers.local import inside_job, run_local
 from megamem.cli_checkpoint import checkpoint_app
 from megamem.cli_data import corpus_app, shards_app, tokenizer_app
+from megamem.cli_launch import agent, launch
 from megamem.cli_models import convert_app, evaluate, generate
 from megamem.cli_plan import plan
+from megamem.cli_preflight import preflight
 from megamem.cli_study import study_app
+from megamem.cli_wandb import wandb_app
+from megamem.cli_watch import runs, status
 from megamem.errors import STOPPED, CheckpointError, ConfigError, MegamemError, NonFiniteError, RunFolderError
 
 if TYPE_CHECKING:
@@ -31,9 +35,15 @@ app.add_typer(shards_app, name="shards")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")
 app.add_typer(study_app, name="study")
+app.add_typer(wandb_app, name="wandb")
 app.command()(plan)
 app.command()(generate)
 app.command()(evaluate)
+app.command()(status)
+app.command()(runs)
+app.command()(preflight)
+app.command()(launch)
+app.command(hidden=True)(agent)
 console = Console(soft_wrap=True)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]

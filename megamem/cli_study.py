@@ -45,19 +45,20 @@ def run(study: StudyPath, overrides: Overrides = None) -> None:
 
 @study_app.command()
 def report(study: StudyPath, overrides: Overrides = None) -> None:
-    """Tables and pictures of what has finished so far."""
+    """Tables, laws, pictures and the page of what has finished so far."""
     _report(study, overrides)
 
 
 @study_app.command("list")
 def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
-    """The study's runs and which of them are done, as JSON lines."""
+    """The study's runs and where each stands, as JSON lines."""
     from megamem.study.grid import load_study, planned_runs
-    from megamem.study.queue import RESULT
+    from megamem.study.states import run_states
 
-    for planned in planned_runs(load_study(study, tuple(overrides or ()))):
-        line = {"run": planned.name, **planned.labels, "done": (planned.folder / RESULT).exists()}
-        console.file.write(json.dumps(line) + "\n")
+    settings = load_study(study, tuple(overrides or ()))
+    for state in run_states(settings, planned_runs(settings)):
+        where = {"state": state.state, "done": state.state == "done", "step": state.step, "failures": state.failures}
+        console.file.write(json.dumps({"run": state.run.name, **state.run.labels, **where}) + "\n")
 
 
 def _report(study: Path, overrides: list[str] | None) -> None:
@@ -66,4 +67,4 @@ def _report(study: Path, overrides: list[str] | None) -> None:
 
     text, folder = write_report(load_study(study, tuple(overrides or ())))
     console.print(text, highlight=False, markup=False)
-    console.print(f"{folder}: tables.md, records.json and pictures")
+    console.print(f"{folder}: report.html, tables.md, records.csv, .parquet and .json, pictures", highlight=False)

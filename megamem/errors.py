@@ -72,6 +72,12 @@ class ConversionError(MegamemError):
     exit_code = 10
 
 
+class NodesMissingError(MegamemError):
+    """Fewer nodes came together than the job needs, another number than it fits, or the head node was lost."""
+
+    exit_code = 11
+
+
 FINAL = frozenset(
     error.exit_code
     for error in (

@@ -103,11 +103,13 @@ class WandbConfig(ConfigModel):
     """Weights & Biases."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes the run to disk; `wandb sync` uploads it later."""
+    """`offline` writes the run to disk; `megamem wandb sync` uploads it later."""
     project: str = "megamem"
     """Project name."""
     group: str | None = None
-    """Group of runs."""
+    """Group of runs; a study's runs have its name if not given."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Of the run; a study's runs also have their labels, `axis:value`."""
 
 
 class LoggingConfig(ConfigModel):

@@ -19,14 +19,23 @@ class Curves:
 
 
 def read_curves(path: Path) -> Curves:
-    """The curves in metrics.jsonl; empty without the file.
-
-    Lines with `loss` are training, with `val_loss` validation. A resumed run writes the steps since its last
-    checkpoint again: of each step the last line counts. A line cut short by a crash is left out.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    records = [record for line in lines if (record := _parse(line)) is not None]
+    """The curves in metrics.jsonl: lines with `loss` are training, with `val_loss` validation. See `read_points`."""
+    records = _records(path)
     return Curves(_points(records, "loss"), _points(records, "val_loss"))
+
+
+def read_points(path: Path, figure: str) -> tuple[tuple[float, float], ...]:
+    """(tokens trained on, figure) of the lines in metrics.jsonl that have it; empty without the file.
+
+    A resumed run writes the steps since its last checkpoint again: of each step the last line counts. A line cut short
+    by a crash is left out.
+    """
+    return _points(_records(path), figure)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [record for line in lines if (record := _parse(line)) is not None]
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import torch
+
 Precision = Literal["bf16", "fp32"]
 
 # (pattern of torch.cuda.get_device_name, BF16, FP32), TFLOP/s of one device; the first match counts.
@@ -47,6 +49,11 @@ _PEAKS: list[tuple[str, float | None, float]] = [
     # AMD Instinct MI300X data sheet (ROCm devices are CUDA devices to torch)
     (r"MI300X", 1307.4, 163.4),
 ]
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def device_peak(name: str, dtype: Precision) -> float | None:

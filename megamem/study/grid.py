@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from megamem.config.load import Tree, load_config, parse_config, read_yaml, with_value
-from megamem.config.run import RunConfig
+from megamem.config.run import RunConfig, WandbConfig
 from megamem.errors import ConfigError
-from megamem.study.config import SEED, Changes, StudyConfig, matches
+from megamem.study.config import SEED, Changes, StudyConfig, matches, readings_of
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,22 @@ def planned_runs(study: StudyConfig) -> list[PlannedRun]:
         where = f"{study.name}: {describe(labels)}"
         own = {"name": "-".join(labels.values()), "runs_folder": str(study_folder(study) / "runs")}
         tree = _applied(shared, [*changes, own], where)
-        runs.append(PlannedRun(labels, tree, parse_config(RunConfig, tree, where)))
-        for name, reading in study.readings.items():
-            if matches(reading.where, labels):
-                where_read = f"{where}, reading {name}"
-                parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
+        config = parse_config(RunConfig, tree, where)
+        if config.logging.wandb.mode != "disabled":
+            tree = _applied(tree, [_wandb(study, labels, config.logging.wandb)], where)
+            config = parse_config(RunConfig, tree, where)
+        runs.append(PlannedRun(labels, tree, config))
+        for name, reading in readings_of(study, labels).items():
+            where_read = f"{where}, reading {name}"
+            parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
     if not runs:
         raise ConfigError(f"{study.name}: skip leaves no run")
     return runs
+
+
+def _wandb(study: StudyConfig, labels: Mapping[str, str], given: WandbConfig) -> Changes:
+    tags = [*given.tags, *(f"{axis}:{value}"[:64] for axis, value in labels.items())]
+    return {"logging.wandb.group": given.group or study.name, "logging.wandb.tags": tags}
 
 
 def describe(labels: dict[str, str]) -> str:

@@ -1,30 +1,37 @@
-"""Scaling laws fitted to a study's losses, with intervals by bootstrap.
+"""Scaling laws fitted to losses, with intervals by bootstrap.
 
 A law is a sum of powers over a floor: L = E + sum_i A_i / x_i^{a_i}. With parameters and tokens as x it is that of
-Hoffmann et al., "Training Compute-Optimal Large Language Models", 2022, equation 2, fitted as in their appendix D.2 (a
-Huber loss of log L); with the size of a memory as the only x it says what more memory is worth.
+Hoffmann et al., "Training Compute-Optimal Large Language Models", 2022, equation 2; with the size of a memory as the
+only x it says what more memory is worth. Curves of equal compute are their approach 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize, nnls
+from scipy.optimize import least_squares, nnls
 from scipy.special import logsumexp
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 Array = npt.NDArray[np.float64]
-HUBER = 1e-3
-"""Residuals of log L beyond which the objective grows linearly (Hoffmann et al.)."""
+HUBER = 1.345
+"""Standard deviations beyond which a residual counts linearly; of normal ones that wastes 5 % (Huber 1964)."""
+LEAST_BEND = 1e-6
+"""Of log L: losses without noise have residuals of rounding only."""
 EXPONENTS = np.linspace(0.05, 1.25, 13)
 """Where the search begins, for each variable."""
+LOG_BOUNDS, EXPONENT_BOUNDS = (-20.0, 10.0), (1e-3, 4.0)
+"""Of the search: logarithms of floor and terms, exponents."""
 POLISHED = 5
 """Starts that are followed to their minimum."""
 LEVEL = 0.9
 """Of all intervals."""
+QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 RESAMPLES = 200
 
 
@@ -52,7 +59,7 @@ class Law:
     scales: tuple[float, ...]
     exponents: tuple[float, ...]
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: npt.ArrayLike) -> Array:
         """Losses [points] at x [points, variables]."""
         powers = np.asarray(x, dtype=np.float64) ** -np.array(self.exponents)
         return self.floor + powers @ np.array(self.scales)
@@ -67,105 +74,167 @@ class Fit:
     """The same, fitted to each resampled set of losses."""
     names: tuple[str, ...]
     """Of the variables."""
+    points: int
+    """How many losses it was fitted to."""
     residual: float
     """Root of the mean squared residual of log L, each of the law's constants counted as a point less."""
 
     @property
     def estimates(self) -> dict[str, Estimate]:
         """Floor, scales and exponents by name: `floor`, `scale of tokens`, `exponent of tokens`."""
-        found = {"floor": self._estimate(lambda law: law.floor)}
+        found = {"floor": self.estimate(lambda law: law.floor)}
         for i, name in enumerate(self.names):
-            found[f"scale of {name}"] = self._estimate(lambda law, i=i: law.scales[i])
-            found[f"exponent of {name}"] = self._estimate(lambda law, i=i: law.exponents[i])
+            found[f"scale of {name}"] = self.estimate(lambda law, i=i: law.scales[i])  # type: ignore[misc]
+            found[f"exponent of {name}"] = self.estimate(lambda law, i=i: law.exponents[i])  # type: ignore[misc]
         return found
 
-    def predict(self, x: Sequence[float]) -> Estimate:
-        """The loss at one point, one value for each variable."""
-        at = np.array([x], dtype=np.float64)
-        return self._estimate(lambda law: float(law(at)[0]))
+    @property
+    def undecided(self) -> list[str]:
+        """Variables whose exponent's interval ends where the search does: the losses leave it open."""
+        ends = [(name, self.estimates[f"exponent of {name}"]) for name in self.names]
+        low, high = EXPONENT_BOUNDS
+        return [name for name, e in ends if e.low < 1.01 * low or e.high > 0.99 * high]
 
-    def _estimate(self, of: object) -> Estimate:
-        assert callable(of)
-        low, high = np.quantile([of(law) for law in self.resampled], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Estimate(float(of(self.law)), float(low), float(high))
+    def predict(self, x: npt.ArrayLike) -> tuple[Array, Array, Array]:
+        """(losses, lower ends, upper ends) [points] at x [points, variables]."""
+        low, high = np.quantile([law(x) for law in self.resampled], QUANTILES, axis=0)
+        return self.law(x), low, high
+
+    def estimate(self, of: Callable[[Law], float]) -> Estimate:
+        """Any number that follows from the law."""
+        low, high = np.quantile([of(law) for law in self.resampled], QUANTILES)
+        return Estimate(of(self.law), float(low), float(high))
 
 
 def fit_law(
-    x: npt.ArrayLike, loss: npt.ArrayLike, names: Sequence[str], resamples: int = RESAMPLES, seed: int = 0
+    x: npt.ArrayLike,
+    loss: npt.ArrayLike,
+    names: Sequence[str],
+    groups: Sequence[object] | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Fit:
-    """Fit a law to losses.
+    """Fit a law to losses, by a Huber loss of the residuals of log L.
 
-    Intervals: residuals of log L, scaled up by sqrt(points / (points - constants)), are drawn with replacement and
-    added to the fitted losses; the law is fitted to each such set. (Points themselves are not drawn: a grid of runs from
-    which a size is missing says something else.)
+    Intervals: each residual keeps or changes its sign by chance and is added to the fitted loss; the law is fitted to
+    each such set. Points themselves are not drawn: a grid of runs from which a size is missing says something else. So
+    that few points do not make intervals too short, residuals are first freed from their own pull on the fit, and
+    scaled up as Student's t is wider than the normal distribution.
 
     Args:
         x: [points, variables], positive.
         loss: [points], positive, nats per token.
         names: of the variables.
-    Raises: FitError where there are not more points than constants, a variable has fewer than three values, or
-        anything is not positive.
+        groups: [points], what points come from; those of one run err together, so their signs change together, and
+            what differs between runs only is known from so many runs. Each point is its own if not given.
+    Raises: FitError where there are not more points (or groups) than constants, a variable has fewer than three
+        values, variables change together only, anything is not positive, or the losses do not decide an exponent.
     """
     x, loss = np.asarray(x, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    if x.ndim == 1:
-        x = x[:, None]
-    constants = 1 + 2 * x.shape[1]
-    if len(loss) <= constants:
-        raise FitError(f"a law of {', '.join(names)} has {constants} constants; {len(loss)} losses are too few")
-    if not (np.isfinite(x).all() and np.isfinite(loss).all() and (x > 0).all() and (loss > 0).all()):
-        raise FitError("sizes and losses of a law must be positive and finite")
-    for column, name in zip(x.T, names, strict=True):
-        if len(np.unique(column)) < 3:
-            raise FitError(f"a law needs at least 3 values of {name}, got {sorted(set(column.tolist()))}")
+    _check(x, loss, names)
+    members = np.unique(list(range(len(loss)) if groups is None else map(str, groups)), return_inverse=True)[1]
+    count = members.max() + 1
+    constants = 1 + 2 * sum(_same_within(column, members) for column in x.T)
+    if count <= constants:
+        raise FitError(f"{constants} of the constants depend on what differs between runs; {count} runs are too few")
     centre = np.exp(np.log(x).mean(0))
     logs, target = np.log(x / centre), np.log(loss)
-    starts = _starts(logs, loss)
-    best = min((_polish(start, logs, target) for start in starts), key=lambda found: found[1])[0]
-    fitted = _log_loss(best, logs)
-    residuals = (target - fitted) * np.sqrt(len(loss) / (len(loss) - constants))
+    best, bend = _best(logs, loss)
+    for name, exponent in zip(names, best[1 + len(names) :], strict=True):
+        if min(abs(exponent - border) for border in EXPONENT_BOUNDS) < 1e-6:
+            raise FitError(f"the losses do not decide the exponent of {name}: {exponent:.3g} ends the search")
+    fitted, slopes = log_loss(best, logs)
+    residuals = target - fitted
+    widened = _unpulled(residuals, slopes, members) * widening(count - constants)
     generator = np.random.default_rng(seed)
-    drawn = (fitted + generator.choice(residuals, len(residuals)) for _ in range(resamples))
-    again = tuple(_law(_polish(best, logs, again)[0], centre) for again in drawn)
-    return Fit(_law(best, centre), again, tuple(names), float(np.sqrt((residuals**2).mean())))
+    again = []
+    for _ in range(resamples):
+        signs = generator.choice([-1.0, 1.0], count)[members]
+        again.append(_law(polish(best, logs, fitted + signs * widened, bend)[0], centre))
+    error = float(np.sqrt((residuals**2).sum() / (len(loss) - len(best))))
+    return Fit(_law(best, centre), tuple(again), tuple(names), len(loss), error)
+
+
+def _unpulled(residuals: Array, slopes: Array, members: npt.NDArray[np.int64]) -> Array:
+    """Residuals as if their own group had not pulled the fit towards it (the jackknife's, to first order)."""
+    basis, found = np.linalg.qr(slopes)[0], np.empty_like(residuals)
+    for group in np.unique(members):
+        here = members == group
+        pull = basis[here] @ basis[here].T
+        found[here] = np.linalg.solve(np.eye(len(pull)) - pull + 1e-9 * np.eye(len(pull)), residuals[here])
+    return found
+
+
+def _same_within(column: Array, members: npt.NDArray[np.int64]) -> bool:
+    """Whether a variable has one value in each group."""
+    return all(np.ptp(column[members == group]) == 0 for group in np.unique(members))
+
+
+def widening(freedom: int) -> float:
+    """By how much an interval of Student's t with so many degrees of freedom is wider than a normal one."""
+    return float(student.ppf(QUANTILES[1], freedom) / normal.ppf(QUANTILES[1]))
+
+
+def _check(x: Array, loss: Array, names: Sequence[str]) -> None:
+    constants = 1 + 2 * len(names)
+    if len(loss) <= constants:
+        raise FitError(f"a law of {' and '.join(names)} has {constants} constants; {len(loss)} losses are too few")
+    if not (np.isfinite(x).all() and np.isfinite(loss).all() and (x > 0).all() and (loss > 0).all()):
+        raise FitError(f"{', '.join(names)} and the losses must be positive and finite")
+    for column, name in zip(x.T, names, strict=True):
+        if len(values := np.unique(column)) < 3:
+            raise FitError(f"a law needs at least 3 values of {name}, got {', '.join(f'{v:g}' for v in values)}")
+    logs = np.log(x) - np.log(x).mean(0)
+    spread = np.linalg.svd(logs / np.linalg.norm(logs, axis=0), compute_uv=False)
+    if spread.min() < 1e-2:
+        raise FitError(f"{' and '.join(names)} change together only: their parts cannot be told apart")
 
 
 def _law(theta: Array, centre: Array) -> Law:
     """From logarithms of floor and of the terms at the centre, and exponents."""
-    floor, terms, exponents = _parts(theta)
-    return Law(float(np.exp(floor)), tuple((np.exp(terms) * centre**exponents).tolist()), tuple(exponents.tolist()))
+    count = len(centre)
+    scales = np.exp(theta[1 : 1 + count]) * centre ** theta[1 + count :]
+    return Law(float(np.exp(theta[0])), tuple(scales.tolist()), tuple(theta[1 + count :].tolist()))
 
 
-def _parts(theta: Array) -> tuple[float, Array, Array]:
-    variables = (len(theta) - 1) // 2
-    return float(theta[0]), theta[1 : 1 + variables], theta[1 + variables :]
+def log_loss(theta: Array, logs: Array) -> tuple[Array, Array]:
+    """Logarithm of a law [points], and its derivatives [points, constants].
 
-
-def _log_loss(theta: Array, logs: Array) -> Array:
-    floor, terms, exponents = _parts(theta)
-    parts = np.column_stack([np.full(len(logs), floor), terms - exponents * logs])
-    return np.asarray(logsumexp(parts, axis=1))
-
-
-def _objective(theta: Array, logs: Array, target: Array) -> tuple[float, Array]:
-    """Huber loss of the residuals of log L and its gradient."""
-    floor, terms, exponents = _parts(theta)
-    parts = np.column_stack([np.full(len(logs), floor), terms - exponents * logs])
+    Args:
+        theta: logarithms of the floor and of each term at the centre, then exponents.
+        logs: [points, variables], logarithms of x over the centre.
+    """
+    count = logs.shape[1]
+    parts = np.column_stack([np.full(len(logs), theta[0]), theta[1 : 1 + count] - theta[1 + count :] * logs])
     total = logsumexp(parts, axis=1)
-    residual = total - target
-    size = np.abs(residual)
-    value = np.where(size <= HUBER, 0.5 * residual**2, HUBER * (size - 0.5 * HUBER)).sum()
-    slope = np.clip(residual, -HUBER, HUBER)[:, None] * np.exp(parts - total[:, None])
-    gradient = np.concatenate([slope.sum(0), (-slope[:, 1:] * logs).sum(0)])
-    # the optimizer's tolerances are for values near 1
-    return float(value / HUBER**2), gradient / HUBER**2
+    shares = np.exp(parts - total[:, None])
+    return np.asarray(total), np.concatenate([shares, -shares[:, 1:] * logs], axis=1)
 
 
-def _polish(theta: Array, logs: Array, target: Array) -> tuple[Array, float]:
-    """The minimum near `theta` and its value."""
-    variables = logs.shape[1]
-    bounds = [(-20.0, 10.0)] * (1 + variables) + [(1e-3, 4.0)] * variables
-    found = minimize(_objective, theta, (logs, target), "L-BFGS-B", jac=True, bounds=bounds, options={"maxiter": 2000})
-    return np.asarray(found.x), float(found.fun)
+def polish(theta: Array, logs: Array, target: Array, bend: float) -> tuple[Array, float]:
+    """The minimum of the Huber loss near `theta`, and its value.
+
+    bend: residual of log L from which on the loss is linear.
+    """
+    count = logs.shape[1]
+    low, high = np.array([LOG_BOUNDS] * (1 + count) + [EXPONENT_BOUNDS] * count).T
+    found = least_squares(
+        lambda at: log_loss(at, logs)[0] - target,
+        np.clip(theta, low + 1e-9, high - 1e-9),
+        jac=lambda at: log_loss(at, logs)[1],
+        bounds=(low, high), loss="huber", f_scale=bend, x_scale="jac", max_nfev=500,
+    )  # fmt: skip
+    return np.asarray(found.x), float(found.cost)
+
+
+def _best(logs: Array, loss: Array) -> tuple[Array, float]:
+    """The minimum over all starts, and the bend: of the deviation that residuals of a least-squares fit have."""
+    target, starts = np.log(loss), _starts(logs, loss)
+    plain = min((polish(start, logs, target, bend=1.0) for start in starts), key=lambda found: found[1])[0]
+    residuals = np.abs(target - log_loss(plain, logs)[0]) * np.sqrt(len(loss) / (len(loss) - len(plain)))
+    bend = max(HUBER * float(np.median(residuals)) / float(normal.ppf(0.75)), LEAST_BEND)
+    found = [polish(start, logs, target, bend) for start in [plain, *starts]]
+    return min(found, key=lambda item: item[1])[0], bend
 
 
 def _starts(logs: Array, loss: Array) -> list[Array]:
@@ -173,56 +242,7 @@ def _starts(logs: Array, loss: Array) -> list[Array]:
     found = []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):
         powers = np.exp(-np.array(exponents) * logs)
-        columns = np.column_stack([np.ones(len(loss)), powers]) / loss[:, None]
-        weights, error = nnls(columns, np.ones(len(loss)))
+        weights, error = nnls(np.column_stack([np.ones(len(loss)), powers]) / loss[:, None], np.ones(len(loss)))
         found.append((error, np.concatenate([np.log(np.maximum(weights, 1e-6)), exponents])))
     found.sort(key=lambda item: item[0])
     return [start for _, start in found[:POLISHED]]
-
-
-@dataclass(frozen=True)
-class IsoFlop:
-    """One compute budget: a parabola of loss over log10 size, and its minimum."""
-
-    budget: float
-    """Training FLOPs."""
-    parabola: tuple[float, float, float]
-    """Coefficients of log10(size)^2, log10(size), 1."""
-
-    @property
-    def best_size(self) -> float:
-        """Where the loss is least."""
-        return float(10 ** (-self.parabola[1] / (2 * self.parabola[0])))
-
-    def __call__(self, size: Array) -> Array:
-        """Losses at sizes."""
-        return np.polyval(self.parabola, np.log10(size))
-
-
-def iso_flop(budget: float, sizes: npt.ArrayLike, loss: npt.ArrayLike) -> IsoFlop:
-    """Hoffmann et al., approach 2. Raises FitError for fewer than three sizes or a curve without a minimum."""
-    sizes, loss = np.asarray(sizes, dtype=np.float64), np.asarray(loss, dtype=np.float64)
-    if len(np.unique(sizes)) < 3:
-        raise FitError(f"budget {budget:.3g}: a parabola needs at least 3 sizes, got {len(np.unique(sizes))}")
-    found = IsoFlop(budget, tuple(np.polyfit(np.log10(sizes), loss, 2)))  # type: ignore[arg-type]
-    if found.parabola[0] <= 0:
-        raise FitError(f"budget {budget:.3g}: the loss has no minimum among the sizes {sizes.min():.3g} to {sizes.max():.3g}")
-    return found
-
-
-def power(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[float, float]:
-    """(scale, exponent) of y = scale x^exponent through points, by least squares of the logarithms."""
-    exponent, scale = np.polyfit(np.log(np.asarray(x, dtype=np.float64)), np.log(np.asarray(y, dtype=np.float64)), 1)
-    return float(np.exp(scale)), float(exponent)
-
-
-def tokens_to(target: float, tokens: Sequence[float], loss: Sequence[float]) -> float | None:
-    """Tokens after which a curve first is at or below `target`, between two points along log tokens; None if never."""
-    for i, value in enumerate(loss):
-        if value > target:
-            continue
-        if i == 0 or loss[i - 1] <= value:
-            return float(tokens[i])
-        share = (loss[i - 1] - target) / (loss[i - 1] - value)
-        return float(np.exp(np.log(tokens[i - 1]) + share * (np.log(tokens[i]) - np.log(tokens[i - 1]))))
-    return None

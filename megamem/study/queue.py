@@ -19,13 +19,16 @@ import yaml
 
 from megamem.config.load import read_yaml
 from megamem.errors import FINAL, STOPPED, RunFolderError
-from megamem.study.config import READING, TRAINED, Reading, StudyConfig, matches
+from megamem.study.config import TRAINED, Reading, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
+from megamem.study.journal import Journal
 from megamem.training.run_folder import RunLock
 
 COMMAND = [sys.executable, "-m", "megamem"]
 RESULT = "result.json"
 """What a finished run leaves."""
+LOGS = "logs"
+"""Folder of the processes' output."""
 CHANGE = "change"
 """Beside a reading's figures: how it was defined."""
 
@@ -97,6 +100,11 @@ def config_file(study: StudyConfig, run: PlannedRun) -> Path:
     return study_folder(study) / "configs" / f"{run.name}.yaml"
 
 
+def log_file(study: StudyConfig, run: PlannedRun, reading: str) -> Path:
+    """Where the output of a training or a reading goes."""
+    return study_folder(study) / LOGS / (f"{run.name}.log" if reading == TRAINED else f"{run.name}-{reading}.log")
+
+
 def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
     """Each run's training and the readings that follow it. Writes each run's configuration beside the run folders.
 
@@ -104,8 +112,7 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
     Raises: RunFolderError where a folder holds a run that was begun with another configuration.
     """
     check_begun(study, runs)
-    logs = study_folder(study) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    (study_folder(study) / LOGS).mkdir(parents=True, exist_ok=True)
     planned = []
     for run in runs:
         config = config_file(study, run)
@@ -114,17 +121,16 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
         how = ["--dtype", run.config.training.precision, "--json"]
         if run.config.parallel.device:
             how += ["--device", run.config.parallel.device]
-        training = Task(run, TRAINED, ["train", str(config)], logs / f"{run.name}.log")
+        training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
         after = [
             Task(
                 run,
                 name,
                 ["evaluate", str(run.folder), *_overrides(reading), *how],
-                logs / f"{run.name}-{name}.log",
+                log_file(study, run, name),
                 reading.change,
             )
-            for name, reading in study.readings.items()
-            if matches(reading.where, run.labels)
+            for name, reading in readings_of(study, run.labels).items()
         ]
         planned.append((training, after))
     return planned
@@ -149,7 +155,10 @@ class Queue:
     def __init__(self, study: StudyConfig, said: Callable[[str], None], moved: Callable[[int, int], None]) -> None:
         self.study, self.said, self.moved = study, said, moved
         self.outcome = Outcome()
+        self.journal = Journal(study_folder(study))
         self.stopping = False
+        self.told: set[Task] = set()
+        """Tasks that were said to wait for another process."""
 
     def run(self, runs: Sequence[PlannedRun]) -> Outcome:
         """Everything that is not done yet. On SIGTERM or SIGINT, runs save a checkpoint and the queue ends.
@@ -169,15 +178,16 @@ class Queue:
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
         with self._signals(running):
             while running or (waiting and not self.stopping):
-                while waiting and len(running) < self.study.parallel and not self.stopping:
-                    task = waiting.popleft()
+                while len(running) < self.study.parallel and not self.stopping and (task := self._next(waiting)):
                     running[task] = self._start(task)
+                    self.journal.began(task.run.name, task.reading)
                     if self.stopping:  # the signal came while it was started
                         running[task][0].send_signal(signal.SIGTERM)
                 time.sleep(0.2)
                 for task in [task for task, (job, _) in running.items() if job.poll() is not None]:
                     job, log = running.pop(task)
                     log.close()
+                    self.journal.ended(task.run.name, task.reading, job.returncode)
                     if self._finished(task, job.returncode):
                         waiting.extendleft(reversed(self._remaining(following.get(id(task), []))))
                     elif not self.stopping and task.failures <= self.study.retries and job.returncode not in FINAL:
@@ -189,6 +199,22 @@ class Queue:
         self.outcome.stopped = self.stopping
         return self.outcome
 
+    def _next(self, waiting: deque[Task]) -> Task | None:
+        """Take the first task whose run nobody writes: a queue that was killed leaves its runs going on."""
+        for task in waiting:
+            try:
+                if (task.run.folder / "lock").exists():
+                    with RunLock(task.run.folder) as lock:
+                        lock.take()
+            except RunFolderError:
+                if task not in self.told:
+                    self.told.add(task)
+                    self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
+                continue
+            waiting.remove(task)
+            return task
+        return None
+
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
         """Those without a result; the others count as done."""
         self.outcome.done.extend(task for task in these if task.done)
@@ -199,7 +225,9 @@ class Queue:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = cores // (self.study.parallel * ranks.tp * ranks.pp * (ranks.dp or 1))
         log = task.log.open("ab")
-        out: Any = log if task.change is None else task.output.with_suffix(".partial").open("wb")
+        partial = task.output.with_suffix(".partial")
+        partial.unlink(missing_ok=True)  # a reading that a killed queue left behind writes to the old one
+        out: Any = log if task.change is None else partial.open("wb")
         job = subprocess.Popen(
             [*COMMAND, *task.command],
             stdout=out,
@@ -243,21 +271,3 @@ class Queue:
                 job.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[dict[str, Any]]:
-    """One flat record per finished run and reading: every number of its result, then labels and `reading`.
-
-    Raises: RunFolderError where a folder holds a run that was begun with another configuration.
-    """
-    check_begun(study, runs)
-    found = []
-    for run in runs:
-        readings = {name: r.change for name, r in study.readings.items() if matches(r.where, run.labels)}
-        for reading, change in {TRAINED: None, **readings}.items():
-            if (result := figures(run, reading, change)) is not None:
-                record: dict[str, Any] = {
-                    k: v for k, v in result.items() if isinstance(v, int | float) and not isinstance(v, bool)
-                }
-                found.append({**record, **run.labels, READING: reading, "run": run.name})
-    return found

@@ -1,4 +1,4 @@
-"""What a study leaves in its folder: records.json, tables.md, and a picture of each table."""
+"""What a study leaves in its folder: its records, tables and laws as data, in words, as pictures, and as a page."""
 
 from __future__ import annotations
 
@@ -6,29 +6,50 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megamem.study.collect import records, write_table
 from megamem.study.config import StudyConfig
+from megamem.study.curves import loss_plots
+from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs, study_folder
-from megamem.study.queue import records
-from megamem.study.tables import as_json, cells, markdown, picture
+from megamem.study.page import Section, page
+from megamem.study.plots import draw_png
+from megamem.study.states import run_states
+from megamem.study.tables import as_json, cells, filled, markdown, plots
 
-TABLES, RECORDS = "tables.md", "records.json"
+TABLES, RECORDS, PAGE = "tables.md", "records.json", "report.html"
 
 
 def write_report(study: StudyConfig) -> tuple[str, Path]:
-    """(tables in markdown, folder), from what has finished so far. Raises ConfigError where a table does not fit."""
-    folder = study_folder(study)
+    """(tables and laws in markdown, folder), from what has finished so far.
+
+    Raises: ConfigError where a table does not fit, once the records are written.
+    """
+    folder, runs = study_folder(study), planned_runs(study)
     folder.mkdir(parents=True, exist_ok=True)
-    found = records(study, planned_runs(study))
-    (folder / RECORDS).write_text(json.dumps({"records": found, "tables": []}, indent=2) + "\n", encoding="utf-8")
-    parts: list[str] = []
-    data: list[dict[str, Any]] = []
+    found = records(study, runs)
+    data: dict[str, Any] = {"records": found, "tables": [], "laws": []}
+    _write_json(folder / RECORDS, data)
+    write_table(study, found, folder)
+    texts, tables, laws = [], [], []
     for table in study.tables:
-        filled = cells(study, table, found)
-        if filled:
-            parts.append(markdown(study, table, filled))
-            data.append(as_json(study, table, filled))
-            picture(study, table, filled, folder / f"{table.name}.png")
-    text = "\n".join(parts)
+        if known := cells(study, table, found):
+            words = filled(study, table, known)
+            texts.append(markdown(table, words))
+            data["tables"].append(as_json(table, known))
+            tables.append(Section(table.title, words.heads, words.rows, [words.note], plots(study, table, known)))
+    for law in fitted_laws(study, runs, found):
+        texts.append(law.markdown())
+        data["laws"].append({"name": law.config.name, "fitted": law.data, "notes": law.notes})
+        laws.append(Section(law.config.title, law.heads, law.rows, law.notes, law.plots))
+    curves = loss_plots(runs)
+    for plot in [*(plot for section in (*tables, *laws) for plot in section.plots), *curves]:
+        draw_png(plot, folder / f"{plot.name}.png")
+    text = "\n".join(texts)
     (folder / TABLES).write_text(text, encoding="utf-8")
-    (folder / RECORDS).write_text(json.dumps({"records": found, "tables": data}, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / RECORDS, data)
+    (folder / PAGE).write_text(page(study, tables, laws, curves, run_states(study, runs), found), encoding="utf-8")
     return text, folder
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

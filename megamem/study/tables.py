@@ -1,15 +1,15 @@
-"""Tables and pictures of a study: mean and standard deviation over seeds, beside published figures."""
+"""Tables and plots of a study: mean and standard deviation over seeds, beside published figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from megamem.errors import ConfigError
 from megamem.study.config import READING, SEED, TRAINED, StudyConfig, TableConfig, matches
+from megamem.study.plots import Plot, Series
 
 
 @dataclass(frozen=True)
@@ -97,24 +97,41 @@ def sides(study: StudyConfig, table: TableConfig, found: Cells) -> tuple[list[st
     return rows, columns
 
 
-def markdown(study: StudyConfig, table: TableConfig, found: Cells) -> str:
-    """The table, measured figures first, published ones in columns of their own."""
+@dataclass(frozen=True)
+class Filled:
+    """A table in words."""
+
+    heads: list[str]
+    rows: list[list[str]]
+    note: str
+
+
+def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
+    """Measured figures first, published ones in columns of their own."""
     rows, columns = sides(study, table, found)
     published = [c for c in columns if any(c in table.paper.get(row, {}) for row in rows)]
-    heads = [table.rows, *columns, *(f"{column}, published" for column in published)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in rows:
         measured = [str(found[row, column]) if (row, column) in found else "" for column in columns]
         beside = [f"{table.paper.get(row, {})[c]:g}" if c in table.paper.get(row, {}) else "" for c in published]
-        lines.append(f"| {' | '.join([row, *measured, *beside])} |")
+        lines.append([row, *measured, *beside])
     seeds = max((len(cell.values) for cell in found.values()), default=0)
     figure = f"`{table.figure}`" + (f" minus that of {table.against}, seed by seed" if table.against else "")
     notes = [f"{figure}, mean ± standard deviation over up to {seeds} seeds."]
     notes += [f"Published: {table.source}."] if published and table.source else []
-    return f"### {table.title}\n\n" + "\n".join(lines) + f"\n\n{' '.join(notes)}\n"
+    heads = [table.rows, *columns, *(f"{column}, published" for column in published)]
+    return Filled(heads, lines, " ".join(notes))
 
 
-def as_json(study: StudyConfig, table: TableConfig, found: Cells) -> dict[str, Any]:
+def markdown(table: TableConfig, words: Filled) -> str:
+    """The table under its title."""
+    lines = [words.heads, *words.rows]
+    text = [f"| {' | '.join(cells)} |" for cells in lines]
+    text.insert(1, "|---" * len(words.heads) + "|")
+    return f"### {table.title}\n\n" + "\n".join(text) + f"\n\n{words.note}\n"
+
+
+def as_json(table: TableConfig, found: Cells) -> dict[str, Any]:
     """The table as plain data."""
     return {
         "title": table.title, "figure": table.figure, "rows": table.rows, "columns": table.columns,
@@ -127,33 +144,25 @@ def as_json(study: StudyConfig, table: TableConfig, found: Cells) -> dict[str, A
     }  # fmt: skip
 
 
-def picture(study: StudyConfig, table: TableConfig, found: Cells, path: Path) -> None:
-    """Points with error bars by column, one colour per row; published figures in a panel of their own."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
+    """Points with error bars by column, a colour for each row; published figures in a plot of their own."""
     rows, columns = sides(study, table, found)
-    published = {row: cells for row, cells in table.paper.items() if row in rows}
-    figure = Figure(figsize=(5.5 * (2 if published else 1), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2 if published else 1, squeeze=False)[0]
-    panels[0].set_title("measured")
-    for index, row in enumerate(rows):
-        here = [(x, found[row, column]) for x, column in enumerate(columns) if (row, column) in found]
-        shift = 0.06 * (index - (len(rows) - 1) / 2)
-        panels[0].errorbar(
-            [x + shift for x, _ in here], [cell.mean for _, cell in here], [cell.spread or 0 for _, cell in here],
-            marker="o", capsize=3, label=row, color=f"C{index}",
+    figure = f"{table.figure}, less that of {table.against}" if table.against else table.figure
+    measured, published = [], []
+    for number, row in enumerate(rows):
+        here = [(column, found[row, column]) for column in columns if (row, column) in found]
+        measured.append(
+            Series(
+                row, [column for column, _ in here], [cell.mean for _, cell in here], number, marks=True,
+                error=[cell.spread or 0.0 for _, cell in here],
+            )
         )  # fmt: skip
-        if row in published:
-            known = [(x, published[row][column]) for x, column in enumerate(columns) if column in published[row]]
-            panels[1].plot(*zip(*known, strict=True), marker="s", color=f"C{index}", label=row)
-            panels[1].set_title("published")
-    for panel in panels:
-        panel.set_xticks(range(len(columns)), columns)
-        panel.set_xlabel(table.columns)
-        panel.set_ylabel(f"{table.figure}, less that of {table.against}" if table.against else table.figure)
-        panel.grid(alpha=0.3)
-    panels[0].legend(title=table.rows, fontsize="small")
-    figure.suptitle(table.title)
-    figure.savefig(path, dpi=120)
+        paper = table.paper.get(row, {})
+        if known := [column for column in columns if column in paper]:
+            published.append(Series(row, known, [paper[column] for column in known], number, marks=True, dash="dot"))
+    drawn = [Plot(table.name, table.title, table.columns, figure, tuple(measured), categories=tuple(columns))]
+    if published:
+        title = f"{table.title}, published"
+        name = f"{table.name}-published"
+        drawn.append(Plot(name, title, table.columns, figure, tuple(published), categories=tuple(columns)))
+    return drawn

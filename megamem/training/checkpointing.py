@@ -132,6 +132,7 @@ class Checkpoints(Callback):
         if self.saved != trainer.step:
             self._save(trainer, wait=True)
         self.saver.wait(trainer.watch)
+        self.saver.release()
 
     def _save(self, trainer: Trainer, wait: bool) -> None:
         topology, engine, step = self.engine.topology, self.engine, trainer.step

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
-from megamem.errors import ConfigError
+from megamem.errors import ConfigError, DependencyError
 from megamem.ops.attention import check_backend
 from megamem.ops.fla_recurrence import check_recurrence
 from megamem.parallel.topology import data_parallel_size
@@ -27,6 +29,12 @@ def check_layout(config: RunConfig, processes: int) -> int:
 def check_run(config: RunConfig, processes: int) -> None:
     """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
     dp = check_layout(config, processes)
+    mode = config.logging.wandb.mode
+    if mode != "disabled" and find_spec("wandb") is None:
+        raise DependencyError(
+            f"logging.wandb.mode {mode} needs the package wandb, which is missing; install it or set "
+            "logging.wandb.mode=disabled"
+        )
     open_feeder(config, dp_rank=0, dp_size=dp)
     check_run_folder(config, 12 * parameter_counts(config.model)["total"])  # FP32 weights and two moments
 

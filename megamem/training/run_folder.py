@@ -149,13 +149,15 @@ def create_run_folder(config: RunConfig) -> Path:
 def environment() -> dict[str, Any]:
     """Versions, command and code revision."""
     packages = ["megamem", "torch", "deepspeed", "megatron-core", "numpy", "tokenizers"]
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
+    revision = ""
+    if git := shutil.which("git"):
+        command = [git, "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        revision = found.stdout.strip()
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version(name) for name in packages},
-        "revision": revision.stdout.strip() or None,
+        "revision": revision or None,
     }

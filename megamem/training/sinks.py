@@ -113,7 +113,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run; offline runs lie in the run folder until `wandb sync`."""
+    """A Weights & Biases run; offline runs lie in the run folder until `megamem wandb sync`."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         import wandb
@@ -126,6 +126,7 @@ class Wandb:
             resume="allow",
             project=config.logging.wandb.project,
             group=config.logging.wandb.group,
+            tags=list(config.logging.wandb.tags) or None,
             name=config.name,
             mode=config.logging.wandb.mode,
             dir=str(folder),
@@ -137,11 +138,18 @@ class Wandb:
         """See `Sink.write`."""
         self._run.log({k: v for k, v in record.items() if k != "step" and v is not None}, step=record["step"])
 
-    def picture(self, name: str, path: Path) -> None:
-        """Attach a PNG."""
+    def evaluation(self, figures: Record) -> None:
+        """The figures at the end as summary and table, and their picture."""
         import wandb
 
-        self._run.log({name: wandb.Image(str(path))})
+        numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        self._run.summary.update(numbers)
+        entry: dict[str, Any] = {
+            "figures": wandb.Table(columns=["figure", "value"], data=[[k, float(v)] for k, v in numbers.items()])
+        }
+        if figures.get("picture"):
+            entry["evaluation"] = wandb.Image(str(figures["picture"]))
+        self._run.log(entry)
 
     def close(self) -> None:
         """See `Sink.close`."""

@@ -6,11 +6,11 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
@@ -31,7 +31,7 @@ from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.costs import chunk_flops, flop_costs, parameter_costs
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.schedule import peak_units
-from megamem.planning.devices import device_peak
+from megamem.planning.devices import device_name, device_peak
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.schedules import compare
@@ -55,10 +55,11 @@ from megamem.training.checkpointing import (
     run_facts,
 )
 from megamem.training.checks import open_feeder
+from megamem.training.heartbeat import Heartbeat
 from megamem.training.loop import Trainer
 from megamem.training.run_folder import RunLock, create_run_folder
 from megamem.training.sinks import Sink, Wandb, open_sinks
-from megamem.training.watchdog import Watchdog
+from megamem.training.watchdog import Watchdog, beat_interval
 from tokenization.tokenizer import Tokenizer
 
 
@@ -148,11 +149,6 @@ def start_topology(config: RunConfig) -> Topology:
     return Topology.start(parallel.tp, parallel.dp, parallel.pp, device=parallel.device, timeout_s=parallel.timeout_s)
 
 
-def device_name(device: torch.device) -> str:
-    """The accelerator's name, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def held_out(config: RunConfig) -> list[EvaluationDocument]:
     """The held-out documents."""
     return list(evaluation_documents(config.data, chunk_size=config.model.chunk_size))
@@ -204,12 +200,16 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     """Run a whole training on this rank. Returns rank 0's final figures, None if the run was stopped by a signal."""
     topology = start_topology(config)
     group = cpu_group(config.parallel.timeout_s)
-    with RunLock(config.run_folder) as lock:
+    interval = beat_interval(config.parallel.stall_timeout_s)
+    heartbeat = Heartbeat(config.run_folder if topology.rank == 0 else None, config.steps, interval)
+    with RunLock(config.run_folder) as lock, heartbeat:
         on_rank_0(lock.take, group)
-        return _train(config, console, topology, group)
+        return _train(config, console, topology, group, heartbeat)
 
 
-def _train(config: RunConfig, console: Console, topology: Topology, group: ProcessGroup) -> dict[str, Any] | None:
+def _train(
+    config: RunConfig, console: Console, topology: Topology, group: ProcessGroup, heartbeat: Heartbeat
+) -> dict[str, Any] | None:
     folder, chief = config.run_folder, topology.rank == 0
     feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
     facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if (tokenizer := open_tokenizer(config)) else None)
@@ -219,6 +219,7 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
         if chief:
             console.print(f"{folder}: ended after step {checkpoint.step} already; these are its figures")
         return done
+    heartbeat.begin()
     config = placed_as_before(config, checkpoint)
     engine = build_engine(config, topology, fresh_parameters(config))
     if chief:
@@ -228,8 +229,10 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
             console.print(line, highlight=False)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
-    sinks = open_sinks(config, folder, console, checkpoint.step if checkpoint else 0) if chief else []
-    with closing_all(sinks), Watchdog(topology, config.parallel.stall_timeout_s) as watchdog:
+    begun_at = checkpoint.step if checkpoint else 0
+    sinks: list[Sink] = [heartbeat, *open_sinks(config, folder, console, begun_at)] if chief else []
+    timeout = config.parallel.stall_timeout_s
+    with closing_all(sinks), Watchdog(topology, timeout, ends=heartbeat.failed) as watchdog:
         progress, bad_steps = Progress(), BadSteps(config.training.max_bad_steps)
         saver = Saver(folder / FOLDER, config.checkpoint, group)
         callbacks = [progress, bad_steps, *standard_callbacks(config, engine, sinks, watchdog.at)]
@@ -238,6 +241,7 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
             Checkpoints(engine, saver, facts, bad_steps, lambda: validations[0].last if validations else None)
         )
         trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.at)
+        heartbeat.follow(trainer, watchdog)
         if checkpoint is not None:
             watchdog.at(f"loading {checkpoint.path}")
             go_on(trainer, checkpoint, bad_steps, group)
@@ -252,6 +256,8 @@ def _train(config: RunConfig, console: Console, topology: Topology, group: Proce
         watchdog.at("saving the weights")
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
+            # a launcher that sees one rank end with STOPPED ends the others: none may still be writing then
+            dist.barrier(group)
             return None
         figures = {
             "run_dir": str(folder),
@@ -328,6 +334,6 @@ def _evaluate(
         console.print(result_table(figures, title=config.name))
         console.print(f"picture: {figures.get('picture')}", highlight=False)
         for sink in sinks:
-            if isinstance(sink, Wandb) and figures.get("picture"):
-                sink.picture("evaluation", Path(figures["picture"]))
+            if isinstance(sink, Wandb):
+                sink.evaluation(figures)
     return figures

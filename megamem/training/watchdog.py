@@ -2,7 +2,8 @@
 
 Every rank publishes what it is doing to a small store on rank 0, from a thread of its own, and watches the others.
 A rank whose thread falls silent has been stopped or lost; else a rank that is not waiting for others holds them up.
-After `stall_timeout_s` without progress the job ends with one line and the exit code of `StuckRankError`.
+After `stall_timeout_s` without progress the job ends with one line and the exit code of `StuckRankError`. A rank that
+is only slow, so that the others spend their time waiting for it, is named and the job goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from megamem.errors import MegamemError, StuckRankError
 from megamem.parallel.topology import Topology
+from megamem.training.slow_rank import SAMPLES, WaitShares, slow_rank
 
 _COLLECTIVES = (
     "torch/distributed/",
@@ -49,6 +51,8 @@ class Sighting:
     """It is inside a collective."""
     process: str = ""
     """host:pid"""
+    waits: float | None = None
+    """Share of the last minutes of training that it spent inside collectives; None until rank 0 knows enough."""
 
 
 def diagnose(sightings: dict[int, Sighting], now: float, timeout: float) -> tuple[int, str] | None:
@@ -71,14 +75,34 @@ def diagnose(sightings: dict[int, Sighting], now: float, timeout: float) -> tupl
     return min(suspects, key=lambda rank: (sightings[rank].progress, rank)), STUCK
 
 
+def beat_interval(timeout_s: float) -> float:
+    """Seconds between beats where a rank may make no progress for `timeout_s`."""
+    return min(5.0, max(0.1, timeout_s / 10))
+
+
 class Watchdog:
     """Use as a context manager around training; call `at(...)` at each new action."""
 
-    def __init__(self, topology: Topology, timeout_s: float, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        timeout_s: float,
+        end: Callable[[int], None] = os._exit,
+        ends: Callable[[int, str], None] = lambda code, line: None,
+    ) -> None:
+        """ends: told the exit code and the reason just before `end` is called."""
         self.topology = topology
         self.timeout = timeout_s
-        self.interval = min(5.0, max(0.1, timeout_s / 10))
-        self._end = end
+        self.interval = beat_interval(timeout_s)
+        now = time.monotonic()
+        self.sightings = {rank: Sighting(beat_at=now, progress_at=now) for rank in range(topology.world_size)}
+        """By rank; the watch thread keeps them up to date."""
+        self.slow: str | None = None
+        """Names the rank that the others of its stage wait for, if there is one; known to rank 0."""
+        self._end, self._ends = end, ends
+        self._shares = WaitShares()
+        self._samples = self._waited = 0
+        self._named: set[int] = set()
         self._action = "starting"
         self._count = 0
         self._beats = 0
@@ -125,10 +149,12 @@ class Watchdog:
         for thread in self._threads:
             thread.join(self.interval * 4)
         if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
-            if self._told():
+            if line := self._told():
+                self._ends(StuckRankError.exit_code, line)
                 self._end(StuckRankError.exit_code)
+            name = self.topology.name() + self._where(self._process)
             raise MegamemError(
-                f"{self.topology.name()} lost its connection to another rank, which has ended, at: {self._action}"
+                f"{name} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
         if self._store is not None and self.topology.rank == 0 and error is None:
             self._linger()
@@ -157,23 +183,35 @@ class Watchdog:
             self._lost = time.monotonic() - asked < self.timeout / 2
 
     def _watch(self) -> None:
-        now = time.monotonic()
-        sightings = {rank: Sighting(beat_at=now, progress_at=now) for rank in range(self.topology.world_size)}
-        while not self._done.wait(self.interval):
+        for seen in self.sightings.values():
+            seen.beat_at = seen.progress_at = time.monotonic()
+        while not self._pause():
             self._beats += 1
-            self._observe(sightings)
-            found = diagnose(sightings, time.monotonic(), self.timeout)
+            self._observe(self.sightings)
+            self._name_slow()
+            found = diagnose(self.sightings, time.monotonic(), self.timeout)
             if found is None and self._lost:
                 # whatever ended rank 0 is told there, and the launcher ends this rank
                 self._done.wait(_GRACE_S)
                 found = 0, ENDED
             if found is not None and not self._done.is_set():
-                self._report(*found, sightings)
+                self._report(*found, self.sightings)
                 return
 
+    def _pause(self) -> bool:
+        """Until the next beat; whether this is the end. Looks now and then whether this rank waits while it trains."""
+        for _ in range(SAMPLES):
+            if self._done.wait(self.interval / SAMPLES):
+                return True
+            if self._action.startswith("step "):
+                self._samples += 1
+                self._waited += self._waits()
+        return False
+
     def _state(self) -> str:
-        """What is published: beats, progress, waiting or not, process, action."""
-        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{self._action}"
+        """What is published: beats, progress, waiting or not, process, looks and those that found it so, action."""
+        samples = f"{self._samples}|{self._waited}"
+        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{samples}|{self._action}"
 
     def _waits(self) -> bool:
         # of any thread: on CUDA the backward runs in threads of autograd's own
@@ -183,21 +221,40 @@ class Watchdog:
     def _observe(self, sightings: dict[int, Sighting]) -> None:
         for rank, text in {**self._heard, self.topology.rank: self._state()}.items():
             seen, now = sightings[rank], time.monotonic()
-            beat, progress, waiting, seen.process, action = text.split("|", 4)
+            beat, progress, waiting, seen.process, samples, waited, action = text.split("|", 6)
             seen.waiting = waiting == "1"
+            if self.topology.rank == 0:
+                seen.waits = self._shares.note(rank, int(samples), int(waited))
             if beat != seen.beat:
                 seen.beat, seen.beat_at = beat, now
             if int(progress) != seen.progress:
                 seen.progress, seen.progress_at, seen.action = int(progress), now, action
 
+    def _name_slow(self) -> None:
+        """On rank 0: find the rank that the others wait for; it is named on stderr once."""
+        topology = self.topology
+        if topology.rank != 0:
+            return
+        size = topology.tp_size * topology.dp_size
+        found = slow_rank({rank: seen.waits for rank, seen in self.sightings.items()}, size)
+        if found is None:
+            self.slow = None
+            return
+        self.slow = f"{topology.name(found.rank)} ({self.sightings[found.rank].process}) {found}"
+        if found.rank not in self._named:
+            self._named.add(found.rank)
+            sys.stderr.write(f"megamem: {self.slow}\n")
+            sys.stderr.flush()
+
     def _report(self, rank: int, reason: str, sightings: dict[int, Sighting]) -> None:
         seen = sightings[rank]
         idle = max(self.timeout, time.monotonic() - seen.progress_at)
         silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
-        if self._first_to_tell(rank, reason):
-            name = self.topology.name(rank)
-            sys.stderr.write(f"megamem: {name} {reason}{silence}, last at: {seen.action}; the job ends\n")
+        line = f"{self.topology.name(rank)}{self._where(seen.process)} {reason}{silence}, last at: {seen.action}"
+        if self._first_to_tell(rank, reason, line):
+            sys.stderr.write(f"megamem: {line}; the job ends\n")
             sys.stderr.flush()
+        self._ends(StuckRankError.exit_code, line)
         host, _, pid = seen.process.rpartition(":")
         if reason == SILENT and host == socket.gethostname():
             # a launcher would ask it to end and wait for that
@@ -208,17 +265,24 @@ class Watchdog:
             time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
 
-    def _told(self) -> bool:
-        """Whether a rank has said which one is stuck, and ended for that."""
-        with contextlib.suppress(Exception):  # the store may be gone
-            return self._store is not None and self._store.add("told", 0) > 0
-        return False
+    def _where(self, process: str) -> str:
+        """The host of `host:pid`, in words, where ranks are on several."""
+        hosts = {state.split("|")[3].rpartition(":")[0] for state in [*self._heard.values(), self._state()]}
+        return f" on {process.rpartition(':')[0]}" if len(hosts) > 1 else ""
 
-    def _first_to_tell(self, rank: int, reason: str) -> bool:
+    def _told(self) -> str | None:
+        """What a rank has said of one that is stuck, and ended for that."""
+        with contextlib.suppress(Exception):  # the store may be gone
+            if self._store is not None and self._store.add("told", 0) > 0:
+                return self._store.get("line").decode()
+        return None
+
+    def _first_to_tell(self, rank: int, reason: str, line: str) -> bool:
         """All ranks find the same; one speaks. Where rank 0 is lost, and the store with it, each does."""
         if self._store is None or (rank == 0 and reason != STUCK):
             return True
         try:
+            self._store.set("line", line)
             return self._store.add("told", 1) == 1
         except Exception:  # the store is gone
             return True

@@ -128,6 +128,26 @@ class TestWorkers:
         assert "megamem: rank 1 was killed by SIGKILL\n" in err
 
 
+@pytest.mark.slow
+def test_launch_tries_again_what_may_pass(data, tmp_path):
+    """A killed rank: the ranks start again and go on from the newest checkpoint, in the same command."""
+    tree = run_tree(data, tmp_path / "runs", **ENDLESS, checkpoint={"every": 2})
+    config, folder = write_config(tmp_path / "run.yaml", tree), tmp_path / "runs" / "run"
+    process = megamem("launch", str(config), "max_restarts=1", "stop_seconds=40")
+    wait_for_steps(folder, process, 4)
+    os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+    before = len(records(folder))
+    wait_for_steps(folder, process, before + 5)
+    process.send_signal(SIGTERM)
+    code, out, err = finish(process, 3 * SOON_S)
+    assert code == STOPPED
+    assert "megamem: rank 1 was killed by SIGKILL\n" in err
+    assert re.search(r"goes on from .*step-0", out)
+    steps = [record["step"] for record in records(folder)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (folder / "launch").is_dir()
+
+
 def hold_at_step_3(*arguments: str) -> None:
     """On a rank: the command, with a third step that lasts."""
     from megamem.pipeline.base import TrainingEngine

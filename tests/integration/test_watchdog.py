@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from megamem.errors import MegamemError, StuckRankError
-from megamem.training.watchdog import Sighting, diagnose
+from megamem.training.watchdog import Sighting, Watchdog, diagnose
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
@@ -206,6 +208,13 @@ class TestDiagnose:
     def test_the_lowest_rank_of_equals(self):
         found = self.diagnose(r1=(5, 11, 1, False), r0=(5, 11, 1, False))
         assert found == (0, "makes no progress")
+
+
+@pytest.mark.parametrize(("host", "said"), [("elsewhere", " on elsewhere"), (socket.gethostname(), "")])
+def test_hosts_are_named_where_there_are_several(host, said):
+    dog = Watchdog(SimpleNamespace(rank=0, world_size=1), STALL_S)
+    dog._heard = {1: f"1|1|0|{host}:12|step 3: a: b"}
+    assert dog._where(f"{host}:12") == said
 
 
 @pytest.mark.distributed

@@ -43,7 +43,7 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
         "tokenization",
     },
-    "launchers": {"megamem.errors"},
+    "launchers": {"megamem.config", "megamem.errors"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
@@ -52,7 +52,11 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
     },
-    "megamem.study": {"megamem.config", "megamem.errors", "megamem.training"},
+    "megamem.preflight": {"megamem.errors", "megamem.planning", "megamem.training"},
+    "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
+    "megamem.study": {
+        "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
+    },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
 # the command line may import everything
@@ -63,6 +67,10 @@ COMMANDS = {
     "megamem.cli_checkpoint",
     "megamem.cli_models",
     "megamem.cli_study",
+    "megamem.cli_preflight",
+    "megamem.cli_watch",
+    "megamem.cli_launch",
+    "megamem.cli_wandb",
     "megamem.verify_resume",
     "megamem.demo",
     "megamem.__main__",

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from launchers.local import exit_code
+from launchers.codes import of_ranks
 from megamem.errors import STOPPED, ConfigError, DataError, NonFiniteError, StuckRankError
 
 
@@ -21,15 +21,15 @@ from megamem.errors import STOPPED, ConfigError, DataError, NonFiniteError, Stuc
     ],
 )
 def test_a_telling_code_goes_first(codes, code, capsys):
-    assert exit_code(codes) == code
+    assert of_ranks(codes) == code
     assert capsys.readouterr().err == ""
 
 
 def test_a_rank_killed_by_a_signal_is_named(capsys):
-    assert exit_code({3: -signal.SIGSEGV, 0: 1}) == 128 + signal.SIGSEGV
+    assert of_ranks({3: -signal.SIGSEGV, 0: 1}) == 128 + signal.SIGSEGV
     assert capsys.readouterr().err == "megamem: rank 3 was killed by SIGSEGV\n"
 
 
 def test_a_rank_that_lost_its_connection_first_does_not_hide_the_killed_one(capsys):
-    assert exit_code({0: 1, 1: -signal.SIGKILL}) == 128 + signal.SIGKILL
+    assert of_ranks({0: 1, 1: -signal.SIGKILL}) == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err

@@ -14,11 +14,15 @@ import yaml
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError, RunFolderError
 from megamem.study import queue
+from megamem.study.collect import records
 from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
-from megamem.study.queue import Queue, records, tasks
+from megamem.study.journal import read_journal
+from megamem.study.queue import Queue, tasks
 from megamem.study.report import write_report
-from megamem.study.tables import cells, markdown
+from megamem.study.states import run_states
+from megamem.study.tables import cells, filled, markdown
+from megamem.training.run_folder import RunLock
 
 RUN = {
     "name": "small",
@@ -171,9 +175,10 @@ def test_runs_then_readings_then_nothing_more(study, fake):
     assert (len(again.done), said, len(fake())) == (10, [], 10)
     found = records(study, planned_runs(study))
     assert len(found) == 10
-    assert found[0] == {
+    assert found[0].items() >= {
         "model": "plain", "width": "narrow", "seed": "3", "reading": "trained", "run": "plain-narrow-3", "val_loss": 3
-    }  # fmt: skip
+    }.items()  # fmt: skip
+    assert {history.state for history in read_journal(study.folder / "pair").values()} == {"ended"}
 
 
 def test_a_reading_defined_otherwise_is_made_again(study, fake):
@@ -193,6 +198,33 @@ def test_one_process_at_a_time(study, fake):
         with pytest.raises(RunFolderError, match="another process is running this study"):
             run(study)
     assert not queue.config_file(study, planned_runs(study)[0]).exists(), "the other's configurations are left alone"
+
+
+def test_a_run_that_a_killed_queue_left_behind_is_waited_for(study, fake):
+    """Its lock is held; the queue goes on with the others, and starts it once the lock is free."""
+    left, said = planned_runs(study)[0], []
+    lock = RunLock(left.folder)
+    lock.take()
+    others_are_done = lambda done, total: lock.__exit__() if done == total - 1 else None  # noqa: E731
+    outcome = Queue(study, said.append, others_are_done).run(planned_runs(study))
+    assert (len(outcome.done), outcome.failed) == (10, [])
+    waiting = [line for line in said if "waits" in line]
+    assert len(waiting) == 1
+    assert waiting[0] == f"plain-narrow-3: waits for the end of another process that writes {left.folder}"
+    trained = [call for call in fake() if call.startswith("train")]
+    assert trained[-1].endswith("plain-narrow-3.yaml"), "last, once it was free"
+
+
+def test_runs_say_in_weights_and_biases_what_they_are(study):
+    run = planned_runs(study)[-1]
+    shown = run.config.logging.wandb
+    assert (shown.group, shown.tags) == ("pair", ("model:memory", "width:wide", "seed:4"))
+    assert run.tree["logging"]["wandb"] == {"group": "pair", "tags": ["model:memory", "width:wide", "seed:4"]}
+    own = {"logging.wandb.group": "ours", "logging.wandb.tags": ["small"]}
+    named = planned_runs(study.model_copy(update={"change": {**study.change, **own}}))[-1].config.logging.wandb
+    assert (named.group, named.tags[:2]) == ("ours", ("small", "model:memory"))
+    without = planned_runs(study.model_copy(update={"change": {**study.change, "logging.wandb.mode": "disabled"}}))[-1]
+    assert without.tree["logging"]["wandb"] == {"mode": "disabled"}
 
 
 def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):
@@ -228,6 +260,9 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     assert [task.name for task in outcome.failed] == ["memory-wide-3"]
     assert any(f"memory-wide-3: failed ({code}); see " in line for line in said)
     assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
+    (failed,) = [state for state in run_states(study, planned_runs(study)) if state.state != "done"]
+    assert (failed.run.name, failed.state, failed.readings) == ("memory-wide-3", "failed", (0, 1))
+    assert failed.failures == (f"trained: exit code {code}",)
     assert len(outcome.done) == 8, "everything else, but for its reading"
 
 
@@ -245,6 +280,8 @@ def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch)
     outcome, _, _ = run(study)
     assert outcome.stopped
     assert not outcome.failed
+    states = {state.run.name: state.state for state in run_states(study, planned_runs(study))}
+    assert (states["memory-narrow-3"], states["memory-wide-4"]) == ("stopped", "waiting")
     assert time.monotonic() - begin < 20
     assert len(outcome.done) == 2
     monkeypatch.delenv("HANGS")
@@ -270,7 +307,7 @@ def test_cells_are_means_over_seeds(study, fake):
     assert losses["memory", "wide"].mean == 5.5
     assert losses["memory", "wide"].spread == pytest.approx(0.5**0.5)
     assert ("plain", "wide") not in losses
-    text = markdown(study, study.tables[0], losses)
+    text = markdown(study.tables[0], filled(study, study.tables[0], losses))
     assert "| model | narrow | wide | wide, published |" in text
     assert "| memory | 4.5 ± 0.71 | 5.5 ± 0.71 | 1.5 |" in text
     assert "| plain | 3.5 ± 0.71 |  |  |" in text
@@ -286,7 +323,7 @@ def test_differences_are_paired_by_seed(study, fake):
     assert set(paired) == {("memory", "narrow")}, "wide has nothing to be compared with"
     assert paired["memory", "narrow"].values == (1.0, 1.0)
     assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
-    assert "`val_loss` minus that of plain, seed by seed" in markdown(study, table, paired)
+    assert "`val_loss` minus that of plain, seed by seed" in filled(study, table, paired).note
     # a seed that one of the two has no figure of is in no difference
     del found[0]["val_loss"]
     assert cells(study, table, found)["memory", "narrow"].seeds == ("4",)
@@ -312,6 +349,7 @@ def test_a_run_that_diverged_is_left_out_and_said(study, fake):
 
 def test_the_report(study, fake):
     assert write_report(study)[0] == "", "nothing has run yet"
+    assert "6 runs: 6 waiting" in (study.folder / "pair" / "report.html").read_text()
     run(study)
     text, folder = write_report(study)
     assert "### Losses" in text

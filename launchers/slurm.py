@@ -1,0 +1,120 @@
+"""The batch script of a job on SLURM."""
+
+from __future__ import annotations
+
+import shlex
+
+from launchers.job import Job
+from megamem.errors import FINAL, STOPPED
+
+_START = """\
+set -uo pipefail
+cd {work} || exit 1
+{prepare}
+folder={folder}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
+
+# SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
+stopping=
+trap 'asked=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+# one task per node; its shell learns from SLURM which node it is
+# shellcheck disable=SC2016
+{srun} bash -c {task} &
+step=$!
+asked=1
+while [ -n "$asked" ]; do  # a signal interrupts the wait
+  asked=
+  wait "$step"
+  code=$?
+done
+
+# an agent that had not begun yet is killed by the signal
+if [ -n "$stopping" ] && [ "$code" = 143 ]; then code={stopped}; fi
+
+# see docs/exit_codes.md
+case $code in
+  0) exit 0 ;;
+  {final}) echo "ended with $code, which trying again does not mend"; exit "$code" ;;
+  {stopped})
+{at_stop} ;;
+  *)
+    echo "$code" >> "$folder/failures"
+    if [ "$(wc -l < "$folder/failures")" -gt {restarts} ]; then
+      echo "ended with $code after {restarts} requeue(s) (max_restarts)"
+      exit "$code"
+    fi ;;
+esac
+# a job that was cancelled, or that SLURM requeues itself, is not RUNNING any more
+if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  echo "ended with $code; requeued, the run goes on from its newest checkpoint"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def batch_script(job: Job) -> str:
+    """The script, for sbatch."""
+    return "\n".join(["#!/bin/bash", "# Written by `megamem launch`; sbatch takes it.", *_options(job), "", _body(job)])
+
+
+def _options(job: Job) -> list[str]:
+    cluster, slurm = job.cluster, job.cluster.slurm
+    options: dict[str, str | int | None] = {
+        "job-name": job.label(),
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "output": f"{job.folder}/slurm-%j.log",
+        "open-mode": "append",
+        "requeue": None,
+        "signal": f"B:TERM@{cluster.stop_seconds}",
+        "time": slurm.time,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        **slurm.sbatch,
+    }
+    if cluster.fewest_nodes < cluster.nodes:
+        options["no-kill"] = None  # the job outlives a node
+    without = {"requeue", "no-kill"} | {name for name, value in slurm.sbatch.items() if value is None}
+    return [
+        f"#SBATCH --{name}" + ("" if name in without else f"={shlex.quote(str(value))}")
+        for name, value in options.items()
+        if value is not None or name in without
+    ]
+
+
+def _body(job: Job) -> str:
+    slurm, cluster = job.cluster.slurm, job.cluster
+    prepare = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    prepare += [f"module load {shlex.quote(module)}" for module in slurm.modules]
+    if slurm.venv:
+        # an activate script may ask for variables that are not set
+        prepare += ["set +u", f"source {shlex.quote(str(slurm.venv / 'bin' / 'activate'))}", "set -u"]
+    srun = ["srun", "--kill-on-bad-exit=0", "--open-mode=append", f"--output={job.folder}/%n-%N.log"]
+    if cluster.fewest_nodes < cluster.nodes:
+        srun.append("--no-kill")
+    if slurm.container and slurm.container_with == "pyxis":
+        mounts = f"{job.work}:{job.work}"
+        srun += [f"--container-image={slurm.container}", f"--container-mounts={mounts}"]
+        srun += [f"--container-workdir={job.work}"]
+    if slurm.container and slurm.container_with == "apptainer":
+        srun += ["apptainer", "exec", "--nv", "--bind", str(job.work), "--pwd", str(job.work), slurm.container]
+    node = (
+        ' --job "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --head "$MEGAMEM_HEAD" --port "$MEGAMEM_PORT"'
+        ' --node-rank "$SLURM_NODEID" --address "$SLURMD_NODENAME" -- '
+    )
+    task = f"exec {shlex.join(job.agent())}{node}{shlex.join(job.train())}"
+    at_stop = "    : ;" if job.again else '    echo "stopped as training.stop_after says"; exit "$code"'
+    return _START.format(
+        work=shlex.quote(str(job.work)),
+        prepare="\n".join(prepare) or "# the environment is that of sbatch",
+        folder=shlex.quote(str(job.folder)),
+        port=cluster.port,
+        srun=shlex.join(srun),
+        task=shlex.quote(task),
+        final="|".join(str(code) for code in sorted(FINAL)),
+        stopped=STOPPED,
+        at_stop=at_stop,
+        restarts=cluster.max_restarts,
+    )

@@ -1,0 +1,85 @@
+"""What is kept of a job before it starts: enough to say later what ran, with which code, and to start it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+from launchers.config import looks_secret
+from megamem.errors import RunFolderError
+
+PREFIXES = ("NCCL_", "CUDA_", "GLOO_", "TORCH_", "SLURM_", "OMP_", "MEGAMEM_")
+"""Environment variables that are written down; not those whose names say secret."""
+
+
+def snapshot_folder(run_folder: Path) -> Path:
+    """Where the snapshot of a job that starts now goes: `launch/<UTC time>`, not made yet."""
+    return run_folder / "launch" / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def write_snapshot(folder: Path, files: Mapping[str, str]) -> None:
+    """Make `folder` with `files`, the code's version, packages and environment. Raises RunFolderError."""
+    try:
+        folder.mkdir(parents=True)
+        (folder / "snapshot.json").write_text(json.dumps(facts(), indent=2) + "\n", encoding="utf-8")
+        (folder / "packages.txt").write_text("\n".join(packages()) + "\n", encoding="utf-8")
+        if (diff := _git("diff", "HEAD")) is not None and diff.strip():
+            (folder / "changes.diff").write_text(diff, encoding="utf-8")
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise RunFolderError(f"{folder}: another launch of this run began in the same second; try again") from None
+    except OSError as error:
+        raise RunFolderError(f"{folder}: cannot be written ({error.strerror}); choose another `runs_folder`") from None
+
+
+def facts() -> dict[str, Any]:
+    """Command, code version, machine and environment."""
+    revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return {
+        "command": sys.argv,
+        "work": str(Path.cwd()),
+        "megamem": version("megamem"),
+        "revision": revision.strip() if revision else None,
+        "changed": status.splitlines() if status is not None else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "environment": environment(os.environ),
+    }
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of `PREFIXES` that are no secrets."""
+    return {
+        name: value for name, value in sorted(variables.items()) if name.startswith(PREFIXES) and not looks_secret(name)
+    }
+
+
+def packages() -> list[str]:
+    """Every installed distribution as `name==version`."""
+    found = {(dist.metadata["Name"], dist.version) for dist in distributions()}
+    return [f"{name}=={number}" for name, number in sorted(found, key=lambda item: str(item[0]).lower())]
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the folder of the code; None where it is not under git."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            cwd=Path(__file__).parent,
+        )
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None

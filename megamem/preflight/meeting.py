@@ -1,0 +1,90 @@
+"""Ranks meet through the job's store only: it answers while a link or a rank does not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from megamem.errors import MegamemError
+
+T = TypeVar("T")
+MARGIN_S = 30.0
+"""Others may come so much earlier to a meeting than rank 0 does."""
+
+
+class LateError(Exception):
+    """Something did not end in time."""
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns. Raises LateError after `seconds`: its thread is left behind, there is no way to end it."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise LateError(f"did not end within {seconds:g} s")
+    return results[0]
+
+
+class Meeting:
+    """Gathers plain data from the ranks that answer. All ranks make the same calls."""
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        """store: of the job, used by nobody else under the same prefix."""
+        self.store, self.rank = store, rank
+        self.present = set(range(world))
+        """Ranks that have answered every time."""
+        self._count = 0
+
+    def gather(self, value: Any, timeout_s: float) -> dict[int, Any]:
+        """Every rank's value (plain data), on every rank. Nobody goes on before all are there, or the time is up.
+
+        Ranks that rank 0 has not heard of within `timeout_s` are left out, now and at all later meetings.
+        Raises: MegamemError if this rank was left out or rank 0 does not answer.
+        """
+        self._count += 1
+        self.store.set(f"{self._count}/{self.rank}", json.dumps(value))
+        every = f"{self._count}/all"
+        if self.rank == 0:
+            found = self._collect(timeout_s)
+            self.store.set(every, json.dumps(found))
+        else:
+            try:
+                self.store.wait([every], timedelta(seconds=timeout_s + MARGIN_S))
+            except DistStoreError:
+                raise MegamemError(f"rank 0 does not answer for {timeout_s + MARGIN_S:g} s") from None
+            found = {int(rank): theirs for rank, theirs in json.loads(self.store.get(every)).items()}
+        if self.rank not in found:
+            raise MegamemError(f"rank {self.rank} was too late: rank 0 went on without it after {timeout_s:g} s")
+        self.present = set(found)
+        return found
+
+    def _collect(self, timeout_s: float) -> dict[int, Any]:
+        deadline = time.monotonic() + timeout_s
+        found = {}
+        for rank in sorted(self.present):
+            key = f"{self._count}/{rank}"
+            try:
+                self.store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            except DistStoreError:
+                continue
+            found[rank] = json.loads(self.store.get(key))
+        return found

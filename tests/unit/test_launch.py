@@ -1,0 +1,352 @@
+"""What `megamem launch` writes for each target, what it refuses, and what it keeps of a job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from launchers import ssh
+from launchers.config import LaunchConfig
+from launchers.snapshot import environment
+from megamem.cli_launch import _job, _load, _script, launch
+from megamem.config.load import load_config
+from megamem.config.run import RunConfig
+from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
+from tests.integration.commands import run_tree, write_config
+from tests.unit.data_helpers import make_shards
+
+CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folder with tokenizer/, train/ and validation/."""
+    root = tmp_path_factory.mktemp("data")
+    make_shards(root, (800, 700), name="train", seed=0)
+    make_shards(root, (300,), name="validation", seed=100)
+    return root
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    """A run of 8 sequences a step, two rows at once."""
+    training = {"batch_tokens": 1024, "micro_batch_size": 2}
+    return write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", training=training))
+
+
+def script(config, on, *overrides, cluster=None):
+    """Text of what is written for a target."""
+    settings, nodes = _load(config, list(overrides), cluster)
+    files = _script(_job(settings, nodes, on), settings, on)
+    (text,) = files.values()
+    return text
+
+
+def options(text):
+    """The #SBATCH lines of a script."""
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
+    return {name: shlex.split(value)[0] if value else "" for name, value in found}
+
+
+def srun_task(text):
+    """Words of the srun command, and of the shell it runs on each node."""
+    words = shlex.split(re.search(r"^srun .*(?= &$)", text, re.MULTILINE)[0])
+    return words, shlex.split(words[-1])
+
+
+def option(words, name):
+    return words[words.index(name) + 1]
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+    def test_shipped_files_load_and_explain_every_value(self, path, config):
+        assert path.stem in {"slurm", "kubernetes", "ssh"}
+        cluster = load_config(LaunchConfig, path)
+        section = getattr(cluster, path.stem)
+        for line in path.read_text().splitlines():
+            assert "#" in line or re.fullmatch(r"\w+:", line), f"{line}: no comment"
+        given = yaml.safe_load(path.read_text())
+        assert set(given[path.stem]) == set(section.__pydantic_fields__), "every field of the target is shown"
+        ranks = cluster.nodes * cluster.processes_per_node
+        fitting = ("parallel.tp=4", f"training.batch_tokens={128 * ranks}", "training.micro_batch_size=1")
+        assert script(config, path.stem, *fitting, cluster=path)
+
+    def test_overrides_find_the_run_or_the_cluster(self, config):
+        overrides = ["slurm.partition=gpu", "training.steps=7", "nodes=2", "optimizer.lr=1e-3"]
+        settings, cluster = _load(config, overrides, None)
+        assert (settings.steps, settings.optimizer.lr) == (7, 1e-3)
+        assert (cluster.nodes, cluster.slurm.partition) == (2, "gpu")
+        assert not set(LaunchConfig.__pydantic_fields__) & set(RunConfig.__pydantic_fields__), "a key has one owner"
+
+    @pytest.mark.parametrize(
+        ("on", "overrides", "line"),
+        [
+            ("slurm", ["slurm.partion=gpu"], r"slurm\.partion: unknown key; did you mean 'partition'\?"),
+            ("slurm", ["min_nodes=3", "nodes=2"], "min_nodes 3 is more than nodes 2"),
+            ("slurm", ["slurm.time=tomorrow"], r"slurm\.time: .*\(got 'tomorrow'\)"),
+            ("slurm", ["slurm.sbatch={nodes: 3}"], r"slurm\.sbatch: 'nodes' is set by the launcher"),
+            ("slurm", ["slurm.sbatch={-N: 3}"], r"slurm\.sbatch: '-N' is no long option of sbatch"),
+            ("slurm", ["slurm.partition=a b"], r"slurm\.partition: "),
+            ("slurm", ["environment.WANDB_API_KEY=1"], "environment: WANDB_API_KEY looks like a secret"),
+            (
+                "slurm",
+                ["nodes=3"],
+                "processes_per_node: not given, and PP 1 x TP 1 x DP 1 = 1 ranks cannot be spread over",
+            ),
+            (
+                "slurm",
+                ["nodes=3", "processes_per_node=1"],
+                "nodes 3 x processes_per_node 1: training.batch_tokens: 8 sequences .* use a multiple of 6",
+            ),
+            (
+                "slurm",
+                ["nodes=2", "processes_per_node=1", "parallel.dp=1"],
+                r"nodes 2 x processes_per_node 1: parallel\.dp: 1 .* needs 1 processes",
+            ),
+            (
+                "slurm",
+                ["nodes=2", "min_nodes=1", "processes_per_node=1", "parallel.pp=2"],
+                "min_nodes 1 x processes_per_node 1: parallel: 1 processes cannot be split",
+            ),
+            ("local", ["nodes=2", "processes_per_node=1"], "nodes: 2 do not go with --on local"),
+            ("ssh", ["processes_per_node=1"], r"ssh\.hosts: 0 given, but nodes is 1"),
+            ("ssh", ["nodes=2", "processes_per_node=1", "ssh.hosts=[a, a]"], r"ssh\.hosts: a, a names a host twice"),
+            ("ssh", ["ssh.hosts=['-oProxyCommand=x']"], r"ssh\.hosts\.0: "),
+            ("kubernetes", [], r"kubernetes\.image: required"),
+        ],
+    )
+    def test_what_cannot_be_is_one_line_that_names_the_field(self, config, tmp_path, on, overrides, line):
+        with pytest.raises(ConfigError, match=line) as caught:
+            launch(config, overrides, on=on)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "runs").exists(), "nothing was written"
+
+    def test_node_counts_that_batch_and_layout_fit(self, config):
+        def fits(*overrides):
+            return _job(*_load(config, ["nodes=4", "processes_per_node=1", *overrides], None), "slurm").fits
+
+        assert fits() == (4,)
+        assert fits("min_nodes=1") == (1, 2, 4)  # 3 x 2 rows do not divide 8
+        assert fits("min_nodes=2", "parallel.pp=2") == (2, 4)
+
+
+class TestSlurm:
+    def test_options(self, config, tmp_path):
+        text = script(
+            config, "slurm", "nodes=2", "processes_per_node=2", "stop_seconds=90", "slurm.partition=gpu",
+            "slurm.account=me", "slurm.time=1-12", "slurm.sbatch={gpus-per-node: 2, exclusive: null, comment: a b}",
+        )  # fmt: skip
+        found = options(text)
+        folder = str(tmp_path / "runs" / "run" / "launch")
+        assert found.pop("output").startswith(folder)
+        assert found == {
+            "job-name": "run", "nodes": "2", "ntasks-per-node": "1", "open-mode": "append", "requeue": "",
+            "signal": "B:TERM@90", "time": "1-12", "partition": "gpu", "account": "me", "gpus-per-node": "2",
+            "exclusive": "", "comment": "a b",
+        }  # fmt: skip
+        assert "no-kill" in options(script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=1"))
+
+    def test_each_node_runs_an_agent(self, config):
+        text = script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=2", "max_restarts=5", "port=30000")
+        words, task = srun_task(text)
+        assert words[:2] == ["srun", "--kill-on-bad-exit=0"]
+        assert words[-3:-1] == ["bash", "-c"]
+        assert task[:5] == ["exec", "python", "-m", "megamem", "agent"]
+        assert option(task, "--nodes") == "1,2"
+        assert option(task, "--processes") == "2"
+        assert option(task, "--max-restarts") == "5"
+        assert option(task, "--node-rank") == "$SLURM_NODEID"
+        assert task[task.index("--") + 1] == "train"
+        assert task[-1].endswith("/config.yaml")
+        assert "MEGAMEM_PORT=$((30000 + SLURM_JOB_ID % 1000))" in text
+
+    @pytest.mark.parametrize(
+        ("container", "words"),
+        [
+            ("pyxis", ["--container-image=/i m.sqsh"]),
+            ("apptainer", ["apptainer", "exec", "--nv", "/i m.sqsh"]),
+        ],
+    )
+    def test_modules_environment_and_containers(self, config, container, words):
+        image = words[-1].rpartition("=")[2].replace(" ", "")
+        text = script(
+            config, "slurm", "slurm.modules=[cuda/12.8]", "slurm.venv=/opt/my env", "environment={A: 'b c', N: 3}",
+            f"slurm.container={image}", f"slurm.container_with={container}",
+        )  # fmt: skip
+        assert "\nexport A='b c'\nexport N=3\nmodule load cuda/12.8\n" in text
+        assert "\nsource '/opt/my env/bin/activate'\n" in text
+        assert {word.replace(" ", "") for word in words} <= set(srun_task(text)[0])
+
+    @pytest.mark.parametrize("overrides", [(), ("training.stop_after=1",), ("slurm.container=a", "nodes=1")])
+    def test_bash_reads_it(self, config, overrides):
+        text = script(config, "slurm", *overrides)
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize(
+        ("code", "state", "overrides", "requeued", "ends_with"),
+        [
+            (0, "RUNNING", (), False, 0),
+            (STOPPED, "RUNNING", (), True, STOPPED),
+            (STOPPED, "CANCELLED", (), False, STOPPED),
+            (STOPPED, "RUNNING", ("training.stop_after=1",), False, STOPPED),
+            (6, "RUNNING", (), True, 6),
+            (NodesMissingError.exit_code, "RUNNING", (), True, NodesMissingError.exit_code),
+            (137, "RUNNING", (), True, 137),
+            (6, "RUNNING", ("max_restarts=0",), False, 6),
+            *((code, "RUNNING", (), False, code) for code in sorted(FINAL)),
+        ],
+    )
+    def test_what_is_tried_again(self, config, tmp_path, code, state, overrides, requeued, ends_with):
+        """The script in a real shell, with SLURM's commands played by functions of it."""
+        text = script(config, "slurm", *overrides)
+        folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
+        folder.mkdir(parents=True)
+        log = tmp_path / "scontrol"
+        played = (
+            f"srun() {{ return {code}; }}; squeue() {{ echo {state}; }}\n"
+            f'scontrol() {{ [ "$1" = show ] && echo head-node || echo "$@" >> {log}; }}\n'
+        )
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == ends_with, done.stderr
+        assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
+        failures = folder / "failures"
+        counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
+        assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
+
+
+class TestSsh:
+    OVERRIDES = ("nodes=2", "processes_per_node=1", "ssh.hosts=[node-a, 10.0.0.2]", "ssh.user=me", "ssh.port=2222")
+
+    def test_commands(self, config):
+        text = script(config, "ssh", *self.OVERRIDES, 'environment={A: "it\'s $HOME"}', "ssh.folder=/my work")
+        first, second = (shlex.split(line) for line in text.splitlines())
+        assert first[:3] == ["ssh", "-p", "2222"]
+        assert "BatchMode=yes" in first
+        assert (first[-2], second[-2]) == ("me@node-a", "me@10.0.0.2")
+        there = shlex.split(second[-1])
+        assert there[:6] == ["cd", "/my work", "&&", "exec", "env", "A=it's $HOME"]
+        assert option(there, "--head") == "node-a"
+        assert option(there, "--node-rank") == "1"
+        assert option(there, "--address") == "10.0.0.2"
+        assert "--listen" in there
+
+    @pytest.mark.parametrize(
+        ("scripts", "code"),
+        [
+            (["exit 0", "exit 0"], 0),
+            (["exit 1", "exit 3"], 3),
+            (["exit 75", "exit 75"], STOPPED),
+            (["exit 137", "exit 1"], 137),
+        ],
+    )
+    def test_one_code_and_output_by_host(self, config, monkeypatch, capfd, scripts, code):
+        assert self.run(config, monkeypatch, [f"echo to out; echo to err >&2; {last}" for last in scripts]) == code
+        out, err = capfd.readouterr()
+        assert sorted(out.splitlines()) == ["[10.0.0.2] to out", "[node-a] to out"]
+        assert sorted(err.splitlines()) == ["[10.0.0.2] to err", "[node-a] to err"]
+
+    def test_a_host_that_cannot_be_reached_ends_the_others(self, config, monkeypatch):
+        """Those see the end of their input."""
+        with pytest.raises(NodesMissingError, match=r"ssh\.hosts: node-a: ssh could not connect"):
+            self.run(config, monkeypatch, ["exit 255", "cat; exit 75"])
+
+    def run(self, config, monkeypatch, scripts):
+        job = _job(*_load(config, list(self.OVERRIDES), None), "ssh")
+        played = {host: ["sh", "-c", text] for host, text in zip(job.cluster.ssh.hosts, scripts, strict=True)}
+        monkeypatch.setattr(ssh, "commands", lambda job, token: played)
+        return ssh.run_ssh(job)
+
+
+class TestKubernetes:
+    FULL = ("kubernetes.image=i", "nodes=2", "processes_per_node=2")
+
+    def test_an_indexed_job(self, config):
+        settings, service, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "max_restarts=2"))
+        assert RunConfig.model_validate(yaml.safe_load(settings["data"]["config.yaml"])).name == "run"
+        spec, pod = job["spec"], job["spec"]["template"]["spec"]
+        name = job["metadata"]["name"]
+        assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+        assert spec["backoffLimit"] == 4
+        assert pod["subdomain"] == service["metadata"]["name"] == name
+        (container,) = pod["containers"]
+        assert option(container["command"], "--head") == f"{name}-0.{name}"
+        assert option(container["command"], "--node-rank") == "$(JOB_COMPLETION_INDEX)"
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+        fails = spec["podFailurePolicy"]["rules"][0]
+        assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", sorted(FINAL))
+
+    def test_a_run_that_stops_itself_is_not_started_again(self, config):
+        *_, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "training.stop_after=1"))
+        rules = job["spec"]["podFailurePolicy"]["rules"]
+        assert STOPPED in rules[0]["onExitCodes"]["values"]
+        assert all(STOPPED not in rule.get("onExitCodes", {}).get("values", []) for rule in rules[1:])
+
+    def test_a_pytorch_job(self, config):
+        _, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "kubernetes.kind=PyTorchJob"))
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        assert {kind: replica["replicas"] for kind, replica in replicas.items()} == {"Master": 1, "Worker": 1}
+        (container,) = replicas["Worker"]["template"]["spec"]["containers"]
+        assert option(container["command"], "--head") == f"{job['metadata']['name']}-master-0"
+        assert option(container["command"], "--node-rank") == "$(RANK)"
+
+
+class TestSnapshot:
+    def test_a_dry_run_prints_and_writes_nothing(self, config, tmp_path, capsys):
+        launch(config, ["nodes=1"], on="slurm", dry_run=True)
+        out = capsys.readouterr().out
+        for name in ("config.yaml", "cluster.yaml", "job.sh"):
+            assert re.search(rf"^# .*/launch/\d{{8}}T\d{{6}}Z/{name}$", out, re.MULTILINE)
+        assert "#!/bin/bash" in out
+        assert not (tmp_path / "runs").exists()
+
+    def test_what_is_kept(self, config, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+        monkeypatch.setenv("SLURM_JWT", "secret")
+        monkeypatch.setenv("MEGAMEM_TOKEN", "secret")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with pytest.raises(typer.Exit) as ended:
+            launch(config, ["training.steps=9"], on="slurm")
+        assert ended.value.exit_code == 0
+        (folder,) = (tmp_path / "runs" / "run" / "launch").iterdir()
+        assert f"to start it: sbatch {folder}/job.sh" in capsys.readouterr().out
+        assert load_config(RunConfig, folder / "config.yaml").steps == 9
+        assert load_config(LaunchConfig, folder / "cluster.yaml") == LaunchConfig()
+        facts = json.loads((folder / "snapshot.json").read_text())
+        assert {"command", "megamem", "revision", "changed", "python", "environment"} <= set(facts)
+        assert re.fullmatch(r"[0-9a-f]{40}", facts["revision"])
+        assert facts["environment"]["NCCL_DEBUG"] == "INFO"
+        assert not [path for path in folder.iterdir() if "secret" in path.read_text().replace("env_secret", "")]
+        packages = dict(line.split("==", 1) for line in (folder / "packages.txt").read_text().splitlines())
+        assert {"torch", "deepspeed", "megamem"} <= set(packages)
+
+    def test_environment_is_an_allow_list(self):
+        given = {"NCCL_A": "1", "OMP_NUM_THREADS": "2", "HOME": "/root", "SLURM_JWT": "x", "CUDA_API_KEY": "x"}
+        assert environment(given) == {"NCCL_A": "1", "OMP_NUM_THREADS": "2"}
+
+    def test_submit_says_what_the_scheduler_said(self, config, tmp_path, monkeypatch, capsys):
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+        sbatch = programs / "sbatch"
+        sbatch.write_text("#!/bin/sh\necho Submitted batch job 41\n")
+        sbatch.chmod(0o755)
+        with pytest.raises(typer.Exit):
+            launch(config, on="slurm", submit=True)
+        assert "Submitted batch job 41" in capsys.readouterr().out
+        sbatch.write_text("#!/bin/sh\necho 'invalid\npartition' >&2; exit 1\n")
+        with pytest.raises(MegamemError, match="invalid partition"):
+            launch(config, ["name=other"], on="slurm", submit=True)
+        sbatch.unlink()
+        monkeypatch.setenv("PATH", str(programs))
+        with pytest.raises(DependencyError, match="sbatch is not installed here"):
+            launch(config, ["name=another"], on="slurm", submit=True)
