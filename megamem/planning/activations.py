@@ -62,6 +62,7 @@ class Activations:
     def __init__(self, model: ModelConfig, precision: Precision, chunks: int) -> None:
         self.model, self.dtype, self.chunks = model, DTYPES[precision], chunks
         self._found: dict[tuple[str, bool, bool], _Lines] = {}
+        self._read_off: dict[tuple[str, Share], list[PartBytes]] = {}
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Of a layer, for each chunk of a sequence."""
@@ -84,7 +85,9 @@ class Activations:
         key = name, share.recompute, share.sequence_parallel
         if key not in self._found:
             self._found[key] = _Lines(self, layers, share)
-        return self._found[key].at(share)
+        if (name, share) not in self._read_off:
+            self._read_off[name, share] = self._found[key].at(share)
+        return self._read_off[name, share]
 
 
 class _Measured(NamedTuple):

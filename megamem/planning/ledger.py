@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 LARGE = 2**14
 """Bytes of operands from which on floating-point results are not computed: they would take nearly all of the time."""
@@ -43,13 +44,13 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, or make room for its results, and enter their storages; operands were there before."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.enter_storage(leaf, counted=False)
-        out = _run(func, args, kwargs or {})
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.enter_storage(leaf)
+        kwargs = kwargs or {}
+        operands = list(_tensors((*args, *kwargs.values())))
+        for operand in operands:
+            self.enter_storage(operand, counted=False)
+        out = _run(func, args, kwargs, sum(operand.nbytes for operand in operands))
+        for result in _tensors((out,)):
+            self.enter_storage(result)
         self.course.append(self.live)
         return out
 
@@ -68,14 +69,23 @@ class Ledger(TorchDispatchMode):
         self.live -= size
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's results; only room for them where operands are large and results are floating-point numbers."""
-    leaves, structure = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    size = sum(tensor.nbytes for tensor in tensors)
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Among arguments or results of an operation, which come alone or in lists. (pytree takes ten times as long.)"""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
+    """The operation's results; only room for them where operands are large and results are floating-point numbers.
+
+    size: bytes of operands.
+    """
     if size < LARGE or func in _VIEWS or (func in _CHOOSE and size < _CHOICES):
         return func(*args, **kwargs)
-    key = (func, structure, *map(_description, leaves))
+    key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
     if key not in _results:
         _results[key] = _shapes(func, args, kwargs)
     found = _results[key]
@@ -83,7 +93,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if found is _IN_PLACE:
         return args[0]
-    return tree_map(_room, found)
+    return _room(found) if isinstance(found, Tensor) else tree_map(_room, found)
 
 
 _IN_PLACE = object()
@@ -110,6 +120,8 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
 def _description(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_description, value))
     return type(value), value
 
 
@@ -122,10 +134,13 @@ def _without_values(value: Any) -> Any:
 
 
 def _room(value: Any) -> Any:
-    """Zeros, which the system makes when they are first read: they cost nothing and are the same each time."""
+    """Zeros, which the system makes when they are first read: they cost nothing and are the same each time.
+
+    A mapping of its own for each: an allocator would fill with zeros what it has used before.
+    """
     if not isinstance(value, Tensor):
         return value
     if not value.numel():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    room = torch.from_numpy(np.zeros(value.untyped_storage().nbytes(), dtype=np.uint8))
-    return room.view(value.dtype).as_strided(value.shape, value.stride())
+    room = mmap(-1, value.untyped_storage().nbytes(), flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=value.dtype).as_strided(value.shape, value.stride())

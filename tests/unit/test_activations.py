@@ -11,7 +11,7 @@ from megamem.pipeline.window import Window
 from megamem.planning import ledger
 from megamem.planning.activations import Activations, PartBytes, Share, _measure_part
 from megamem.planning.ledger import Ledger
-from megamem.planning.peak import activation_peak
+from megamem.planning.peak import step_peak
 from megamem.planning.rank_linears import RankLinears
 from tests.contract.cases import CASES
 
@@ -87,6 +87,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
                 "layers": 3, "hidden_size": 128, "heads": 4, "vocab_size": 512, "chunk_size": size, "mixer": mixer,
             },
             "data": {"sources": ["x"], "sequence_length": CHUNKS * size},
+            "parallel": {"zero_stage": 0},
             "training": {
                 "steps": 1, "batch_tokens": CHUNKS * size * rows, "micro_batch_size": rows, "precision": "fp32",
                 "bptt_chunks": bptt_chunks,
@@ -94,7 +95,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
         },
         "config",
     )  # fmt: skip
-    planned = activation_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
+    planned = step_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
     stage = Stage(config.model, RankLinears(1))
     window = Window(stage)
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
@@ -102,9 +103,8 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
         count = Ledger()
         for parameter in stage.parameters():
             parameter.data.zero_()
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = None
             count.enter_storage(parameter, counted=False)
-            count.enter_storage(parameter.grad, counted=False)
         with count:
             states = stage.initial_states(rows, torch.device("cpu"), torch.float32)
             for first in range(0, CHUNKS, bptt_chunks):
