@@ -26,7 +26,8 @@ def plan(
     devices: Annotated[int | None, typer.Option(min=1, help="how many; as configured if not given")] = None,
     device: Annotated[str, typer.Option(help="h100, h200, a100 or cpu")] = "h100",
     efficiency: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="share of a device's peak that ranks reach; 0.4 if not given")
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="share of a device's peak that ranks reach; 0.4 if not given"),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="the best layouts on the devices")] = False,
     layouts: Annotated[bool, typer.Option("--layouts", help="bytes a rank holds, by TP and PP")] = False,
@@ -52,7 +53,9 @@ def plan(
         if config is None:
             raise ConfigError("plan: nothing to plan; give a configuration, or --schedule and sizes")
         if any((stages, sequences, chunks, bptt_chunks, dp, recorded)):
-            raise ConfigError("plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only")
+            raise ConfigError(
+                "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
+            )
         _print_plan(config, overrides or [], devices, device, efficiency, search, as_json)
         return
     if draw_schedule is not None and not draw_schedule.name:

@@ -155,9 +155,7 @@ def _weight(at: float, points: Sequence[float], wanted: float) -> float:
     return (wanted - other) / (at - other)
 
 
-def _measure_part(
-    of: Activations, layers: range, share: Share, chunks: int, growing: bool = False
-) -> list[_Measured]:
+def _measure_part(of: Activations, layers: range, share: Share, chunks: int, growing: bool = False) -> list[_Measured]:
     """The first chunks, at most so many, until one costs what was to be expected."""
     stage, rows = _stage(of, layers, share), int(share.rows)
     size = of.model.chunk_size if layers else END_TOKENS

@@ -60,9 +60,7 @@ class _Gradients:
     """Taken while they are handed over."""
 
 
-def step_peak(
-    config: RunConfig, found: Activations, layers: range, stage: int, tp_size: int, dp_size: int
-) -> StepPeak:
+def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, tp_size: int, dp_size: int) -> StepPeak:
     """Of a rank that holds `layers` as `stage` of `config.parallel.pp`."""
     parallel, model, rows = config.parallel, config.model, config.training.micro_batch_size
     share = Share(rows, tp_size, config.training.recompute, parallel.sequence_parallel and tp_size > 1)

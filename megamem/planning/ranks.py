@@ -99,7 +99,9 @@ def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) 
     if pp_size > 1 and config.parallel.zero_stage > 1:
         raise LayoutError(f"parallel.zero_stage: {config.parallel.zero_stage} needs pp 1; use 0 or 1 with a pipeline")
     if pp_size > config.model.layers:
-        raise LayoutError(f"parallel.pp: {pp_size} stages for {config.model.layers} layers; at most one stage per layer")
+        raise LayoutError(
+            f"parallel.pp: {pp_size} stages for {config.model.layers} layers; at most one stage per layer"
+        )
     return [
         held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
         for layers in contiguous(planned_costs(config).place(pp_size))
