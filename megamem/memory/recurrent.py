@@ -183,7 +183,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         channels = heads * width // linears.tp_size
         # each output starts with the variance of its inputs
-        self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), shard_axis=0)
+        self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, batch, heads, width] and those of the taps - 1 tokens before; also the last taps - 1 of both."""
