@@ -182,6 +182,7 @@ class DeepMemory(RecurrentMixer):
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.config = config
+        self.unit_keys = config.normalize
         self.names = list(config.matrices(model))
         self.max_rate = config.max_rate or 1 / model.head
         self.start = StartWeights(config, model, linears) if config.start == "learned" else None

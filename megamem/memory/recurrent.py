@@ -232,6 +232,8 @@ class RecurrentMixer(Mixer):
         super().__init__(config.state_specs(model), sizes, linears.tp_size)
         self.linears = linears
         self.width = model.head
+        self.unit_keys = False
+        """Whether keys have length 1, whatever the width of heads."""
         self.groups = model.heads // model.kv
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
