@@ -1,6 +1,6 @@
 """Coordinate check of muP: how the sizes of activations go with the width after some steps of training.
 
-    python -m benchmarks.coordinate_check [--widths 64 128 256 512] [--steps 8] [--lr 0.02] [--seeds 2] [--output FILE]
+    python -m benchmarks.coordinate_check [--widths 64 128 256 512] [--steps 5] [--lr 0.002] [--seeds 1]
 
 For each mechanism, with and without `model.mup`, and with either more heads or wider heads: small models of growing
 width take AdamW steps on one batch of random tokens. Of each block's mixer, of the residual stream after it and of the
@@ -63,7 +63,8 @@ def model_of(mixer: Mapping[str, Any], width: int, growth: str, mup: bool, **mor
     heads = BASE_HEADS * width // BASE_WIDTH if growth == "more heads" else BASE_HEADS
     tree = {
         "layers": 2, "hidden_size": width, "heads": heads, "ffn_size": 2 * width, "vocab_size": VOCABULARY,
-        "chunk_size": CHUNK, "mixer": mixer, "mup": {"base_width": BASE_WIDTH, "base_heads": BASE_HEADS} if mup else None,
+        "chunk_size": CHUNK, "mixer": mixer,
+        "mup": {"base_width": BASE_WIDTH, "base_heads": BASE_HEADS} if mup else None,
         **more,
     }  # fmt: skip
     return parse_config(ModelConfig, tree, "coordinate check")
@@ -150,17 +151,88 @@ def slope(widths: Sequence[int], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
 
 
-def slopes(
-    mixer: Mapping[str, Any], growth: str, mup: bool, widths: Sequence[int], steps: int, lr: float, seeds: int = 1,
+def measured(
+    mixer: Mapping[str, Any],
+    growth: str,
+    mup: bool,
+    widths: Sequence[int],
+    steps: int,
+    lr: float,
+    seeds: int = 1,
     **more: Any,
-) -> tuple[Sizes, Sizes]:
-    """Slopes over the width of activations and of their changes, each a mean of `seeds` starts and batches."""
-    found = [
-        [sizes(model_of(mixer, width, growth, mup, **more), steps, lr, seed) for seed in range(seeds)]
-        for width in widths
-    ]  # fmt: skip
-    made = []
-    for kind in (0, 1):
-        means = [{n: statistics.mean(run[kind][n] for run in runs) for n in runs[0][kind]} for runs in found]
-        made.append({name: slope(widths, [mean[name] for mean in means]) for name in means[0]})
-    return made[0], made[1]
+) -> tuple[list[Sizes], list[Sizes]]:
+    """`sizes` by width, means over `seeds` starts and batches. more: fields of the model."""
+    kinds: tuple[list[Sizes], list[Sizes]] = [], []
+    for width in widths:
+        runs = [sizes(model_of(mixer, width, growth, mup, **more), steps, lr, seed) for seed in range(seeds)]
+        for kind, values in zip(kinds, zip(*runs, strict=True), strict=True):
+            kind.append({name: statistics.mean(value[name] for value in values) for name in values[0]})
+    return kinds
+
+
+def slopes(widths: Sequence[int], found: Sequence[Sizes]) -> Sizes:
+    """Slopes over the width of what was measured at each of them."""
+    return {name: slope(widths, [values[name] for values in found]) for name in found[0]}
+
+
+def draw(path: Path, widths: Sequence[int], curves: Mapping[str, Mapping[str, list[Sizes]]]) -> None:
+    """Changes by width: a row of panels for each mechanism, a panel for each parametrisation, a line for each place."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 2.6 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panels, (mechanism, found) in zip(
+        figure.subplots(len(curves), 2, sharey="row", squeeze=False), curves.items(), strict=True
+    ):
+        for axis, (name, values) in zip(panels, found.items(), strict=True):
+            for place in values[0]:
+                axis.plot(widths, [value[place] for value in values], marker="o", label=place)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(widths, list(map(str, widths)))
+            axis.set_title(f"{mechanism}, {name}", fontsize="medium")
+            axis.grid(alpha=0.3)
+        panels[0].set_ylabel("mean change")
+        panels[1].legend(fontsize="x-small")
+    for axis in figure.axes[-2:]:
+        axis.set_xlabel("hidden_size")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the slopes; write them and a picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--drawn", nargs="*", choices=MECHANISMS, default=["attention", "titans"])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=OUTPUT / "coordinate_check.json")
+    given = parser.parse_args(arguments)
+    fix_threads()
+    curves: dict[str, dict[str, list[Sizes]]] = {}
+    record: dict[str, dict[str, Sizes]] = {}
+    rows = []
+    for name in given.mechanisms:
+        for growth in GROWTH:
+            line = f"{name}, {growth}"
+            for mup in (True, False):
+                _, changes = measured(MECHANISMS[name], growth, mup, given.widths, given.steps, given.lr, given.seeds)
+                parametrisation = "muP" if mup else "standard"
+                curves.setdefault(line, {})[parametrisation] = changes
+                record.setdefault(line, {})[parametrisation] = slopes(given.widths, changes)
+            found = record[line].values()
+            rows.append((line, *(f"{min(made.values()):.2f} to {max(made.values()):.2f}" for made in found)))
+            print("; ".join(rows[-1]), flush=True)
+    print(table(["", "slopes with muP", "without"], rows))
+    if given.drawn:
+        chosen = {line: found for line, found in curves.items() if line in [f"{n}, wider heads" for n in given.drawn]}
+        draw(given.output.with_suffix(".png"), given.widths, chosen)
+    publish({"widths": given.widths, "steps": given.steps, "lr": given.lr, "slopes": record}, given.output)
+
+
+if __name__ == "__main__":
+    main()

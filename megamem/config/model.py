@@ -273,7 +273,9 @@ class ModelConfig(ConfigModel):
         try:
             _ = self.base
         except ValueError as error:
-            raise ValueError(f"mup: base_width {self.mup and self.mup.base_width} gives no base model: {error}") from None
+            raise ValueError(
+                f"mup: base_width {self.mup and self.mup.base_width} gives no base model: {error}"
+            ) from None
         return self
 
 

@@ -36,7 +36,9 @@ def parameter_groups(
         rate = declared.lr_scale * (scale if name in fresh else 1.0)
         groups.setdefault((decay, rate), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)  # with decay first
-    made = [{"params": p, "weight_decay": decay, "lr_scale": rate} for (decay, rate), p in ordered]
+    made: list[dict[str, Any]] = [
+        {"params": p, "weight_decay": decay, "lr_scale": rate} for (decay, rate), p in ordered
+    ]
     while len(made) < least:
         largest = max(range(len(made)), key=lambda i: len(made[i]["params"]))
         params = made[largest]["params"]

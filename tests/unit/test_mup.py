@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.coordinate_check import GROWTH, MECHANISMS, model_of, slopes
+from benchmarks.coordinate_check import GROWTH, MECHANISMS, measured, model_of, slopes
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import OptimizerConfig
@@ -16,7 +16,7 @@ from megamem.memory.base import Chunk
 from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.pipeline.optimizer import parameter_groups
-from tests.contract.cases import ALL_CASES
+from tests.contract.cases import ALL_CASES, CASES
 
 BASE = {"base_width": 64, "base_heads": 4}
 WIDTHS = (64, 128, 256)
@@ -42,25 +42,37 @@ def tokens_of(model):
     return torch.randint(model.vocab_size, (model.chunk_size, 2), generator=torch.Generator().manual_seed(0))
 
 
+def changes(name, growth, mup, **more):
+    """Slopes over the width of what five steps change."""
+    _, found = measured(MECHANISMS[name], growth, mup, WIDTHS, steps=5, lr=2e-3, **more)
+    return slopes(WIDTHS, found)
+
+
 class TestCoordinateCheck:
-    @pytest.mark.parametrize("growth", GROWTH)
-    @pytest.mark.parametrize("name", ["attention", "elastic", "ssd", "titans", "caching"])
+    @pytest.mark.parametrize(
+        ("name", "growth"),
+        [
+            *((name, growth) for name in ("attention", "elastic", "ssd") for growth in GROWTH),
+            ("titans", "wider heads"),
+            ("caching", "more heads"),
+        ],
+    )
     def test_what_is_learned_does_not_depend_on_the_width(self, name, growth):
-        _, changes = slopes(MECHANISMS[name], growth, True, WIDTHS, steps=5, lr=2e-3)
-        assert {place for place, value in changes.items() if abs(value) > LEVEL} == set(), changes
+        found = changes(name, growth, mup=True)
+        assert {place for place, value in found.items() if abs(value) > LEVEL} == set(), found
 
     @pytest.mark.parametrize(("name", "growth"), [("attention", "wider heads"), ("ssd", "more heads")])
     def test_it_does_in_the_standard_parametrisation(self, name, growth):
-        _, changes = slopes(MECHANISMS[name], growth, False, WIDTHS, steps=5, lr=2e-3)
-        assert {place for place, value in changes.items() if value < GROWS} == set(), changes
+        found = changes(name, growth, mup=False)
+        assert {place for place, value in found.items() if value < GROWS} == set(), found
 
     def test_tied_embeddings(self):
-        _, changes = slopes(MECHANISMS["attention"], "more heads", True, WIDTHS, 5, 2e-3, tie_embeddings=True)
-        assert abs(changes["logits"]) <= LEVEL
+        found = changes("attention", "more heads", mup=True, tie_embeddings=True)
+        assert abs(found["logits"]) <= LEVEL, found
 
 
 class TestBaseWidth:
-    @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
     def test_a_model_of_the_bases_shape_is_the_standard_one(self, case):
         standard = case.model(layers=2)
         size = {"base_width": standard.hidden_size, "base_heads": standard.heads}
@@ -148,7 +160,9 @@ class TestRules:
         heads, head_dim = (8, 4) if growth == "more heads" else (4, 8)
         wide, narrow = (meta_stage(case.model(layers=1, heads=h, head_dim=d)) for h, d in ((heads, head_dim), (4, 4)))
         for (name, parameter), base in zip(wide.named_parameters(), narrow.parameters(), strict=True):
-            growing = [axis for axis, sizes in enumerate(zip(parameter.shape, base.shape, strict=True)) if len({*sizes}) > 1]
+            growing = [
+                axis for axis, sizes in enumerate(zip(parameter.shape, base.shape, strict=True)) if len({*sizes}) > 1
+            ]
             assert len(growing) < 2 or info(parameter).fan_in in growing, name
 
     def test_a_part_of_the_model_has_the_declarations_of_the_whole(self):
