@@ -18,7 +18,7 @@ def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     fresh: Collection[str] = (),
-    least: int = 1,
+    least: int = 0,
 ) -> list[dict[str, Any]]:
     """AdamW groups by each parameter's declaration, with and without decay, and by whether it is fresh.
 
