@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", type=Path, default=OUTPUT / "coordinate_check.json")
     given = parser.parse_args(arguments)
-    fix_threads()
+    fix_threads(1)  # products are small
     curves: dict[str, dict[str, list[Sizes]]] = {}
     record: dict[str, dict[str, Sizes]] = {}
     rows = []

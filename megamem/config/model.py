@@ -201,7 +201,7 @@ class ModelConfig(ConfigModel):
     def base(self) -> ModelConfig:
         """The base model of `mup`, in the standard parametrisation; this one if there is none.
 
-        Raises: ValueError naming the field if it is no model.
+        Raises: ValueError naming the field if its sizes are no whole numbers.
         """
         if self.mup is None:
             return self
@@ -213,11 +213,7 @@ class ModelConfig(ConfigModel):
         narrow = {
             "hidden_size": self.mup.base_width, "heads": heads, "kv_heads": kv, "head_dim": width, "ffn_size": ffn,
         }  # fmt: skip
-        kept = {name: getattr(self, name) for name in type(self).model_fields}
-        try:
-            return ModelConfig.model_validate({**kept, **narrow, "mup": None})
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        return self.model_copy(update={**narrow, "mup": None})
 
     def _narrowed(self, name: str, size: int) -> int:
         assert self.mup is not None
@@ -270,12 +266,14 @@ class ModelConfig(ConfigModel):
                 seen.add(layer)
         for layer in range(self.layers):
             self.mixer_at(layer).check(self)
-        try:
-            _ = self.base
-        except ValueError as error:
-            raise ValueError(
-                f"mup: base_width {self.mup and self.mup.base_width} gives no base model: {error}"
-            ) from None
+        if self.mup is not None:
+            try:
+                base = self.base
+                ModelConfig.model_validate({name: getattr(base, name) for name in type(self).model_fields})
+            except ValueError as error:
+                reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+                said = reason.removeprefix("Value error, ")
+                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {said}") from None
         return self
 
 

@@ -1,10 +1,12 @@
 """muP: what follows the width and how, that nothing does at the base width, and the coordinate check."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from benchmarks.coordinate_check import GROWTH, MECHANISMS, measured, model_of, slopes
+from benchmarks.coordinate_check import GROWTH, MECHANISMS, main, measured, model_of, slopes
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import OptimizerConfig
@@ -228,3 +230,13 @@ class TestExport:
         expected = logits(stage, tokens)
         # FP32, other kernels
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_the_command_draws_and_records(tmp_path, capsys):
+    output = tmp_path / "check.json"
+    options = ["--widths", "64", "128", "--mechanisms", "attention", "--drawn", "attention", "--steps", "2"]
+    main([*options, "--output", str(output)])
+    record = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert record == json.loads(output.read_text())
+    assert set(record["slopes"]) == {f"attention, {growth}" for growth in GROWTH}
+    assert output.with_suffix(".png").stat().st_size > 10_000
