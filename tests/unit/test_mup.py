@@ -167,6 +167,21 @@ class TestRules:
             ]
             assert len(growing) < 2 or info(parameter).fan_in in growing, name
 
+    @pytest.mark.parametrize(
+        ("memory", "router", "scale"),
+        [("titans", "own", 1 / 2), ("titans", "query", 1), ("retnet", "own", 1 / 4), ("retnet", "query", 1 / 2)],
+    )
+    def test_scores_of_kept_memories_follow_the_width_of_heads(self, memory, router, scale):
+        """Each of a query and a key that is no unit vector makes a score grow; RetNet divides its queries itself."""
+        options = {
+            "kind": "memory_caching",
+            "memory": {"kind": memory, "inner_chunk": 8},
+            "segment": 8,
+            "router": router,
+        }
+        mixer = meta_stage(model_of(options, 256, "wider heads", True)).blocks[0].mixer
+        assert mixer.score_scale == scale
+
     def test_a_part_of_the_model_has_the_declarations_of_the_whole(self):
         model = model_of(MECHANISMS["titans"], 256, "wider heads", True, layers=4, tie_embeddings=True)
         whole = dict(meta_stage(model).named_parameters())
