@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
@@ -85,6 +85,22 @@ class LayerMixer(ConfigModel):
     """The mixer of these layers."""
 
 
+class MupConfig(ConfigModel):
+    """Maximal update parametrisation (Tensor Programs V, Yang et al. 2022): what a narrower base model looks like.
+
+    At the base model's shape nothing differs from the standard parametrisation.
+    """
+
+    base_width: PositiveInt
+    """hidden_size of the base model, for which optimizer.lr and init_std are meant."""
+    base_heads: PositiveInt | None = None
+    """Heads of the base model; if not given, as many fewer as it is narrower, so that head_dim does not grow."""
+    base_kv_heads: PositiveInt | None = None
+    """Key/value heads of the base model; if not given, so that as many query heads share one."""
+    base_ffn_size: PositiveInt | None = None
+    """Inner width of the base model's MLP; if not given, as much less as it is narrower, or by the rule of ffn_size."""
+
+
 class ModelConfig(ConfigModel):
     """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer.
 
@@ -132,6 +148,9 @@ class ModelConfig(ConfigModel):
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of all weight matrices at the start; projections back into the residual stream (mixer
     output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""
+    mup: MupConfig | None = None
+    """Scale start values, learning rates, attention and logits by the width over that of a base model
+    (docs/mup.md); the standard parametrisation if not given."""
     attention: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
     """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
     recurrence: Literal["torch", "fla"] = "torch"
@@ -178,6 +197,38 @@ class ModelConfig(ConfigModel):
         """Parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
 
+    @property
+    def base(self) -> ModelConfig:
+        """The base model of `mup`, in the standard parametrisation; this one if there is none.
+
+        Raises: ValueError naming the field if its sizes are no whole numbers.
+        """
+        if self.mup is None:
+            return self
+        inner = self.heads * self.head
+        heads = self.mup.base_heads or self._narrowed("heads", self.heads)
+        kv = self.mup.base_kv_heads or _share("kv_heads", self.kv * heads, self.heads)
+        width = _share("head_dim", self._narrowed("heads * head_dim", inner), heads)
+        ffn = self.mup.base_ffn_size or (self.ffn_size and self._narrowed("ffn_size", self.ffn_size))
+        narrow = {
+            "hidden_size": self.mup.base_width, "heads": heads, "kv_heads": kv, "head_dim": width, "ffn_size": ffn,
+        }  # fmt: skip
+        return self.model_copy(update={**narrow, "mup": None})
+
+    def _narrowed(self, name: str, size: int) -> int:
+        assert self.mup is not None
+        return _share(name, size * self.mup.base_width, self.hidden_size)
+
+    @property
+    def score_scale(self) -> float:
+        """What queries of softmax attention are multiplied by: scores go as 1 / head_dim beyond the base model's."""
+        return 1.0 if self.mup is None else (self.base.head / self.head) ** 0.5
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied by: a tied head is an embedding, whose start and learning rate do not change."""
+        return self.mup.base_width / self.hidden_size if self.mup is not None and self.tie_embeddings else 1.0
+
     def mixer_at(self, layer: int) -> MixerConfig:
         """The mixer's configuration of layer `layer` (0-based)."""
         return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
@@ -215,4 +266,19 @@ class ModelConfig(ConfigModel):
                 seen.add(layer)
         for layer in range(self.layers):
             self.mixer_at(layer).check(self)
+        if self.mup is not None:
+            try:
+                base = self.base
+                ModelConfig.model_validate({name: getattr(base, name) for name in type(self).model_fields})
+            except ValueError as error:
+                reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+                said = reason.removeprefix("Value error, ")
+                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {said}") from None
         return self
+
+
+def _share(name: str, amount: int, parts: int) -> int:
+    """amount / parts. Raises ValueError if that is no whole number."""
+    if amount % parts:
+        raise ValueError(f"{name} would be {amount / parts:g}; give another base_width, base_heads or base_kv_heads")
+    return amount // parts

@@ -109,7 +109,7 @@ class FullAttention(AttentionProjections):
         query, key = (self.turn(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
-        output = attention(query, *self.local(key, value), self._visible(entries, chunk), self.backend)
+        output = attention(self.asking(query), *self.local(key, value), self._visible(entries, chunk), self.backend)
         past = list(state["past"])
         if open_keys.shape[0]:
             key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))

@@ -64,6 +64,7 @@ class AttentionProjections(Mixer):
         self.width = model.head
         self.theta = model.rope_theta
         self.backend = model.attention
+        self.score_scale = model.score_scale
         self.rotates = model.positions == "rotary"
         self.turn = turn if self.rotates else unturned
         init = normal(model.init_std)
@@ -78,6 +79,10 @@ class AttentionProjections(Mixer):
         x = self.linears.enter(hidden)
         query, key, value = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value))
         return query, key, value
+
+    def asking(self, query: Tensor) -> Tensor:
+        """Queries as softmax attention gets them: it divides scores by sqrt(head_dim), the rest is done here."""
+        return query if self.score_scale == 1.0 else query * self.score_scale
 
     def local(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [tokens, batch, local kv heads, width] of the present block as its queries see them.
@@ -135,7 +140,7 @@ class BlockAttention(AttentionProjections):
         if waiting:
             visible = waiting_visible(span, waiting, key.device)
             past = [*past, Past(rotated[:waiting], seen_values[:waiting], visible)]
-        output = attention(turned, rotated[waiting:], seen_values[waiting:], past, self.backend)
+        output = attention(self.asking(turned), rotated[waiting:], seen_values[waiting:], past, self.backend)
         output = self.mix(output, query, state, span)
         new = dict(state)
         if any(span.closing):

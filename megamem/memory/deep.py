@@ -168,8 +168,8 @@ class StartWeights(nn.Module):
         local = model.kv // linears.tp_size
         for name, (rows, columns) in config.matrices(model).items():
             # each layer keeps the variance of its input
-            start = declare(nn.Parameter(torch.empty(local, rows, columns)), normal(columns**-0.5), shard_axis=0)
-            self.register_parameter(name, start)
+            start = nn.Parameter(torch.empty(local, rows, columns))
+            self.register_parameter(name, declare(start, normal(columns**-0.5), shard_axis=0, fan_in=2))
 
     def forward(self) -> dict[str, Tensor]:
         """[local kv_heads, rows, columns] each."""
@@ -182,6 +182,7 @@ class DeepMemory(RecurrentMixer):
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.config = config
+        self.unit_keys = config.normalize
         self.names = list(config.matrices(model))
         self.max_rate = config.max_rate or 1 / model.head
         self.start = StartWeights(config, model, linears) if config.start == "learned" else None

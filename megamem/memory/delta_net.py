@@ -74,6 +74,7 @@ class DeltaNet(MatrixMixer):
 
     def __init__(self, config: DeltaNetConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
+        self.unit_keys = True
         self.rate = TokenGate(model, linears, 0.0)
         self.decay = Decay(model, linears) if config.decay else None
 

@@ -152,7 +152,7 @@ class TokenMixing(nn.Module):
     def __init__(self, tokens: int, summaries: int, init: Initializer, linears: Linears) -> None:
         super().__init__()
         self.linears = linears
-        self.weight = declare(nn.Parameter(torch.empty(tokens + summaries, summaries)), init)
+        self.weight = declare(nn.Parameter(torch.empty(tokens + summaries, summaries)), init, fan_in=0)
 
     def forward(self, tokens: Tensor, summaries: Tensor) -> Tensor:
         """M^T [tokens; summaries], from [block, ...] and [summaries, ...] to [summaries, ...]."""
@@ -167,7 +167,7 @@ class LongEntries(nn.Module):
 
     def __init__(self, summaries: int, entries: int, init: Initializer) -> None:
         super().__init__()
-        self.weight = declare(nn.Parameter(torch.empty(summaries, entries)), init)
+        self.weight = declare(nn.Parameter(torch.empty(summaries, entries)), init, fan_in=0)
 
     def forward(self, memory: Tensor) -> Tensor:
         """N^T m: [summaries, batch, hidden] -> [entries, batch, hidden]."""
@@ -214,7 +214,7 @@ class Melodi(BlockAttention):
         retrieved = output  # with no entries the gate mixes equals: ZeRO 3 wants a gradient from each backward pass
         if any(entries):
             past = readable(state["long_keys"], state["long_values"], entries)
-            retrieved = past_attention(query, past, self.backend)
+            retrieved = past_attention(self.asking(query), past, self.backend)
         return gated(retrieved, output, self.gate.sigmoid(), entries)
 
     def summarise(self, seen: list[Past], outputs: Tensor, state: State, span: Span) -> Tensor:
@@ -229,7 +229,7 @@ class Melodi(BlockAttention):
         # a set without an order: all of them follow the block's last token
         after = run_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
         turned, key = (self.turn(part, *after) for part in (query, key))
-        own = unmasked_attention(turned, [*seen, Past(key, value)], self.backend)
+        own = unmasked_attention(self.asking(turned), [*seen, Past(key, value)], self.backend)
         own = self.join(own, query, state, span)
         # mixing acts on tokens, the output projection on channels: mixed first, few rows are projected, and
         # no rank needs the others' heads
@@ -259,7 +259,7 @@ class Melodi(BlockAttention):
             visible = waiting_visible(span, waiting, key.device)
             past = [*memory, Past(rotated[:waiting], seen_values[:waiting], visible)]
         turned = self.turn(query, cos[waiting:], sin[waiting:])
-        output = attention(turned, rotated[waiting:], seen_values[waiting:], past, self.backend)
+        output = attention(self.asking(turned), rotated[waiting:], seen_values[waiting:], past, self.backend)
         output = self.join(output, query, state, span)
         outputs = torch.cat((state["open_outputs"], output)) if waiting else output
         new = dict(state)

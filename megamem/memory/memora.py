@@ -80,8 +80,8 @@ class ChannelGate(nn.Module):
         local = model.kv // linears.tp_size
         self.weight = linears.column(model.hidden_size, model.kv * rank, normal(model.init_std))
         self.channels = declare(
-            nn.Parameter(torch.empty(local, rank, model.head)), normal(rank**-0.5), shard_axis=0
-        )  # fmt: skip
+            nn.Parameter(torch.empty(local, rank, model.head)), normal(rank**-0.5), shard_axis=0, fan_in=1
+        )
         self.start = declare(nn.Parameter(torch.empty(local, model.head)), constant(start), shard_axis=0)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ class MemorizingAttention(BlockAttention):
         if config.gate == "sigmoid":
             self.gate = declare(nn.Parameter(torch.empty(heads)), constant(config.gate_init), shard_axis=0)
         if config.normalize_keys:
+            self.score_scale = 1.0  # the learned one, of any width
             start = constant(math.log(INITIAL_SCALE))
             self.log_scale = declare(nn.Parameter(torch.empty(heads)), start, shard_axis=0)
 
@@ -156,8 +157,8 @@ class MemorizingAttention(BlockAttention):
         """A_mem; something finite in rows with an empty queue."""
         past = readable(state["keys"], state["values"], entries)
         if self.config.top_k is None:
-            return past_attention(query, past, self.backend)
-        return nearest_attention(query, past, self.config.top_k, self.backend)
+            return past_attention(self.asking(query), past, self.backend)
+        return nearest_attention(self.asking(query), past, self.config.top_k, self.backend)
 
     def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
         """Append the block and drop the oldest tokens, in rows whose block ends."""

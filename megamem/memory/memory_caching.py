@@ -156,6 +156,8 @@ class MemoryCaching(Mixer):
         self.per_chunk = model.chunk_size // config.segment
         # mixed networks are read matrix by matrix, and so within one block of the memory
         self.step = config.recurrent.block() if config.mixes() else config.segment
+        # for scores of keys that are not unit vectors, and of queries that are not scaled by their width
+        self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys))
         self.router = None
         if config.routed:
             self.router = linears.column(model.hidden_size, model.heads * model.head, normal(model.init_std))
@@ -169,6 +171,8 @@ class MemoryCaching(Mixer):
         if self.router is not None:
             own = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
             asking = own.unflatten(1, (-1, self.memory.groups))
+        if self.score_scale != 1.0:
+            asking = asking * self.score_scale
         reads, done = [], 0
         while done < inputs.tokens:
             here = chunk.after(done)

@@ -183,7 +183,7 @@ class ShortConvolution(nn.Module):
         super().__init__()
         channels = heads * width // linears.tp_size
         # each output starts with the variance of its inputs
-        self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), shard_axis=0)
+        self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, batch, heads, width] and those of the taps - 1 tokens before; also the last taps - 1 of both."""
@@ -232,6 +232,8 @@ class RecurrentMixer(Mixer):
         super().__init__(config.state_specs(model), sizes, linears.tp_size)
         self.linears = linears
         self.width = model.head
+        self.unit_keys = False
+        """Whether keys have length 1, whatever the width of heads."""
         self.groups = model.heads // model.kv
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)

@@ -83,7 +83,7 @@ class SlidingAttention(AttentionProjections):
         query, key, value = self.project(hidden)
         tokens, before = query.shape[0], self.window - 1
         tables = position_tables(chunk.starts, tokens, self.width, self.theta, query)
-        query, key = self.turn(query, *tables), self.turn(key, *tables)
+        query, key = self.asking(self.turn(query, *tables)), self.turn(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
         step, outputs = part_tokens(self.window), []
         for begin in range(0, tokens, step):

@@ -15,6 +15,7 @@ from megamem.errors import ContractError
 from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, state_tensors, to_device
 from megamem.model.block import Block
 from megamem.model.layers import make_norm
+from megamem.model.mup import follow_width
 from megamem.parallel.linears import Linears, PlainLinears, declare, normal
 
 
@@ -58,6 +59,8 @@ class Stage(nn.Module):
             self.norm = make_norm(model, linears)
             if not model.tie_embeddings:
                 self.head = linears.column(model.hidden_size, model.rows, normal(model.init_std))
+        if model.mup is not None:
+            follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
 
     @property
     def blocks(self) -> list[Block]:
@@ -140,7 +143,8 @@ class Stage(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Local logits [tokens, batch, rows / tp] of the last stage's hidden; -inf beyond the vocabulary."""
-        x = self.linears.enter(hidden)
+        scale = self.config.logit_scale
+        x = self.linears.enter(hidden if scale == 1.0 else hidden * scale)
         if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
             weight = cast(Tensor, self.embedding.weight)
             logits = F.linear(x.to(weight.device), weight)

@@ -22,11 +22,15 @@ Initializer = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What is declared beside a parameter: how it is split over tensor-parallel ranks, how it starts, if it decays."""
+    """What is declared beside a parameter: how it is split over tensor-parallel ranks, how it starts and learns."""
 
     shard_axis: int | None
     init: Initializer
     decay: bool
+    fan_in: int | None = None
+    """Axis of the inputs that each output sums over. None: there is no sum (vectors, tables, elementwise weights)."""
+    lr_scale: float = 1.0
+    """Its learning rate over the run's (see `megamem.model.mup`)."""
 
 
 def normal(std: float) -> Initializer:
@@ -39,9 +43,11 @@ def constant(value: float) -> Initializer:
     return lambda shape, generator: torch.full(shape, value)
 
 
-def declare(parameter: nn.Parameter, init: Initializer, shard_axis: int | None = None) -> nn.Parameter:
+def declare(
+    parameter: nn.Parameter, init: Initializer, shard_axis: int | None = None, fan_in: int | None = None
+) -> nn.Parameter:
     """Attach a `ParameterInfo`; matrices decay, vectors do not. Megatron's and DeepSpeed's marks are set with it."""
-    parameter.info = ParameterInfo(shard_axis, init, decay=parameter.ndim >= 2)  # type: ignore[attr-defined]
+    parameter.info = ParameterInfo(shard_axis, init, parameter.ndim >= 2, fan_in)  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = shard_axis is not None  # type: ignore[attr-defined]
     return parameter
 
@@ -100,7 +106,7 @@ class PlainLinears:
     def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.column`."""
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
-        declare(layer.weight, init, shard_axis=0)
+        declare(layer.weight, init, shard_axis=0, fan_in=1)
         if bias:
             declare(layer.bias, constant(0.0), shard_axis=0)
         return layer
@@ -108,7 +114,7 @@ class PlainLinears:
     def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.row`."""
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
-        declare(layer.weight, init, shard_axis=1)
+        declare(layer.weight, init, shard_axis=1, fan_in=1)
         if bias:
             declare(layer.bias, constant(0.0))
         return layer

@@ -85,7 +85,7 @@ class MegatronLinears:
             disable_grad_reduce=True,
             tp_group=self.group,
         )
-        declare(layer.weight, init, shard_axis=0)
+        declare(layer.weight, init, shard_axis=0, fan_in=1)
         if bias:
             declare(layer.bias, constant(0.0), shard_axis=0)
         return layer
@@ -103,7 +103,7 @@ class MegatronLinears:
             tp_group=self.group,
         )
         layer.linears = self
-        declare(layer.weight, init, shard_axis=1)
+        declare(layer.weight, init, shard_axis=1, fan_in=1)
         if bias:
             declare(layer.bias, constant(0.0))
         return layer

@@ -15,7 +15,7 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, State
 from megamem.model.compiled import compile_pointwise
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
@@ -73,8 +73,10 @@ class TrainingEngine(ABC):
         self.accumulation = config.accumulation_steps(topology.dp_size)
         self.dtype = DTYPES[config.training.precision]
         self.stage = build_stage(config, topology, layers)
+        whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
+        groups = len(parameter_groups(whole, config.optimizer, fresh))
         self.optimizer = AgreeingAdamW(
-            parameter_groups(self.stage.named_parameters(), config.optimizer, fresh), config.optimizer
+            parameter_groups(self.stage.named_parameters(), config.optimizer, fresh, groups), config.optimizer
         )
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),

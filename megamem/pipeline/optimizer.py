@@ -15,19 +15,36 @@ from megamem.parallel.linears import info
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, fresh: Collection[str] = ()
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    fresh: Collection[str] = (),
+    least: int = 0,
 ) -> list[dict[str, Any]]:
     """AdamW groups by each parameter's declaration, with and without decay, and by whether it is fresh.
 
-    `lr_scale` of a group is its learning rate over the run's.
+    `lr_scale` of a group is its learning rate over the run's. A rate that follows the width leaves its product with the
+    weight decay as it is, as a fresh parameter's does not.
+
+    least: groups are cut in two until there are so many. DeepSpeed reduces over all stages group by group, so they need
+        as many each.
     """
     scale = 1.0 if config.fresh_lr is None else config.fresh_lr / config.lr
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
-        decay = config.weight_decay if info(parameter).decay else 0.0
-        groups.setdefault((decay, scale if name in fresh else 1.0), []).append(parameter)
+        declared = info(parameter)
+        decay = config.weight_decay / declared.lr_scale if declared.decay else 0.0
+        rate = declared.lr_scale * (scale if name in fresh else 1.0)
+        groups.setdefault((decay, rate), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)  # with decay first
-    return [{"params": p, "weight_decay": decay, "lr_scale": scale} for (decay, scale), p in ordered]
+    made: list[dict[str, Any]] = [
+        {"params": p, "weight_decay": decay, "lr_scale": rate} for (decay, rate), p in ordered
+    ]
+    while len(made) < least:
+        largest = max(range(len(made)), key=lambda i: len(made[i]["params"]))
+        params = made[largest]["params"]
+        middle = len(params) // 2
+        made[largest : largest + 1] = [{**made[largest], "params": p} for p in (params[:middle], params[middle:])]
+    return made
 
 
 class AgreeingAdamW(torch.optim.AdamW):

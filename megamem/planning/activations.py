@@ -1,9 +1,9 @@
 """Bytes of activations: a layer of each kind reads chunks on the CPU, and what it makes is counted.
 
-The layer is the one that trains, so that it takes the paths that it takes in training; but large numbers are not computed
-(`megamem.planning.ledger`), and it is the share of one of many tensor-parallel ranks, for one or two rows, so that this
-takes seconds. Bytes grow with rows and with a rank's share of the heads along straight lines: four measurements say what
-any other share and number of rows takes.
+The layer is the one that trains, so that it takes the paths that it takes in training; but large numbers are not
+computed (`megamem.planning.ledger`), and it is the share of one of many tensor-parallel ranks, for two or three rows, so
+that this takes seconds. Bytes grow with rows and with a rank's share of the heads along straight lines: four
+measurements say what any other share and number of rows takes.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
     accumulation = config.accumulation_steps(dp_size)
     tokens = config.steps * training.batch_tokens
     pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
+    base = config.model.base
+    width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
     mixers = [config.model.mixer_at(layer) for layer in range(config.model.layers)]
     notes = dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
     return [
@@ -23,5 +25,6 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
         f"budget: {config.steps:,} steps = {tokens:,} tokens",
         f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",
+        *width,
         *filter(None, notes),
     ]

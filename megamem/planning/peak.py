@@ -98,12 +98,11 @@ def _order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: in
     """What the stage does; without a pipeline whole windows, forward and then backward (`WindowEngine`)."""
     if stages > 1:
         return stage_order(stage, stages, sequences, chunks, bptt_chunks)
-    return [
-        Action(kind, window.sequence, chunk)
-        for window in window_schedule(sequences, chunks, bptt_chunks)
-        for kind, run in (("forward", window.chunks), ("backward", reversed(window.chunks)))
-        for chunk in run
-    ]
+    order: Order = []
+    for window in window_schedule(sequences, chunks, bptt_chunks):
+        order += [Action("forward", window.sequence, chunk) for chunk in window.chunks]
+        order += [Action("backward", window.sequence, chunk) for chunk in reversed(window.chunks)]
+    return order
 
 
 def _gradients(config: RunConfig, sizes: Sequence[int], dp_size: int) -> _Gradients:

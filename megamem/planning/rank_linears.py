@@ -1,4 +1,4 @@
-"""Layers as one of several tensor-parallel ranks holds them, without the other ranks: for counting, not for computing."""
+"""Layers as one of several tensor-parallel ranks holds them, without the others: for counting, not for computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a layout holds between steps: counted from what it builds, and from what DeepSpeed makes of that."""
+"""What each rank of a layout holds between steps: counted from what it builds, and what DeepSpeed makes of that."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ from megamem.pipeline.schedule import peak_units
 from megamem.planning.arithmetic import describe
 from megamem.planning.devices import device_name, device_peak
 from megamem.planning.flops import flops_per_token
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.schedules import compare
 from megamem.training.callbacks import (
     BadSteps,

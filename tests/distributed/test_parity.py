@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import STEPS, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import EVERY, GPT2
+from tests.distributed.training_cases import EVERY, GPT2, MUP
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +20,7 @@ WORLDS = {
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
         "tp2-gpt2-sequence-parallel": case(2, 1, micro=8, model=GPT2, parallel={"sequence_parallel": True}),
+        "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True}),
         "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
         "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
@@ -30,6 +31,7 @@ WORLDS = {
         "tp2-dp2-zero1": case(2, 1, micro=4, steps=STEPS),
         "tp2-dp2-zero2": case(2, 2, micro=2),
         "tp2-dp2-zero3": case(2, 3, bptt=1, micro=4),
+        "tp2-dp2-zero3-mup": case(2, 3, micro=4, model=MUP),
         "tp2-dp2-zero3-every-mechanism": case(2, 3, micro=4, model=EVERY),
     },
 }

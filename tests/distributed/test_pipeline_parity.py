@@ -5,7 +5,7 @@ import pytest
 from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, ROWS
+from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, ROWS
 
 pytestmark = pytest.mark.distributed
 
@@ -38,6 +38,7 @@ WORLDS = {
         "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
         "tied-zero1": staged(2, 1, 1, 4, 2, 1, model={"tie_embeddings": True}),
         "gpt2": staged(2, 1, 1, 2, 2, 1, model=GPT2),
+        "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
         "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),

@@ -14,7 +14,7 @@ from megamem.data.batch import Batch
 from megamem.memory.base import Chunk, detach
 from megamem.model.stage import Stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
-from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from tests.contract.cases import CASES
@@ -44,6 +44,9 @@ GPT2 = {
     "tie_embeddings": True, "vocab_size": VOCABULARY, "vocab_rows": VOCABULARY + 8,
 }  # fmt: skip
 """GPT-2's norm, MLP, biases and positions; a vocabulary with spare rows."""
+
+MUP = {"mup": {"base_width": 16, "base_heads": 4}}
+"""Half as wide a base with as many heads: start values, learning rates, attention and tied logits all differ."""
 
 
 def run_config(steps: int = 20, **sections) -> RunConfig:
@@ -93,9 +96,10 @@ def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool)
     config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
     stage = Stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
+    decay = config.optimizer.weight_decay
     groups = [
-        {"params": [p for p in stage.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in stage.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p], "lr": lr * info(p).lr_scale, "weight_decay": decay / info(p).lr_scale if p.ndim >= 2 else 0.0}
+        for p in stage.parameters()
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
     gradients: dict[str, torch.Tensor] = {}

@@ -46,10 +46,12 @@ MODEL = {
         {"layers": [2], "mixer": {"kind": "full_attention", "max_chunks": 3}},
     ],
 }
+MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 STREAMS = {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}}
 VALIDATED = {"evaluation": {"every": 1}}
 LAYOUTS = {
     "tp1": (1, {}),
+    "tp1-mup": (1, {"model": MUP}),
     "tp2": (2, {"parallel": {"tp": 2}}),
     "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS, **VALIDATED}),
     "pp2": (2, {"parallel": {"pp": 2}}),
@@ -60,6 +62,7 @@ LAYOUTS = {
     "tp2-dp2-zero3": (4, {"parallel": {"tp": 2, "zero_stage": 3}}),
     "tp2-dp2-streams": (4, {"parallel": {"tp": 2}, **STREAMS}),
     "pp2-tp2": (4, {"parallel": {"pp": 2, "tp": 2}}),
+    "pp2-tp2-mup": (4, {"parallel": {"pp": 2, "tp": 2}, "model": MUP}),
     "pp2-tp2-streams": (4, {"parallel": {"pp": 2, "tp": 2}, **STREAMS}),
     "pp2-tp2-bf16": (4, {"parallel": {"pp": 2, "tp": 2}, "training": {"precision": "bf16"}}),
     "tp2-dp2-zero3-bf16": (4, {"parallel": {"tp": 2, "zero_stage": 3}, "training": {"precision": "bf16"}}),
@@ -67,15 +70,16 @@ LAYOUTS = {
 
 
 MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
-QUICK = ("tp1", "tp2-streams", "pp2-tied", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
+ACROSS = ("tp1-mup", "pp2-tp2-mup")
+QUICK = ("tp1", "tp1-mup", "tp2-streams", "pp2-tied", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
 FORMS = {
     "short": Form(
         2, 2, QUICK,
         (
-            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp1"),
+            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp1"), ACROSS,
         ),
     ),
-    "full": Form(10, 5, tuple(LAYOUTS), tuple((source, target) for source in MOVES for target in MOVES)),
+    "full": Form(10, 5, tuple(LAYOUTS), (*itertools.product(MOVES, MOVES), ACROSS)),
 }  # fmt: skip
 
 
