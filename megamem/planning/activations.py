@@ -1,16 +1,16 @@
 """Bytes of activations: a layer of each kind reads chunks on the CPU, and what it makes is counted.
 
 The layer is the one that trains, so that it takes the paths that it takes in training; but large numbers are not
-computed (`megamem.planning.ledger`), and it is the share of one of many tensor-parallel ranks, for two or three rows, so
-that this takes seconds. Bytes grow with rows and with a rank's share of the heads along straight lines: four
-measurements say what any other share and number of rows takes.
+computed (`megamem.planning.ledger`), and it is the share of one of many tensor-parallel ranks, for two or three rows:
+so this takes seconds. Bytes grow with rows and with a rank's share of the heads along straight lines: four measurements
+say what any other share and number of rows takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -211,7 +211,7 @@ def _stage(of: Activations, layers: range, share: Share) -> Stage:
     stage.recompute = share.recompute
     for parameter in stage.parameters():  # of large ones nothing is computed; small ones must not be nonsense
         parameter.data.zero_()
-    return cast(Stage, stage.to(of.dtype))
+    return stage.to(of.dtype)
 
 
 def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:

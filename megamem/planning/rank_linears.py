@@ -57,7 +57,7 @@ class RankLinears(PlainLinears):
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.cross_entropy`."""
-        out: Tensor = _VocabParallelLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
+        out: Tensor = _VocabParallelLoss.apply(logits, labels)
         return out
 
     def _own(self, out: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _VocabParallelLoss(torch.autograd.Function):
     """What `vocab_parallel_cross_entropy` of Megatron-Core makes and keeps: FP32 logits, overwritten in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token, from this rank's logits alone."""
         logits = logits.float()
         logits -= logits.max(-1, keepdim=True).values
@@ -87,7 +87,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         return total.squeeze(-1).log() - own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """See `forward`."""
         shares, mask, local = ctx.saved_tensors
         shares.flatten(0, 1)[torch.arange(len(local)), local] -= 1.0 - mask.flatten().float()

@@ -127,7 +127,13 @@ class Search:
                 if dp == 1 and zero > 1:
                     continue
                 sequence_parallel = parallel.sequence_parallel and tp > 1
-                changed: dict[str, object] = {"pp": pp, "tp": tp, "dp": dp, "zero_stage": zero, "sequence_parallel": sequence_parallel}
+                changed: dict[str, object] = {
+                    "pp": pp,
+                    "tp": tp,
+                    "dp": dp,
+                    "zero_stage": zero,
+                    "sequence_parallel": sequence_parallel,
+                }
                 if isinstance(parallel.placement, tuple):
                     changed["placement"] = "flops"
                 how = {"micro_batch_size": micro, "bptt_chunks": window, "recompute": recompute}
