@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cluster.runs import losses, megamem, wait_for
+from tests.cluster.runs import STEPS, losses, megamem, wait_for
 from tests.integration.commands import run_tree, write_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
@@ -19,7 +19,7 @@ LONG_S = 300
 @pytest.fixture
 def study(data, tmp_path):
     """File of a study of two runs with a reading each."""
-    training = {"steps": 20, "micro_batch_size": 1}
+    training = {"steps": STEPS, "micro_batch_size": 1}
     sections = {"checkpoint": {"every": 2}, "evaluation": {"every": 0}, "logging": {"every": 1}}
     write_config(tmp_path / "run.yaml", run_tree(data, tmp_path, training=training, **sections))
     tree = {
@@ -52,7 +52,6 @@ def test_a_study_is_submitted_and_gone_on_with(slurm, study, tmp_path):
 
     first, second = re.findall(r"Submitted batch job (\d+)", call("run", *options))
     wait_for(lambda: len(losses(few)) >= 3, LONG_S, logs)
-    assert states() == [("few-0", first, "running"), ("more-0", second, "queued")]
     assert "Reason=Dependency" in slurm.run("scontrol", "show", "job", second), "one at a time"
     slurm.run("scancel", "--signal=KILL", "--full", first)  # the script too
     slurm.wait(first, {"FAILED", "CANCELLED", "COMPLETED"}, LONG_S)
@@ -68,7 +67,7 @@ def test_a_study_is_submitted_and_gone_on_with(slurm, study, tmp_path):
     assert "| more | 512 | 256 |" in said
     assert states() == [("few-0", third, "done"), ("more-0", second, "done")]
     for run in (few, more):
-        assert sorted(losses(run)) == list(range(1, 21))
+        assert sorted(losses(run)) == list(range(1, STEPS + 1))
         assert len(list(run.glob("reading-*.json"))) == 1
     assert "goes on from" in logs()
     assert "done, 1 of 1 readings" in (tmp_path / "studies" / "pair" / "report.html").read_text()
