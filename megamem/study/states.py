@@ -93,9 +93,10 @@ def _in_queue(jobs: Sequence[SlurmJob], sure: bool) -> dict[str, str]:
 
 
 def _with_job(state: RunState, journal: Mapping[tuple[str, str], History], at: Mapping[str, str]) -> RunState:
-    """`state`, if the run's last job says something newer."""
+    """What the run's last job says of it; `state` if a process of this machine is newer than that job was."""
     job = state.jobs[-1]
-    if state.complete or job.submitted < journal.get((state.run.name, TRAINED), History()).began:
+    newer = journal.get((state.run.name, TRAINED), History()).began > job.submitted
+    if state.complete or (newer and at.get(job.number, "submitted") == "submitted"):
         return state
     if job.number in at:
         return replace(state, state=at[job.number])

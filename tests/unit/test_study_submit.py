@@ -15,7 +15,8 @@ from megamem import cli_study
 from megamem.cli_study import list_runs, run
 from megamem.errors import ConfigError, DependencyError, MegamemError, RunFolderError
 from megamem.study import tasks as processes
-from megamem.study.grid import load_study, planned_runs
+from megamem.study.grid import load_study, planned_runs, study_folder
+from megamem.study.journal import Journal
 from megamem.study.queue import Queue, shares, study_lock, visible_devices
 from megamem.study.states import run_states
 from megamem.study.submit import read_here
@@ -279,6 +280,31 @@ def test_a_cluster_that_does_not_answer(path, cluster, monkeypatch):
     monkeypatch.setenv("PATH", str(cluster.folder))
     with pytest.raises(DependencyError, match="squeue is not installed here"):
         in_queue(["41"])
+
+
+def test_a_process_of_this_machine_that_is_newer_than_the_job(path, cluster):
+    """A job that failed, then the study on this machine, which was stopped."""
+    submit(path)
+    finish(path, "few-0", 6)
+    cluster.show(j42="RUNNING")
+    journal = Journal(study_folder(load_study(path)))
+    for name in ("few-0", "more-0"):
+        journal.began(name, "trained")
+        journal.ended(name, "trained", 75)
+    found = states(path)
+    assert (found["few-0"].state, found["more-0"].state) == ("stopped", "running"), "what SLURM has goes before"
+
+
+def test_what_sbatch_refuses_is_left_for_the_next_call(path, cluster):
+    sbatch = (cluster.folder / "sbatch").read_text()
+    limit = f"[ -s {cluster.folder}/submitted ] && {{ echo QOSMaxSubmitJobPerUserLimit >&2; exit 1; }}"
+    (cluster.folder / "sbatch").write_text(sbatch.replace("\n", f"\n{limit}\n", 1))
+    with pytest.raises(MegamemError, match="QOSMaxSubmitJobPerUserLimit"):
+        submit(path)
+    assert {name: state.state for name, state in states(path).items()} == {"few-0": "queued", "more-0": "waiting"}
+    (cluster.folder / "sbatch").write_text(sbatch)
+    submit(path)
+    assert cluster.submitted == 2
 
 
 def test_sbatch_that_gives_no_number(path, cluster):
