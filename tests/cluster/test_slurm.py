@@ -88,9 +88,9 @@ def test_two_nodes_are_stopped_before_the_time_limit_gone_on_with_and_cancelled(
     """
     training = {"steps": 100_000, "batch_tokens": 4 * LENGTH}
     config = tiny_run(data, tmp_path, training=training, parallel={"pp": 2})
-    launched = Launched(slurm, config, "nodes=2", "stop_seconds=300", 'slurm.time="1:00:00"')
+    launched = Launched(slurm, config, "nodes=2", "stop_seconds=600", 'slurm.time="1:00:00"')
     launched.wait_for_step(3)
-    slurm.run("scontrol", "update", f"JobId={launched.job}", "TimeLimit=5")
+    slurm.run("scontrol", "update", f"JobId={launched.job}", "TimeLimit=10")
     slurm.wait(launched.job, {"PENDING"}, START_S)
     assert "requeued" in launched.log()
     reached = len(losses(launched.run))
