@@ -92,6 +92,7 @@ def test_two_nodes_are_stopped_before_the_time_limit_gone_on_with_and_cancelled(
     launched.wait_for_step(3)
     slurm.run("scontrol", "update", f"JobId={launched.job}", "TimeLimit=10")
     slurm.wait(launched.job, {"PENDING"}, START_S)
+    slurm.run("scontrol", "update", f"JobId={launched.job}", "TimeLimit=60")
     assert "requeued" in launched.log()
     reached = len(losses(launched.run))
     launched.wait_for_step(reached + 3)
