@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from itertools import count
+from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from launchers import snapshot
@@ -58,7 +60,7 @@ class Cluster:
         return len((self.folder / "submitted").read_text().splitlines())
 
     def script(self, number):
-        return open((self.folder / "submitted").read_text().splitlines()[number - 41]).read()
+        return Path((self.folder / "submitted").read_text().splitlines()[number - 41]).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +101,11 @@ def path(data, tmp_path):
 
 def submit(path, *overrides, ends_with=0, **options):
     """`megamem study run --on slurm`."""
+    code = 0
     try:
         run(path, list(overrides), on="slurm", **options)
-    except SystemExit as ended:
-        code = ended.code
-    except Exception as ended:
-        if not hasattr(ended, "exit_code") or isinstance(ended, MegamemError):
-            raise
+    except typer.Exit as ended:
         code = ended.exit_code
-    else:
-        code = 0
     assert code == ends_with
 
 
