@@ -26,6 +26,11 @@ class Job:
     """Working folder on this machine."""
     again: bool = True
     """Whether a run that ends with STOPPED is to be gone on with; not one that says itself where it stops."""
+    then: tuple[str, ...] = ()
+    """On SLURM: verb of megamem and its arguments, which one process runs once the run is done. If `result` is there
+    already, nothing else is run."""
+    result: Path | None = None
+    """What a run that is done leaves."""
 
     @property
     def config(self) -> Path:

@@ -7,28 +7,36 @@ import shlex
 from launchers.job import Job
 from megamem.errors import FINAL, STOPPED
 
+ENDED = "ended"
+"""File in the job's folder with the exit code of the script's last start; none while it runs, or if it was killed."""
+
 _START = """\
 set -uo pipefail
+folder={folder}
+rm -f "$folder/{ended}"
+trap 'echo "$?" > "$folder/{ended}"' EXIT
 cd {work} || exit 1
 {prepare}
-folder={folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
 
 # SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
-stopping=
+code=0 stopping=
 trap 'asked=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+run() {{
+  "$@" &
+  step=$!
+  asked=1
+  while [ -n "$asked" ]; do  # a signal interrupts the wait
+    asked=
+    wait "$step"
+    code=$?
+  done
+}}
 # one task per node; its shell learns from SLURM which node it is
 # shellcheck disable=SC2016
-{srun} bash -c {task} &
-step=$!
-asked=1
-while [ -n "$asked" ]; do  # a signal interrupts the wait
-  asked=
-  wait "$step"
-  code=$?
-done
-
+{unless}run {srun} bash -c {task}
+{then}
 # an agent that had not begun yet is killed by the signal
 if [ -n "$stopping" ] && [ "$code" = 143 ]; then code={stopped}; fi
 
@@ -51,6 +59,15 @@ if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
+"""
+
+
+_THEN = """\
+if [ "$code" = 0 ] && [ -n "$stopping" ]; then
+  code={stopped}  # what is left is for the next start
+elif [ "$code" = 0 ]; then
+  run {command}
+fi
 """
 
 
@@ -105,14 +122,19 @@ def _body(job: Job) -> str:
         ' --node-rank "$SLURM_NODEID" --address "$SLURMD_NODENAME" -- '
     )
     task = f"exec {shlex.join(job.agent())}{node}{shlex.join(job.train())}"
+    alone = [srun[0], "--nodes=1", "--ntasks=1", *srun[1:], "python", "-m", "megamem", *job.then]
+    then = _THEN.format(stopped=STOPPED, command=shlex.join(alone)) if job.then else ""
     at_stop = "    : ;" if job.again else '    echo "stopped as training.stop_after says"; exit "$code"'
     return _START.format(
         work=shlex.quote(str(job.work)),
         prepare="\n".join(prepare) or "# the environment is that of sbatch",
         folder=shlex.quote(str(job.folder)),
         port=cluster.port,
+        ended=ENDED,
+        unless=f"[ -e {shlex.quote(str(job.result))} ] || " if job.then else "",
         srun=shlex.join(srun),
         task=shlex.quote(task),
+        then=then,
         final="|".join(str(code) for code in sorted(FINAL)),
         stopped=STOPPED,
         at_stop=at_stop,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from megamem.errors import RunFolderError
 PREFIXES = ("NCCL_", "CUDA_", "GLOO_", "TORCH_", "SLURM_", "OMP_", "MEGAMEM_")
 """Environment variables that are written down; not those whose names say secret."""
 
+FOLDER = "launch"
+"""In a run folder: a folder for each start."""
+
 
 def snapshot_folder(run_folder: Path) -> Path:
     """Where the snapshot of a job that starts now goes: `launch/<UTC time>`, not made yet."""
-    return run_folder / "launch" / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    return run_folder / FOLDER / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
 def write_snapshot(folder: Path, files: Mapping[str, str]) -> None:
@@ -63,10 +67,11 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def packages() -> list[str]:
+@cache
+def packages() -> tuple[str, ...]:
     """Every installed distribution as `name==version`."""
     found = {(dist.metadata["Name"], dist.version) for dist in distributions()}
-    return [f"{name}=={number}" for name, number in sorted(found, key=lambda item: str(item[0]).lower())]
+    return tuple(f"{name}=={number}" for name, number in sorted(found, key=lambda item: str(item[0]).lower()))
 
 
 def _git(*arguments: str) -> str | None:

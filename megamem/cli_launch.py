@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from megamem.errors import STOPPED, ConfigError, DependencyError, MegamemError
+from megamem.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
     from launchers.config import LaunchConfig
     from launchers.job import Job
     from megamem.config.run import RunConfig
+    from megamem.study.config import StudyConfig
+    from megamem.study.states import RunState
+    from megamem.study.submit import Options
 
 Target = Literal["local", "slurm", "kubernetes", "ssh"]
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -58,18 +62,62 @@ def launch(
 
 
 def _load(config: Path, overrides: list[str], cluster: Path | None) -> tuple[RunConfig, LaunchConfig]:
-    """The run and the cluster; an override belongs to that of the two which has its first key."""
-    from launchers.config import LaunchConfig
-    from megamem.config.load import apply_override, load_config, parse_config, read_yaml
+    """The run and the cluster."""
+    from megamem.config.load import load_config
     from megamem.config.run import RunConfig
+
+    nodes, rest = load_cluster(overrides, cluster)
+    return load_config(RunConfig, config, rest), nodes
+
+
+def load_cluster(overrides: list[str], path: Path | None) -> tuple[LaunchConfig, list[str]]:
+    """The cluster, and the overrides that are not its own: an override belongs to what has its first key."""
+    from launchers.config import LaunchConfig
+    from megamem.config.load import apply_override, parse_config, read_yaml
 
     keys = LaunchConfig.__pydantic_fields__
     ours = [override for override in overrides if override.partition("=")[0].strip().partition(".")[0] in keys]
-    tree = read_yaml(cluster) if cluster else {}
+    tree = read_yaml(path) if path else {}
     for override in ours:
         tree = apply_override(tree, override)
-    nodes = parse_config(LaunchConfig, tree, str(cluster or "cluster"))
-    return load_config(RunConfig, config, [override for override in overrides if override not in ours]), nodes
+    rest = [override for override in overrides if override not in ours]
+    return parse_config(LaunchConfig, tree, str(path or "cluster")), rest
+
+
+def run_as_job(study: StudyConfig, cluster: LaunchConfig, state: RunState, options: Options) -> Callable[[], str]:
+    """A run of a study as a job of SLURM, readings after it, checked: what hands it over and says what sbatch said.
+
+    Where only readings are left it takes one node. options: of sbatch, besides the cluster's.
+    """
+    import yaml
+
+    from launchers.slurm_jobs import submit
+    from launchers.snapshot import write_snapshot
+    from megamem.config.load import dump_yaml
+    from megamem.study.submit import CONFIG, READINGS
+    from megamem.study.tasks import RESULT, changes_of, plain
+
+    settings, given = state.run.config, cluster.slurm.sbatch
+    sbatch = {**given, **options}
+    if "dependency" in given and "dependency" in options:
+        sbatch["dependency"] = f"{given['dependency']},{options['dependency']}"
+    cluster = cluster.model_copy(update={"slurm": cluster.slurm.model_copy(update={"sbatch": sbatch})})
+    job = _job(settings, cluster, "slurm")
+    if readings := plain(changes_of(study, state.run)):
+        job = replace(job, then=("study", "read", str(job.folder)), result=settings.run_folder / RESULT)
+    if state.trained:
+        alone = cluster.model_copy(update={"nodes": 1, "min_nodes": None})
+        job = replace(job, cluster=alone, processes=1, fits=(1,))
+    else:
+        _check_files(settings, job, "slurm")
+    files = {CONFIG: dump_yaml(settings), "cluster.yaml": dump_yaml(job.cluster), **_script(job, settings, "slurm")}
+    files |= {READINGS: yaml.safe_dump(readings, sort_keys=False)}
+
+    def hand_over() -> str:
+        write_snapshot(job.folder, files)
+        return submit(job.folder)
+
+    return hand_over
 
 
 def _job(settings: RunConfig, cluster: LaunchConfig, on: Target) -> Job:
@@ -169,17 +217,14 @@ def _start(job: Job, on: Target, submit: bool) -> int:
         return run_ssh(job)
     script = job.folder / ("job.sh" if on == "slurm" else "job.yaml")
     command = ["sbatch", str(script)] if on == "slurm" else ["kubectl", "apply", "-f", str(script)]
-    if not submit:
-        console.print(f"to start it: {shlex.join(command)}, or megamem launch ... --submit", highlight=False)
-        return 0
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise DependencyError(f"--submit: {command[0]} is not installed here; {script} is written") from None
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise MegamemError(f"{shlex.join(command)}: {said or f'ended with {done.returncode}'}")
-    console.print(done.stdout.strip(), highlight=False)
+    if submit:
+        from launchers.slurm_jobs import call
+        from launchers.slurm_jobs import submit as submit_job
+
+        said = submit_job(job.folder) if on == "slurm" else call(command)
+    else:
+        said = f"to start it: {shlex.join(command)}, or megamem launch ... --submit"
+    console.print(said, highlight=False)
     return 0
 
 

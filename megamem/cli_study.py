@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megamem.errors import STOPPED
+from megamem.errors import STOPPED, ConfigError
 
 study_app = typer.Typer(help="Families of runs: a grid in one file, run, collected, drawn.", no_args_is_help=True)
 console = Console(soft_wrap=True)
@@ -20,8 +20,22 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: key=valu
 
 
 @study_app.command()
-def run(study: StudyPath, overrides: Overrides = None) -> None:
-    """Train and read everything that is not done yet, then write the report. Start it again to go on."""
+def run(
+    study: StudyPath,
+    overrides: Overrides = None,
+    on: Annotated[Literal["local", "slurm"], typer.Option(help="where runs are started")] = "local",
+    cluster: Annotated[Path | None, typer.Option(help="YAML file of the cluster, as in configs/clusters/")] = None,
+    again: Annotated[bool, typer.Option("--again", help="with slurm: submit runs that failed for good too")] = False,
+) -> None:
+    """Train and read everything that is not done yet, then write the report. Start it again to go on.
+
+    With --on slurm, jobs are submitted and not waited for; overrides may be the cluster's too.
+    """
+    if on == "slurm":
+        _submit(study, overrides or [], cluster, again)
+        return
+    if cluster or again:
+        raise ConfigError(f"{'--cluster' if cluster else '--again'}: goes with --on slurm only; leave it out")
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.queue import Queue
 
@@ -43,6 +57,37 @@ def run(study: StudyPath, overrides: Overrides = None) -> None:
         raise typer.Exit(1)
 
 
+def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool) -> None:
+    from functools import partial
+
+    from megamem.cli_launch import load_cluster, run_as_job
+    from megamem.study.grid import load_study, planned_runs
+    from megamem.study.submit import submit_runs
+
+    nodes, ours = load_cluster(overrides, cluster)
+    settings = load_study(study, tuple(ours))
+    runs = planned_runs(settings)
+    prepare = partial(run_as_job, settings, nodes)
+    found = submit_runs(settings, runs, prepare, lambda text: console.print(text, highlight=False), again)
+    for state in found.failed:
+        console.print(f"failed: {state.run.name}: {'; '.join(state.failures)}", highlight=False, markup=False)
+    _report(study, ours)
+    console.print(
+        f"{len(found.submitted)} submitted; `megamem study list` says how it stands, the same command goes on"
+    )
+    if found.failed:
+        console.print(f"{len(found.failed)} failed for good; --again submits them too", highlight=False)
+        raise typer.Exit(1)
+
+
+@study_app.command()
+def read(folder: Annotated[Path, typer.Argument(help="folder of the job")]) -> None:
+    """The readings after a training on SLURM. Jobs of `megamem study run --on slurm` call it."""
+    from megamem.study.submit import read_here
+
+    raise typer.Exit(read_here(folder))
+
+
 @study_app.command()
 def report(study: StudyPath, overrides: Overrides = None) -> None:
     """Tables, laws, pictures and the page of what has finished so far."""
@@ -58,6 +103,7 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
     settings = load_study(study, tuple(overrides or ()))
     for state in run_states(settings, planned_runs(settings)):
         where = {"state": state.state, "done": state.state == "done", "step": state.step, "failures": state.failures}
+        where |= {"job": state.jobs[-1].number} if state.jobs else {}
         console.file.write(json.dumps({"run": state.run.name, **state.run.labels, **where}) + "\n")
 
 

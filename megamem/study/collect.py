@@ -17,9 +17,9 @@ from megamem.evaluation.report import METRICS
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.state import model_state_bytes
-from megamem.study.config import READING, SEED, TRAINED, StudyConfig, readings_of
+from megamem.study.config import READING, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
-from megamem.study.queue import check_begun, figures
+from megamem.study.tasks import changes_of, check_begun, figures
 
 RUN = "run"
 Record = dict[str, Any]
@@ -34,9 +34,8 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
     check_begun(study, runs)
     found = []
     for run in runs:
-        readings = {name: reading.change for name, reading in readings_of(study, run.labels).items()}
         planned = planned_figures(run.config)
-        for reading, change in {TRAINED: None, **readings}.items():
+        for reading, change in {TRAINED: None, **changes_of(study, run)}.items():
             if (result := figures(run, reading, change)) is not None:
                 record: Record = {**_numbers(result), **planned}
                 found.append({**record, **run.labels, READING: reading, RUN: run.name})

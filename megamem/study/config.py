@@ -144,6 +144,8 @@ class StudyConfig(ConfigModel):
     """What is fitted to them."""
     parallel: PositiveInt = 1
     """Runs at a time on this machine; processor threads are divided among them."""
+    jobs: PositiveInt | None = None
+    """Jobs at a time with `--on slurm`; as many as the cluster starts if not given."""
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a run that failed is started again, going on from its last checkpoint; none whose exit code says that
     it would fail the same way, as after a loss that is not finite."""

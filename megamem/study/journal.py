@@ -76,10 +76,13 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
     return found
 
 
-def last_words(log: Path) -> str:
-    """The last line of a log that says why a process ended: one of ours, or the end of a traceback."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    return next((line.strip() for line in reversed(lines) if _says_why(line)), "")
+def last_words(*logs: Path) -> str:
+    """The last line that says why a process ended, of the first log with any: ours, or the end of a traceback."""
+    for log in logs:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+        if said := next((line.strip() for line in reversed(lines) if _says_why(line)), ""):
+            return said
+    return ""
 
 
 def _says_why(line: str) -> bool:

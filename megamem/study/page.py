@@ -84,9 +84,10 @@ def _run_rows(states: Sequence[RunState], found: Sequence[Record]) -> list[tuple
     for state in states:
         record: Mapping[str, Any] = trained.get(state.run.name, {})
         done, of = state.readings
+        job = f" (job {state.jobs[-1].number})" if state.in_queue else ""
         cells = [
             *state.run.labels.values(),
-            state.state + (f", {done} of {of} readings" if of else ""),
+            state.state + job + (f", {done} of {of} readings" if of else ""),
             f"{state.step:,} / {state.run.config.steps:,}",
             *(form.format(record[name]) if _number(record.get(name)) else "" for name, (_, form) in FIGURES.items()),
             f"{state.seconds / 60:.1f}" if state.seconds else "",

@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
+import torch
 
-from megamem.config.load import read_yaml
 from megamem.errors import FINAL, STOPPED, RunFolderError
-from megamem.study.config import TRAINED, Reading, StudyConfig, readings_of
+from megamem.study import tasks as processes
+from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import Journal
+from megamem.study.states import run_states
+from megamem.study.tasks import Task, keep_figures, partial_file, tasks
 from megamem.training.run_folder import RunLock
 
-COMMAND = [sys.executable, "-m", "megamem"]
-RESULT = "result.json"
-"""What a finished run leaves."""
-LOGS = "logs"
-"""Folder of the processes' output."""
-CHANGE = "change"
-"""Beside a reading's figures: how it was defined."""
-
-
-@dataclass(eq=False)
-class Task:
-    """One process: a training, or a reading of a trained model."""
-
-    run: PlannedRun
-    reading: str
-    command: list[str]
-    log: Path
-    change: Mapping[str, Any] | None = None
-    """What a reading's configuration has different; None of a training."""
-    failures: int = 0
-
-    @property
-    def name(self) -> str:
-        """In messages."""
-        return self.run.name if self.change is None else f"{self.run.name}, {self.reading}"
-
-    @property
-    def output(self) -> Path:
-        """File that says it is done."""
-        return reading_file(self.run, self.reading)
-
-    @property
-    def done(self) -> bool:
-        """Whether its figures are there, a reading's under the same definition."""
-        return figures(self.run, self.reading, self.change) is not None
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -70,83 +35,44 @@ class Outcome:
     stopped: bool = False
 
 
-def reading_file(run: PlannedRun, reading: str) -> Path:
-    """Where a reading's figures lie; those of training are the run's own result."""
-    return run.folder / (RESULT if reading == TRAINED else f"reading-{reading}.json")
-
-
-def figures(run: PlannedRun, reading: str, change: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a training (`change` None) or a reading found; None if it has not ended, or was defined otherwise."""
-    path = reading_file(run, reading)
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found if change is None or found.get(CHANGE) == _plain(change) else None
-
-
-def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise RunFolderError where a folder holds a run that was begun with another configuration."""
-    for run in runs:
-        config = config_file(study, run)
-        if config.exists() and run.folder.exists() and read_yaml(config) != _plain(run.tree):
-            raise RunFolderError(
-                f"{run.folder}: was begun with another configuration than the study now gives ({config}); "
-                "delete it, or give the study another name"
-            )
-
-
-def config_file(study: StudyConfig, run: PlannedRun) -> Path:
-    """Where a run's configuration lies."""
-    return study_folder(study) / "configs" / f"{run.name}.yaml"
-
-
-def log_file(study: StudyConfig, run: PlannedRun, reading: str) -> Path:
-    """Where the output of a training or a reading goes."""
-    return study_folder(study) / LOGS / (f"{run.name}.log" if reading == TRAINED else f"{run.name}-{reading}.log")
-
-
-def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
-    """Each run's training and the readings that follow it. Writes each run's configuration beside the run folders.
-
-    Readings compute in training's precision, and on its device where the configuration names one.
-    Raises: RunFolderError where a folder holds a run that was begun with another configuration.
-    """
-    check_begun(study, runs)
-    (study_folder(study) / LOGS).mkdir(parents=True, exist_ok=True)
-    planned = []
-    for run in runs:
-        config = config_file(study, run)
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(yaml.safe_dump(_plain(run.tree), sort_keys=False), encoding="utf-8")
-        how = ["--dtype", run.config.training.precision, "--json"]
-        if run.config.parallel.device:
-            how += ["--device", run.config.parallel.device]
-        training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
-        after = [
-            Task(
-                run,
-                name,
-                ["evaluate", str(run.folder), *_overrides(reading), *how],
-                log_file(study, run, name),
-                reading.change,
-            )
-            for name, reading in readings_of(study, run.labels).items()
-        ]
-        planned.append((training, after))
-    return planned
-
-
-def _plain(tree: Mapping[str, Any]) -> Any:
-    return json.loads(json.dumps(tree))
-
-
-def _overrides(reading: Reading) -> list[str]:
-    return [f"{path}={json.dumps(value)}" for path, value in reading.change.items()]
-
-
 def study_lock(study: StudyConfig) -> RunLock:
     """The study to itself, once taken. Its `take` raises RunFolderError while another process runs the study."""
     return RunLock(study_folder(study), "another process is running this study")
+
+
+def check_not_submitted(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
+    """Raise RunFolderError if a run is a job that SLURM has not done with."""
+    for state in run_states(study, runs):
+        if state.state in ("queued", "running"):
+            raise RunFolderError(
+                f"{state.run.folder}: is job {state.jobs[-1].number} of SLURM, {state.state}; "
+                "go on with --on slurm, or scancel it first"
+            )
+
+
+def ranks(run: PlannedRun) -> int:
+    """Processes of a run on one machine."""
+    parallel = run.config.parallel
+    return parallel.tp * parallel.pp * (parallel.dp or 1)
+
+
+def visible_devices() -> list[str]:
+    """CUDA devices as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get(DEVICES)
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def shares(devices: Sequence[str], parallel: int, each: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of `parallel` runs side by side, of `each` ranks at most.
+
+    Empty for a single run, which may see all, and if there are too few devices for all to have their own.
+    """
+    size = len(devices) // parallel
+    if parallel == 1 or size < each:
+        return []
+    return [",".join(devices[number * size : (number + 1) * size]) for number in range(parallel)]
 
 
 class Queue:
@@ -157,16 +83,21 @@ class Queue:
         self.outcome = Outcome()
         self.journal = Journal(study_folder(study))
         self.stopping = False
+        self.devices: list[str] = []
+        """For each run that may be started now, CUDA devices of its own; empty if all see the same ones."""
+        self.held: dict[Task, str] = {}
         self.told: set[Task] = set()
         """Tasks that were said to wait for another process."""
 
     def run(self, runs: Sequence[PlannedRun]) -> Outcome:
         """Everything that is not done yet. On SIGTERM or SIGINT, runs save a checkpoint and the queue ends.
 
-        Raises: RunFolderError while another process runs the study, or as `tasks`; nothing is written then.
+        Raises: RunFolderError while another process or SLURM runs the study, or as `tasks`; nothing is written then.
         """
         with study_lock(self.study) as lock:
             lock.take()
+            check_not_submitted(self.study, runs)
+            self.devices = shares(visible_devices(), self.study.parallel, max(ranks(run) for run in runs))
             return self._run(tasks(self.study, runs))
 
     def _run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
@@ -187,6 +118,8 @@ class Queue:
                 for task in [task for task, (job, _) in running.items() if job.poll() is not None]:
                     job, log = running.pop(task)
                     log.close()
+                    if task in self.held:
+                        self.devices.append(self.held.pop(task))
                     self.journal.ended(task.run.name, task.reading, job.returncode)
                     if self._finished(task, job.returncode):
                         waiting.extendleft(reversed(self._remaining(following.get(id(task), []))))
@@ -221,18 +154,20 @@ class Queue:
         return [task for task in these if not task.done]
 
     def _start(self, task: Task) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-        ranks = task.run.config.parallel
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = cores // (self.study.parallel * ranks.tp * ranks.pp * (ranks.dp or 1))
+        share = cores // (self.study.parallel * ranks(task.run))
+        own = {"OMP_NUM_THREADS": str(max(1, share)), **os.environ}
+        if self.devices:
+            own[DEVICES] = self.held[task] = self.devices.pop()
         log = task.log.open("ab")
-        partial = task.output.with_suffix(".partial")
+        partial = partial_file(task)
         partial.unlink(missing_ok=True)  # a reading that a killed queue left behind writes to the old one
         out: Any = log if task.change is None else partial.open("wb")
         job = subprocess.Popen(
-            [*COMMAND, *task.command],
+            [*processes.COMMAND, *task.command],
             stdout=out,
             stderr=log,
-            env={"OMP_NUM_THREADS": str(max(1, share)), **os.environ},
+            env=own,
             start_new_session=True,  # a terminal's Ctrl-C reaches runs through this process only
         )
         if task.change is not None:
@@ -241,12 +176,7 @@ class Queue:
 
     def _finished(self, task: Task, code: int) -> bool:
         if code == 0 and task.change is not None:
-            partial = task.output.with_suffix(".partial")
-            lines = partial.read_text(encoding="utf-8").splitlines()
-            if lines:
-                found = {CHANGE: task.change, **json.loads(lines[-1])}
-                partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
-                partial.replace(task.output)
+            keep_figures(task)
         if code == 0 and task.done:
             self.outcome.done.append(task)
             self.said(f"{task.name}: done")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.integration.commands import LENGTH, environment, run_tree, write_config
 
-STEPS = 60
+STEPS = 24
 """Of some tenths of a second: long enough to act in between, also on a busy machine."""
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.cluster
 BROWSER = (
     "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage",  # containers have 64 MB of it
 )  # fmt: skip
 PATIENCE_S = 120
 

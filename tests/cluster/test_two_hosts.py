@@ -14,6 +14,7 @@ import pytest
 
 from megamem.errors import STOPPED, NodesMissingError, StuckRankError
 from tests.cluster.hosts import Network
+from tests.cluster.machine import skip_if_refused
 from tests.cluster.runs import losses, megamem, tiny_run, wait_for
 from tests.integration.commands import LENGTH, environment
 from tests.integration.ports import free_port
@@ -29,6 +30,8 @@ LAYOUTS = {"pp": {"pp": 2}, "dp": {"zero_stage": 1}}
 
 @pytest.fixture
 def network():
+    made = "mount --bind /etc/hosts /etc/hosts && ip link add mm-a type veth peer name mm-b"
+    skip_if_refused("unshare", "--net", "--mount", "--uts", "sh", "-c", made)  # what it is made of, but private
     with Network() as found:
         yield found
 

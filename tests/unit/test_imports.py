@@ -55,7 +55,7 @@ ALLOWED = {
     "megamem.preflight": {"megamem.errors", "megamem.planning", "megamem.training"},
     "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
     "megamem.study": {
-        "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
+        "launchers", "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
     },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip

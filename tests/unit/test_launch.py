@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import yaml
 
 from launchers import ssh
 from launchers.config import LaunchConfig
+from launchers.slurm import batch_script
 from launchers.snapshot import environment
 from megamem.cli_launch import _job, _load, _script, launch
 from megamem.config.load import load_config
@@ -57,7 +60,7 @@ def options(text):
 
 def srun_task(text):
     """Words of the srun command, and of the shell it runs on each node."""
-    words = shlex.split(re.search(r"^srun .*(?= &$)", text, re.MULTILINE)[0])
+    words = shlex.split(re.search(r"^run (srun .*)$", text, re.MULTILINE)[1])
     return words, shlex.split(words[-1])
 
 
@@ -223,6 +226,38 @@ class TestSlurm:
         counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
         assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
 
+    @pytest.mark.parametrize(
+        ("codes", "there", "calls", "ends_with"),
+        [
+            ([0, 0], False, ["ranks", "then"], 0),
+            ([5], False, ["ranks"], 5),
+            ([STOPPED], False, ["ranks"], STOPPED),
+            ([0, 3], False, ["ranks", "then"], 3),
+            ([0], True, ["then"], 0),
+        ],
+    )
+    def test_what_follows_the_run(self, config, tmp_path, codes, there, calls, ends_with):
+        """By one process of the first node, once the run is done, also if it was done before."""
+        settings, nodes = _load(config, [], None)
+        result = tmp_path / "the result.json"
+        job = replace(_job(settings, nodes, "slurm"), then=("study", "read", "a b"), result=result)
+        if there:
+            result.touch()
+        played = (
+            f"codes=({' '.join(map(str, codes))}); squeue() {{ echo RUNNING; }}; scontrol() {{ :; }}\n"
+            f'srun() {{ echo "$@" >> {tmp_path}/calls; return "${{codes[$(($(wc -l < {tmp_path}/calls) - 1))]}}"; }}\n'
+        )
+        job.folder.mkdir(parents=True)
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(
+            ["bash"], input=played + batch_script(job), env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == ends_with, done.stderr
+        made = (tmp_path / "calls").read_text().splitlines()
+        alone = ["--nodes=1 --ntasks=1" in call and call.endswith(" python -m megamem study read a b") for call in made]
+        assert ["then" if one else "ranks" for one in alone] == calls
+        assert (job.folder / "ended").read_text() == f"{ends_with}\n"
+
 
 class TestSsh:
     OVERRIDES = ("nodes=2", "processes_per_node=1", "ssh.hosts=[node-a, 10.0.0.2]", "ssh.user=me", "ssh.port=2222")
@@ -311,9 +346,9 @@ class TestSnapshot:
 
     def test_what_is_kept(self, config, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
-        monkeypatch.setenv("SLURM_JWT", "secret")
-        monkeypatch.setenv("MEGAMEM_TOKEN", "secret")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        value = secrets.token_hex(8)  # in no file that changes.diff may quote
+        for name in ("SLURM_JWT", "MEGAMEM_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, value)
         with pytest.raises(typer.Exit) as ended:
             launch(config, ["training.steps=9"], on="slurm")
         assert ended.value.exit_code == 0
@@ -325,7 +360,7 @@ class TestSnapshot:
         assert {"command", "megamem", "revision", "changed", "python", "environment"} <= set(facts)
         assert re.fullmatch(r"[0-9a-f]{40}", facts["revision"])
         assert facts["environment"]["NCCL_DEBUG"] == "INFO"
-        assert not [path for path in folder.iterdir() if "secret" in path.read_text().replace("env_secret", "")]
+        assert not [path for path in folder.iterdir() if value in path.read_text()]
         packages = dict(line.split("==", 1) for line in (folder / "packages.txt").read_text().splitlines())
         assert {"torch", "deepspeed", "megamem"} <= set(packages)
 

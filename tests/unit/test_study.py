@@ -14,14 +14,16 @@ import yaml
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError, RunFolderError
 from megamem.study import queue
+from megamem.study import tasks as processes
 from megamem.study.collect import records
 from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.journal import read_journal
-from megamem.study.queue import Queue, tasks
+from megamem.study.queue import Queue
 from megamem.study.report import write_report
 from megamem.study.states import run_states
 from megamem.study.tables import cells, filled, markdown
+from megamem.study.tasks import config_file, tasks
 from megamem.training.run_folder import RunLock
 
 RUN = {
@@ -128,6 +130,10 @@ verb, path = sys.argv[1:3]
 calls = pathlib.Path(os.environ["CALLS"])
 with calls.open("a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
+with open(f"{calls}-devices", "a") as file:
+    file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "all") + f" {time.time()} ")
+    time.sleep(float(os.environ.get("LASTS", 0)))
+    file.write(f"{time.time()}\\n")
 if verb == "evaluate":
     print("a table")
     print(json.dumps({"val_loss": 7.0}))
@@ -151,7 +157,7 @@ loss = tree["training"]["seed"] + (tree["model"]["hidden_size"] == 32) + bool(tr
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
-    monkeypatch.setattr(queue, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, str(tmp_path / "fake.py")])
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     return lambda: (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
 
@@ -197,7 +203,7 @@ def test_one_process_at_a_time(study, fake):
         lock.take()
         with pytest.raises(RunFolderError, match="another process is running this study"):
             run(study)
-    assert not queue.config_file(study, planned_runs(study)[0]).exists(), "the other's configurations are left alone"
+    assert not config_file(study, planned_runs(study)[0]).exists(), "the other's configurations are left alone"
 
 
 def test_a_run_that_a_killed_queue_left_behind_is_waited_for(study, fake):
@@ -242,6 +248,17 @@ def test_an_axis_named_as_a_figure_keeps_its_labels(study, fake):
     other = study.model_copy(update={"axes": axes, "adjust": (), "skip": (), "readings": {}, "tables": ()})
     run(other)
     assert {record["val_loss"] for record in records(other, planned_runs(other))} == {"low", "high"}
+
+
+def test_runs_side_by_side_have_devices_of_their_own(study, fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setenv("LASTS", "0.5")
+    run(study.model_copy(update={"parallel": 2}))
+    seen = [line.split() for line in (tmp_path / "calls-devices").read_text().splitlines()]
+    assert {devices for devices, *_ in seen} == {"4", "5"}
+    for device in ("4", "5"):
+        times = sorted((float(begin), float(end)) for devices, begin, end in seen if devices == device)
+        assert all(end <= begin for (_, end), (begin, _) in zip(times, times[1:], strict=False)), "one after another"
 
 
 def test_a_run_that_fails_is_tried_again(study, fake, monkeypatch):
