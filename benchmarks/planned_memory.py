@@ -24,15 +24,29 @@ from typing import Any
 from benchmarks.common import OUTPUT, publish, table
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
+from megamem.pipeline.costs import place
+from megamem.planning.activations import Activations
+from megamem.planning.plan import rank_plans
+from megamem.planning.step_time import Layout
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 STEPS = 2
+FOUND = "found: "
 CACHING = {"kind": "memory_caching", "segment": 256, "combine": "gated", "memory": {"kind": "titans"}}
 SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "selective", "top_k": 4, "memory": {"kind": "dla"}}
 
 
+ELASTIC = {"kind": "elastic_memory", "order": 256}
+BF16: dict[str, Any] = {
+    # a table of positions makes bytes without operations: BF16 products are slow on most CPUs
+    "model": {"layers": 2, "positions": "learned", "max_positions": 131_072, "chunk_size": 64},
+    "training": {"precision": "bf16"},
+    "tokens": 128,
+}
+
+
 @dataclass(frozen=True)
-class Layout:
+class Case:
     """A run that is planned and measured."""
 
     world: int = 1
@@ -56,6 +70,7 @@ class Layout:
             layers, heads = parallel.get("pp", 1), model["heads"]
             model |= {"layers": layers, "hidden_size": 8 * heads, "vocab_size": 1024}
             tokens = model["chunk_size"] * training.get("bptt_chunks", 2)
+            model |= {"max_positions": 1024} if "max_positions" in model else {}
         ranks = self.world // parallel.get("tp", 1) // parallel.get("pp", 1)
         sequences = ranks * training["micro_batch_size"] * (2 * parallel.get("pp", 1))
         given = {
@@ -68,74 +83,61 @@ class Layout:
         return parse_config(RunConfig, given, "layout")
 
 
-def with_ranks(**parallel: Any) -> dict[str, Any]:
-    return parallel
-
-
 LAYOUTS = {
-    "one rank": Layout(),
-    "recompute": Layout(training={"recompute": True, "micro_batch_size": 4}),
-    "windows of 2 chunks": Layout(training={"bptt_chunks": 2, "micro_batch_size": 4}),
-    "PP 2": Layout(2, parallel={"pp": 2}, training={"micro_batch_size": 2}),
-    "PP 2, windows of 2": Layout(2, parallel={"pp": 2}, training={"bptt_chunks": 2, "micro_batch_size": 4}),
-    "PP 4, windows of 4": Layout(4, parallel={"pp": 4}, training={"bptt_chunks": 4, "micro_batch_size": 4}),
-    "TP 2": Layout(2, parallel={"tp": 2}, training={"micro_batch_size": 2}),
-    "TP 2, sequence parallel": Layout(
-        2, parallel={"tp": 2, "sequence_parallel": True}, training={"micro_batch_size": 2}
-    ),
-    "ZeRO 1, DP 2": Layout(2, parallel={"zero_stage": 1}),
-    "ZeRO 2, DP 2": Layout(2, parallel={"zero_stage": 2}),
-    "ZeRO 3, DP 2": Layout(2, parallel={"zero_stage": 3}),
-    "PP 2 x TP 2": Layout(4, parallel={"pp": 2, "tp": 2}, training={"micro_batch_size": 3}),
-    "Elastic Memory": Layout(mixer={"kind": "elastic_memory", "order": 256}),
-    "Elastic Memory, PP 2": Layout(
-        2, {"kind": "elastic_memory", "order": 256}, parallel={"pp": 2}, training={"micro_batch_size": 2}
-    ),
-    "Titans + GRM": Layout(mixer=CACHING),
-    "Titans + GRM, TP 2": Layout(2, mixer=CACHING, parallel={"tp": 2}),
-    "DLA + SSC": Layout(mixer=SELECTIVE),
-    "BF16, ZeRO 1": Layout(training={"precision": "bf16", "micro_batch_size": 2}, parallel={"zero_stage": 1}),
-    "BF16, ZeRO 1, PP 2 x DP 2": Layout(
-        4, training={"precision": "bf16", "micro_batch_size": 4}, parallel={"zero_stage": 1, "pp": 2}
-    ),
-    "full attention": Layout(mixer="full_attention"),
-    "Memorizing attention": Layout(mixer="memorizing_attention"),
+    "one rank": Case(training={"micro_batch_size": 2}),
+    "recompute": Case(training={"recompute": True, "micro_batch_size": 6}, model={"layers": 12}),
+    "windows of 2 chunks": Case(training={"bptt_chunks": 2, "micro_batch_size": 3}),
+    "PP 2": Case(2, parallel={"pp": 2}, training={"micro_batch_size": 4}),
+    "PP 2, windows of 2 chunks": Case(2, parallel={"pp": 2}, training={"bptt_chunks": 2, "micro_batch_size": 6}),
+    "PP 4, windows of 2 chunks": Case(4, parallel={"pp": 4}, training={"bptt_chunks": 2, "micro_batch_size": 8}),
+    "TP 2": Case(2, parallel={"tp": 2}, training={"micro_batch_size": 3}),
+    "TP 2, sequence parallel": Case(2, parallel={"tp": 2, "sequence_parallel": True}, training={"micro_batch_size": 3}),
+    "PP 2 x TP 2": Case(4, parallel={"pp": 2, "tp": 2}, training={"micro_batch_size": 6}),
+    "ZeRO 1, DP 2": Case(2, parallel={"zero_stage": 1}, training={"micro_batch_size": 2}),
+    "ZeRO 2, DP 2": Case(2, parallel={"zero_stage": 2}, training={"micro_batch_size": 2}),
+    "ZeRO 3, DP 2": Case(2, parallel={"zero_stage": 3}, training={"micro_batch_size": 2}),
+    "ZeRO 1, PP 2 x DP 2": Case(4, parallel={"pp": 2, "zero_stage": 1}, training={"micro_batch_size": 4}),
+    "full attention": Case(mixer="full_attention", training={"micro_batch_size": 2}),
+    "Elastic Memory": Case(mixer=ELASTIC, training={"micro_batch_size": 2}),
+    "Memorizing attention": Case(mixer="memorizing_attention", training={"micro_batch_size": 2}),
+    "Titans + GRM": Case(mixer=CACHING),
+    "Titans + GRM, TP 2": Case(2, mixer=CACHING, parallel={"tp": 2}),
+    "DLA + SSC": Case(mixer=SELECTIVE),
+    "BF16, ZeRO 1": Case(parallel={"zero_stage": 1}, **BF16),
+    "BF16, ZeRO 1, PP 2": Case(2, parallel={"zero_stage": 1, "pp": 2}, **BF16),
+    "BF16, ZeRO 2, DP 2": Case(2, parallel={"zero_stage": 2}, **BF16),
 }
 
 
-def memory(what: str) -> int:
-    """A line of this process's status, bytes."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+def most_resident() -> int:
+    """Bytes that this process has had resident at most (`ru_maxrss` would count what started it too)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
-def measure_rank(config: RunConfig) -> None:
-    """One rank: build, step, tell."""
+def run_rank(config: RunConfig) -> None:
+    """One rank's steps; prints what the process took."""
     import torch
 
-    torch.set_num_threads(1)
     from megamem.pipeline.engine import build_engine
     from megamem.training.start import mock_batches, start_topology
 
+    torch.set_num_threads(1)
     topology = start_topology(config)
     engine = build_engine(config, topology)
-    found = {"built": memory("VmHWM"), "built now": memory("VmRSS")}
-    parts = {}
-    for step in range(STEPS):
+    for _ in range(STEPS):
         engine.step(mock_batches(config, topology), config.optimizer.lr)
-        found[f"step {step}"] = memory("VmHWM")
-        found[f"after {step}"] = memory("VmRSS")
-    print("FOUND " + json.dumps({"stage": topology.pp_rank, **found, **parts}))
+    print(FOUND + json.dumps({"rank": topology.rank, "stage": topology.pp_rank, "bytes": most_resident()}))
 
 
 def measure(name: str, small: bool) -> list[dict[str, Any]]:
-    """Of every rank."""
+    """Of every rank of a layout, each a new process."""
     world = LAYOUTS[name].world
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, **ALLOCATOR, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        port = str(free.getsockname()[1])
+    env = {**os.environ, **ALLOCATOR, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, "-m", "benchmarks.planned_memory", "--rank", name, *(["--small"] if small else [])]
     ranks = [
         subprocess.Popen(
@@ -144,57 +146,63 @@ def measure(name: str, small: bool) -> list[dict[str, Any]]:
         for rank in range(world)
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{name}: a rank failed")
-    return [
-        json.loads(line.removeprefix("FOUND "))
-        for out in outputs
-        for line in out.splitlines()
-        if line.startswith("FOUND ")
-    ]
+    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
+        raise SystemExit(f"{name}: ranks {failed} failed")
+    lines = [line for output in outputs for line in output.splitlines() if line.startswith(FOUND)]
+    return [json.loads(line.removeprefix(FOUND)) for line in lines]
+
+
+def compare(name: str) -> list[dict[str, Any]]:
+    """Planned and measured bytes of every rank of a layout."""
+    config = LAYOUTS[name].config()
+    dp_size = LAYOUTS[name].world // config.parallel.pp // config.parallel.tp
+    found = Activations(config.model, config.training.precision, config.chunks)
+    planned = [rank.total for rank in rank_plans(Layout(config, dp_size, tuple(place(config))), found)]
+    baseline = {rank["rank"]: rank["bytes"] for rank in measure(name, small=True)}
+    records = []
+    for rank in measure(name, small=False):
+        base, plan = baseline[rank["rank"]], planned[rank["stage"]]
+        records.append(
+            {
+                "layout": name,
+                "rank": rank["rank"],
+                "baseline": base,
+                "planned": round(plan),
+                "measured": rank["bytes"],
+                "error": (plan + base) / rank["bytes"] - 1,
+                "error_above_baseline": plan / (rank["bytes"] - base) - 1,
+            }
+        )
+    return records
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--rank", help="run as a rank of this layout")
-    parser.add_argument("--small", action="store_true", help="with the baseline's model")
+    """Measure all layouts, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=", ".join(LAYOUTS))
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        measure_rank(LAYOUTS[options.rank].config(options.small))
+        run_rank(LAYOUTS[options.rank].config(options.small))
         return
-    from megamem.planning.activations import Activations
-    from megamem.planning.peak import step_peak
-    from megamem.planning.ranks import held_bytes, stage_parameters
-    from megamem.pipeline.costs import place
-    from megamem.pipeline.placement import contiguous
-
+    records: list[dict[str, Any]] = []
     for name in options.names or LAYOUTS:
-        layout = LAYOUTS[name]
-        config = layout.config()
-        pp, tp = config.parallel.pp, config.parallel.tp
-        dp = layout.world // pp // tp
-        acts = Activations(config.model, config.training.precision, config.chunks)
-        plans = []
-        for stage, layers in enumerate(contiguous(place(config))):
-            held = held_bytes(config, layers, stage_parameters(config.model, layers, tp), tp, dp)
-            peak = step_peak(config, acts, layers, stage, tp, dp)
-            plans.append((held, peak))
-        base = measure(name, True)
-        big = measure(name, False)
-        M = 2**20
-        for b, s in zip(big, base):
-            held, peak = plans[b["stage"]]
-            static = held.weights + held.optimizer
-            planned = static + peak.total
-            got = b["step 1"] - s["step 1"]
-            print(
-                f"{name:28s} stage {b['stage']}: static {static / M:7.0f} grads {peak.gradients / M:5.0f} flight {peak.in_flight / M:7.0f} working {peak.working / M:6.0f} states {peak.states / M:5.0f} borders {peak.borders / M:5.0f}"
-                f" | planned {planned / M:7.0f} measured {got / M:7.0f} = {planned / got - 1:+.1%}; with base {(planned + s['step 1']) / b['step 1'] - 1:+.1%}"
-                f" | base {s['step 1'] / M:5.0f} built {b['built now'] / M - s['built now'] / M:6.0f} (peak {b['built'] / M:5.0f}) after0 {(b['after 0'] - s['after 0']) / M:6.0f} after1 {(b['after 1'] - s['after 1']) / M:6.0f}",
-                flush=True,
-            )
+        records += compare(name)
+        print(f"{name}: {records[-1]['error']:+.1%}", file=sys.stderr, flush=True)
+    columns = ["layout", "rank", "baseline", "planned", "measured", "planned + baseline", "planned above baseline"]
+    rows = [
+        [
+            record["layout"],
+            record["rank"],
+            *(f"{record[part] / 2**30:.2f}" for part in ("baseline", "planned", "measured")),
+            f"{record['error']:+.1%}",
+            f"{record['error_above_baseline']:+.1%}",
+        ]
+        for record in records
+    ]
+    print(table(columns, rows))
+    publish({"layouts": records}, OUTPUT / "planned_memory.json")
 
 
 if __name__ == "__main__":

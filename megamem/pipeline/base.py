@@ -37,6 +37,7 @@ def build_stage(config: RunConfig, topology: Topology, layers: range | None = No
         stage = Stage(config.model, linears, layers)
     initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
+    stage.ties_resets = config.parallel.zero_stage == 3
     if config.training.compile:
         compile_pointwise(stage)
     return stage
