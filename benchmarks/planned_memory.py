@@ -72,7 +72,7 @@ class Case:
             tokens = model["chunk_size"] * training.get("bptt_chunks", 2)
             model |= {"max_positions": 1024} if "max_positions" in model else {}
         ranks = self.world // parallel.get("tp", 1) // parallel.get("pp", 1)
-        sequences = ranks * training["micro_batch_size"] * (2 * parallel.get("pp", 1))
+        sequences = 2 * ranks * training["micro_batch_size"]  # the second is read while the first's gradients are there
         given = {
             "name": "planned",
             "model": model,
@@ -85,14 +85,14 @@ class Case:
 
 LAYOUTS = {
     "one rank": Case(training={"micro_batch_size": 2}),
-    "recompute": Case(training={"recompute": True, "micro_batch_size": 6}, model={"layers": 12}),
+    "recompute": Case(training={"recompute": True, "micro_batch_size": 4}, model={"layers": 12}),
     "windows of 2 chunks": Case(training={"bptt_chunks": 2, "micro_batch_size": 3}),
-    "PP 2": Case(2, parallel={"pp": 2}, training={"micro_batch_size": 4}),
-    "PP 2, windows of 2 chunks": Case(2, parallel={"pp": 2}, training={"bptt_chunks": 2, "micro_batch_size": 6}),
-    "PP 4, windows of 2 chunks": Case(4, parallel={"pp": 4}, training={"bptt_chunks": 2, "micro_batch_size": 8}),
+    "PP 2": Case(2, parallel={"pp": 2}, training={"micro_batch_size": 3}),
+    "PP 2, windows of 2 chunks": Case(2, parallel={"pp": 2}, training={"bptt_chunks": 2, "micro_batch_size": 5}),
+    "PP 4": Case(4, parallel={"pp": 4}, training={"micro_batch_size": 4}),
     "TP 2": Case(2, parallel={"tp": 2}, training={"micro_batch_size": 3}),
     "TP 2, sequence parallel": Case(2, parallel={"tp": 2, "sequence_parallel": True}, training={"micro_batch_size": 3}),
-    "PP 2 x TP 2": Case(4, parallel={"pp": 2, "tp": 2}, training={"micro_batch_size": 6}),
+    "PP 2 x TP 2": Case(4, parallel={"pp": 2, "tp": 2}, training={"micro_batch_size": 5}),
     "ZeRO 1, DP 2": Case(2, parallel={"zero_stage": 1}, training={"micro_batch_size": 2}),
     "ZeRO 2, DP 2": Case(2, parallel={"zero_stage": 2}, training={"micro_batch_size": 2}),
     "ZeRO 3, DP 2": Case(2, parallel={"zero_stage": 3}, training={"micro_batch_size": 2}),

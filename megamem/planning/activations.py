@@ -8,20 +8,21 @@ say what any other share and number of rows takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import DTYPES, Chunk, Growing, State, map_state, state_tensors
 from megamem.model.stage import Stage
 from megamem.planning.devices import Precision
-from megamem.planning.ledger import Ledger
+from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
 Bytes = npt.NDArray[np.float64]
@@ -84,10 +85,22 @@ class Activations:
     def _part(self, name: str, layers: range, share: Share) -> list[PartBytes]:
         key = name, share.recompute, share.sequence_parallel
         if key not in self._found:
-            self._found[key] = _Lines(self, layers, share)
+            with _one_thread():
+                self._found[key] = _Lines(self, layers, share)
         if (name, share) not in self._read_off:
             self._read_off[name, share] = self._found[key].at(share)
         return self._read_off[name, share]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other would take most of the time: next to nothing is computed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Measured(NamedTuple):
@@ -205,13 +218,15 @@ def _grows_to(stage: Stage, chunks: int) -> int:
 
 
 def _stage(of: Activations, layers: range, share: Share) -> Stage:
-    """Some layers as a rank holds them, in training."""
-    stage = Stage(of.model, RankLinears(share.tp_size, share.sequence_parallel), layers)
+    """Some layers as a rank holds them, in training; all parameters are zero."""
+    with torch.device("meta"):
+        stage = Stage(of.model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(of.dtype)
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
-    for parameter in stage.parameters():  # of large ones nothing is computed; small ones must not be nonsense
-        parameter.data.zero_()
-    return stage.to(of.dtype)
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(room(parameter)))
+    return stage
 
 
 def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
@@ -221,7 +236,7 @@ def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> t
     """
     ledger = Ledger()
     for parameter in stage.parameters():
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = room(parameter)
         ledger.enter_storage(parameter, counted=False)
         ledger.enter_storage(parameter.grad, counted=False)
     for state in state_tensors(reads):
@@ -230,7 +245,7 @@ def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> t
         results = forward()
     kept, up = ledger.live, ledger.course
     roots = [tensor for tensor in state_tensors(results) if tensor.requires_grad]
-    gradients = [torch.empty_like(root) for root in roots]
+    gradients = [room(root) for root in roots]
     for gradient in gradients:
         ledger.enter_storage(gradient, counted=False)
     ledger.course = []

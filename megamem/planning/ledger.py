@@ -23,8 +23,13 @@ _CHOOSE = {
     torch.ops.aten.sigmoid.default,
 }
 """What shares of memories are made of, which decide how much is read; computed up to a size that costs little."""
-_CHOICES = 2**25
+_CHOICES = 2**22
 """Bytes of it."""
+_ZEROS = {
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.zeros_like.default,
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -83,7 +88,7 @@ def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
 
     size: bytes of operands.
     """
-    if size < LARGE or func in _VIEWS or (func in _CHOOSE and size < _CHOICES):
+    if (size < LARGE and func not in _ZEROS) or func in _VIEWS or (func in _CHOOSE and size < _CHOICES):
         return func(*args, **kwargs)
     key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
     if key not in _results:
@@ -93,7 +98,7 @@ def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
         return func(*args, **kwargs)
     if found is _IN_PLACE:
         return args[0]
-    return _room(found) if isinstance(found, Tensor) else tree_map(_room, found)
+    return room(found) if isinstance(found, Tensor) else tree_map(room, found)
 
 
 _IN_PLACE = object()
@@ -133,8 +138,8 @@ def _without_values(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _room(value: Any) -> Any:
-    """Zeros, which the system makes when they are first read: they cost nothing and are the same each time.
+def room(value: Any) -> Any:
+    """Zeros of a tensor's shape, which the system makes when they are first read: they cost nothing until then.
 
     A mapping of its own for each: an allocator would fill with zeros what it has used before.
     """
@@ -142,5 +147,5 @@ def _room(value: Any) -> Any:
         return value
     if not value.numel():
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    room = mmap(-1, value.untyped_storage().nbytes(), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    return torch.frombuffer(room, dtype=value.dtype).as_strided(value.shape, value.stride())
+    mapped = mmap(-1, value.untyped_storage().nbytes(), flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=value.dtype).as_strided(value.shape, value.stride())

@@ -110,12 +110,13 @@ def show_found(search: Search, found: Found) -> Iterator[Table | str]:
             yield f"least of {found.tried}: {_overrides(found.least)} takes {found.least.total / GIB:.1f} GiB"
         return
     table = Table(title=f"{search.config.name} on {search.devices} x {machine.name}: {usable:.1f} GiB each")
-    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "recompute", "GiB", "s/step", "bubble", "tokens/s")
+    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "again", "GiB", "s/step", "bubble", "Mtok/s")
     for column in columns:
         table.add_column(column, justify="right")
     for candidate in found.best:
         table.add_row(*_cells(candidate))
     yield table
+    yield "rows: of a micro-batch; window: chunks that gradients through memory span; again: with recomputation"
     yield f"{found.possible:,} layouts divide model and batch; bytes of {found.tried} were looked at"
     yield f"the first: {_overrides(found.best[0])}"
 
@@ -127,7 +128,7 @@ def _cells(candidate: Candidate) -> list[str]:
         str(parallel.pp), str(parallel.tp), str(candidate.layout.dp_size), str(parallel.zero_stage),
         str(training.micro_batch_size), str(config.bptt_chunks), "yes" if training.recompute else "no",
         f"{candidate.total / GIB:.1f}", f"{time.total:.3f}", f"{time.bubble / (time.compute + time.tensor):.1%}",
-        f"{training.batch_tokens / time.total:,.0f}",
+        f"{training.batch_tokens / time.total / 1e6:,.3f}",
     ]  # fmt: skip
 
 
