@@ -278,7 +278,7 @@ def standard_callbacks(
 ) -> list[Callback]:
     """What a run does around its steps, in order: each log record passes all of them."""
     peak = device_peak(device_name(engine.topology.device), config.training.precision)
-    flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
+    flops = flops_per_token(config.model, config.data.sequence_length)["training"]
     callbacks: list[Callback] = [Metrics(config.logging.every, sinks, flops, peak)]
     if config.data.validation and config.evaluation.every:
         documents = held_out(config)
