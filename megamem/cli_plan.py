@@ -23,6 +23,13 @@ def plan(
     config: Annotated[Path | None, typer.Argument(help="YAML file of a run; its layout, costs and batch")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")] = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="how many; as configured if not given")] = None,
+    device: Annotated[str, typer.Option(help="h100, h200, a100 or cpu")] = "h100",
+    efficiency: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="share of a device's peak that ranks reach; 0.4 if not given"),
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="the best layouts on the devices")] = False,
     layouts: Annotated[bool, typer.Option("--layouts", help="bytes a rank holds, by TP and PP")] = False,
     draw_schedule: Annotated[Path | None, typer.Option(help="draw the schedule beside 1F1B to this picture")] = None,
     recorded: Annotated[
@@ -35,7 +42,7 @@ def plan(
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
-    """Bytes that ranks hold; bubble and peak memory of a pipeline's schedule, and its picture."""
+    """What a run will cost on given devices: bytes, traffic, time; the best layouts; its schedule and its picture."""
     if layouts:
         others = (schedule, draw_schedule, recorded, stages, sequences, chunks, bptt_chunks)
         if config is None or any(others):
@@ -43,7 +50,14 @@ def plan(
         _print_layouts(config, overrides or [], dp, as_json)
         return
     if not (schedule or draw_schedule):
-        raise ConfigError("plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE")
+        if config is None:
+            raise ConfigError("plan: nothing to plan; give a configuration, or --schedule and sizes")
+        if any((stages, sequences, chunks, bptt_chunks, dp, recorded)):
+            raise ConfigError(
+                "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
+            )
+        _print_plan(config, overrides or [], devices, device, efficiency, search, as_json)
+        return
     if draw_schedule is not None and not draw_schedule.name:
         raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
@@ -58,6 +72,49 @@ def plan(
     console.print(_table(report))
     for name, path in pictures.items():
         console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
+
+
+def _print_plan(
+    config: Path,
+    overrides: list[str],
+    devices: int | None,
+    device: str,
+    efficiency: float | None,
+    search: bool,
+    as_json: bool,
+) -> None:
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.planning.machines import machine
+    from megamem.planning.plan import data_parallel, make_plan
+    from megamem.planning.search import Search
+    from megamem.planning.show import show_found, show_plan
+    from megamem.planning.step_time import EFFICIENCY
+
+    settings = load_config(RunConfig, config, overrides)
+    efficiency = efficiency or EFFICIENCY
+    if search:
+        if devices is None:
+            raise ConfigError("plan: --search needs --devices N")
+        looking = Search(settings, devices, machine(device, devices), efficiency)
+        found = looking.run()
+        figures = {
+            "name": settings.name,
+            "devices": devices,
+            "device": looking.machine.name,
+            "layouts": [candidate.as_dict() for candidate in found.best],
+        }
+        shown = show_found(looking, found)
+    else:
+        dp_size = data_parallel(settings, devices)
+        ranks = dp_size * settings.parallel.tp * settings.parallel.pp
+        made = make_plan(settings, dp_size, machine(device, ranks), efficiency)
+        figures, shown = made.as_dict(), show_plan(made)
+    if as_json:
+        console.file.write(json.dumps(figures) + "\n")
+        return
+    for part in shown:
+        console.print(part, highlight=False)
 
 
 def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: bool) -> None:

@@ -27,6 +27,15 @@ def add_losses(total: Losses, more: Losses) -> Losses:
     }
 
 
+def tied(hidden: Tensor, state: State) -> Tensor:
+    """`hidden`, of whose backward pass the tensors of `state` are part with gradients of zero."""
+    for tensor in state_tensors(state):
+        if tensor.requires_grad:
+            left = tensor.flatten()[:1].sum()  # chosen away, not multiplied by zero: it need not be finite
+            hidden = hidden + torch.where(torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), left)
+    return hidden
+
+
 def meta_stage(model: ModelConfig) -> Stage:
     """The whole model with torch's own layers, its parameters without values: for their names and shapes."""
     with torch.device("meta"):
@@ -49,6 +58,9 @@ class Stage(nn.Module):
         self.linears = linears
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         self.recompute = False
+        self.ties_resets = False
+        """Whether states that a new document leaves behind keep their place in the backward pass, with gradients of
+        zero: ZeRO 3 wants all ranks to run the same modules backward, wherever their documents begin."""
         if self.first or (self.last and model.tie_embeddings):
             self.embedding = linears.embedding(model.rows, model.hidden_size, normal(model.init_std))
         if self.first and model.max_positions is not None:
@@ -130,6 +142,8 @@ class Stage(nn.Module):
         losses: Losses = {}
         for block, state in zip(self.blocks, states, strict=True):
             device = next(state_tensors(state), hidden).device  # of the layer, where they are spread over several
+            if self.ties_resets and all(chunk.fresh()):
+                hidden = tied(hidden, state)
             state = block.mixer.reset(state, chunk, device, hidden.dtype)
             if self.recompute and torch.is_grad_enabled():
                 hidden, state, extra = checkpoint(block.forward, hidden, state, chunk, use_reentrant=False)

@@ -121,8 +121,8 @@ class PlainLinears:
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
         """See `Linears.embedding`."""
-        layer = nn.utils.skip_init(nn.Embedding, vocabulary, width, device=_default_device())
-        declare(layer.weight, init, shard_axis=0)
+        layer = nn.Embedding(vocabulary, width, _weight=torch.empty(vocabulary, width))
+        declare(cast(nn.Parameter, layer.weight), init, shard_axis=0)
         return layer
 
     def enter(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
+from megamem.pipeline.deepspeed_settings import deepspeed_config
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.window import select_states
 
@@ -36,36 +37,10 @@ def build_stage(config: RunConfig, topology: Topology, layers: range | None = No
         stage = Stage(config.model, linears, layers)
     initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
+    stage.ties_resets = config.parallel.zero_stage == 3
     if config.training.compile:
         compile_pointwise(stage)
     return stage
-
-
-def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
-    """What DeepSpeed is told; everything it would otherwise assume is written out.
-
-    backwards: calls of its `backward` in an optimizer step.
-    """
-    parallel, training = config.parallel, config.training
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": backwards,
-        "gradient_clipping": config.optimizer.clip if parallel.zero_stage else 0.0,  # see _clip_plain
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-        "zero_allow_untested_optimizer": True,
-        "communication_data_type": "fp32",
-        "zero_optimization": {
-            "stage": parallel.zero_stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "stage3_param_persistence_threshold": 0,
-        },
-    }
-    if training.precision == "bf16":
-        settings["bf16"] = {"enabled": True, "immediate_grad_update": True}
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings
 
 
 @dataclass(frozen=True)

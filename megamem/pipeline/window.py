@@ -46,7 +46,8 @@ class Window(nn.Module):
         extra = scale.new_zeros(())
         for c, row in enumerate(starts):
             part = slice(c * size, (c + 1) * size)
-            hidden, current, auxiliary = self.stage(tokens[part], current, Chunk(tuple(row.tolist())))
+            # past module hooks, as everything that passes states (`Stage`)
+            hidden, current, auxiliary = self.stage.forward(tokens[part], current, Chunk(tuple(row.tolist())))
             if not self._checked:
                 self.stage.check_states(current, len(row))
             total = total + self.stage.token_losses(hidden, labels[part]).sum()

@@ -1,44 +1,22 @@
-"""Bytes that each rank of a layout holds: counted from what the rank builds, not estimated."""
+"""What each rank of a layout holds between steps: counted from what it builds, and what DeepSpeed makes of that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-from torch import nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import LayoutError
+from megamem.memory.base import DTYPES
 from megamem.model.stage import Stage
-from megamem.parallel.linears import Initializer, PlainLinears
-from megamem.pipeline.costs import parameter_costs
+from megamem.pipeline.costs import planned_costs
 from megamem.pipeline.placement import contiguous
+from megamem.planning.rank_linears import RankLinears
 from megamem.planning.state import state_bytes, state_sizes
-
-
-class RankLinears(PlainLinears):
-    """Layers with the shapes they have on one of `tp_size` ranks; they hold no values and communicate nothing."""
-
-    def __init__(self, tp_size: int) -> None:
-        self.tp_size = tp_size
-
-    def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
-        """See `Linears.column`."""
-        return super().column(inputs, self._share(outputs, "outputs of a projection"), init, bias)
-
-    def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
-        """See `Linears.row`."""
-        return super().row(self._share(inputs, "inputs of a projection"), outputs, init, bias)
-
-    def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
-        """See `Linears.embedding`."""
-        return super().embedding(self._share(vocabulary, "rows of the embedding"), width, init)
-
-    def _share(self, size: int, what: str) -> int:
-        if size % self.tp_size:
-            raise LayoutError(f"parallel.tp: {self.tp_size} ranks cannot share {size} {what} evenly")
-        return size // self.tp_size
 
 
 @dataclass(frozen=True)
@@ -60,49 +38,96 @@ class RankBytes:
         return self.weights + self.gradients + self.optimizer + self.states
 
 
-def rank_stage(model: ModelConfig, layers: range, tp_size: int) -> Stage:
-    """The part of the model that a rank builds, without values. Raises LayoutError if it cannot be split so."""
+@dataclass(frozen=True)
+class PartParameters:
+    """Parameters on one tensor-parallel rank."""
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    """With the last norm."""
+    tied: int
+    """What the last of several stages holds of a tied embedding."""
+
+
+def part_parameters(model: ModelConfig, tp_size: int) -> PartParameters:
+    """Counted on the parts as a rank builds them, without values. Raises LayoutError if they cannot be split so."""
+    return _part_parameters(model.model_dump_json(), tp_size)
+
+
+@lru_cache(maxsize=64)
+def _part_parameters(written: str, tp_size: int) -> PartParameters:
+    model = ModelConfig.model_validate_json(written)
     for name, size in {"model.heads": model.heads, "model.kv_heads": model.kv}.items():
         if size % tp_size:
             raise LayoutError(f"parallel.tp: {tp_size} ranks cannot share {name} {size} evenly")
+    kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
+    linears = RankLinears(tp_size)
     with torch.device("meta"):
-        return Stage(model, RankLinears(tp_size), layers)
+        counts = {kind: _count(Stage(model, linears, range(i, i + 1)).blocks) for kind, i in kinds.items()}
+        ends = Stage(model, linears, range(model.layers, model.layers))
+        first = Stage(model, linears, range(0))
+    tied = _count([ends.embedding]) if model.tie_embeddings else 0
+    return PartParameters(
+        embedding=_count([first]),
+        layers=tuple(counts[model.mixer_at(layer).model_dump_json()] for layer in range(model.layers)),
+        head=_count([ends]) - tied,
+        tied=tied,
+    )
+
+
+def _count(modules: Sequence[torch.nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def stage_parameters(model: ModelConfig, layers: range, tp_size: int) -> int:
+    """Parameters of a rank of the stage that holds `layers`. Raises LayoutError as `part_parameters`."""
+    parts = part_parameters(model, tp_size)
+    first, last = layers.start == 0, layers.stop == model.layers
+    count = sum(parts.layers[layer] for layer in layers)
+    count += parts.embedding if first else 0
+    return count + (parts.head + (0 if first else parts.tied) if last else 0)
 
 
 def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> list[RankBytes]:
-    """Of a rank of each pipeline stage; layers are placed by their parameters.
+    """Of a rank of each pipeline stage; layers are placed as the run would place them.
 
     Weights are in the run's precision, gradients are summed in FP32. Not in it: activations, communication buffers,
-    what `streams` carry over, ZeRO 2 and 3, which divide gradients and weights too.
+    what `streams` carry over.
     Raises: LayoutError for a layout that model or ZeRO stage cannot be split into.
     """
-    model, bf16 = config.model, config.training.precision == "bf16"
     if pp_size > 1 and config.parallel.zero_stage > 1:
         raise LayoutError(f"parallel.zero_stage: {config.parallel.zero_stage} needs pp 1; use 0 or 1 with a pipeline")
-    if pp_size > model.layers:
-        raise LayoutError(f"parallel.pp: {pp_size} stages for {model.layers} layers; at most one stage per layer")
-    sizes = state_sizes(model, config.training.micro_batch_size)
-    chunks = config.data.sequence_length // model.chunk_size
-    shards = dp_size if config.parallel.zero_stage else 1
-    found = []
-    for layers in contiguous(parameter_costs(model).place(pp_size)):
-        stage = rank_stage(model, layers, tp_size)
-        count = sum(parameter.numel() for parameter in stage.parameters())
-        states = [
-            state_bytes(model.mixer_at(i).state_specs(model), sizes, torch.bfloat16 if bf16 else torch.float32,
-                        tp_size, chunks)
-            for i in layers
-        ]  # fmt: skip
-        found.append(
-            RankBytes(
-                parameters=count,
-                weights=count * (2 if bf16 else 4),
-                gradients=count * 4,
-                optimizer=-(-count * (12 if bf16 or config.parallel.zero_stage else 8) // shards),
-                states=sum(sum(kinds.values()) for kinds in states),
-            )
+    if pp_size > config.model.layers:
+        raise LayoutError(
+            f"parallel.pp: {pp_size} stages for {config.model.layers} layers; at most one stage per layer"
         )
-    return found
+    return [
+        held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
+        for layers in contiguous(planned_costs(config).place(pp_size))
+    ]
+
+
+def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, dp_size: int) -> RankBytes:
+    """Of a rank that holds `layers` with so many parameters."""
+    zero, dtype = config.parallel.zero_stage, DTYPES[config.training.precision]
+    mixed = dtype != torch.float32
+    sizes = state_sizes(config.model, config.training.micro_batch_size)
+    states = [
+        state_bytes(config.model.mixer_at(i).state_specs(config.model), sizes, dtype, tp_size, config.chunks)
+        for i in layers
+    ]
+
+    def share(divided: bool, each: int) -> int:
+        return -(-parameters * each // (dp_size if divided else 1))
+
+    return RankBytes(
+        parameters=parameters,
+        weights=share(zero == 3, dtype.itemsize),
+        gradients=share(zero >= 2, 4),
+        optimizer=share(zero >= 1, 12 if mixed or zero else 8),
+        states=sum(sum(kinds.values()) for kinds in states),
+    )
 
 
 def fullest(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> RankBytes | str:

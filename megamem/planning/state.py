@@ -71,6 +71,22 @@ def model_state_bytes(
     return total
 
 
+def split_state_bytes(
+    model: ModelConfig, rows: int, compute: torch.dtype, tp_size: int = 1, chunks_seen: int = 0
+) -> dict[str, int]:
+    """Bytes of all layers' states on one tensor-parallel rank: of `fixed` size, and in `banks` that grow with chunks.
+
+    Raises: LayoutError as `state_bytes`.
+    """
+    sizes = state_sizes(model, rows)
+    total = {"fixed": 0, "banks": 0}
+    for layer in range(model.layers):
+        for name, spec in model.mixer_at(layer).state_specs(model).items():
+            kind = "fixed" if isinstance(spec, TensorSpec) else "banks"
+            total[kind] += sum(state_bytes({name: spec}, sizes, compute, tp_size, chunks_seen).values())
+    return total
+
+
 def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int], compute: torch.dtype, tp_size: int) -> int:
     if spec.shard is not None and sizes[spec.shard] % tp_size:
         raise LayoutError(

@@ -31,9 +31,9 @@ from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.costs import chunk_flops, flop_costs, parameter_costs
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.schedule import peak_units
+from megamem.planning.arithmetic import describe
 from megamem.planning.devices import device_name, device_peak
 from megamem.planning.flops import flops_per_token
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.schedules import compare
 from megamem.training.callbacks import (
     BadSteps,
@@ -61,30 +61,6 @@ from megamem.training.run_folder import RunLock, create_run_folder
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog, beat_interval
 from tokenization.tokenizer import Tokenizer
-
-
-def describe(config: RunConfig, dp_size: int) -> list[str]:
-    """The arithmetic of a run, a line each."""
-    training, counts = config.training, parameter_counts(config.model)
-    accumulation = config.accumulation_steps(dp_size)
-    tokens = config.steps * training.batch_tokens
-    pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
-    base = config.model.base
-    width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
-    mixers = [config.model.mixer_at(layer) for layer in range(config.model.layers)]
-    notes = dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
-    return [
-        f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
-        f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
-        f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
-        f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
-        f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
-        f"budget: {config.steps:,} steps = {tokens:,} tokens",
-        f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
-        f"{training.precision.upper()}",
-        *width,
-        *filter(None, notes),
-    ]
 
 
 def describe_stages(engine: TrainingEngine) -> list[str]:
@@ -302,7 +278,7 @@ def standard_callbacks(
 ) -> list[Callback]:
     """What a run does around its steps, in order: each log record passes all of them."""
     peak = device_peak(device_name(engine.topology.device), config.training.precision)
-    flops = 3 * flops_per_token(config.model, config.data.sequence_length)["total"]
+    flops = flops_per_token(config.model, config.data.sequence_length)["training"]
     callbacks: list[Callback] = [Metrics(config.logging.every, sinks, flops, peak)]
     if config.data.validation and config.evaluation.every:
         documents = held_out(config)

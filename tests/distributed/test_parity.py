@@ -24,6 +24,8 @@ WORLDS = {
         "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
         "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
+        # the document that begins inside row 2 is all that its rank reads then
+        "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
         "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"short_documents": "drop"}),
     },
     4: {

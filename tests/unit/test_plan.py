@@ -178,8 +178,8 @@ NEEDED = "give a configuration or --stages, --sequences and --chunks"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE"),
-        (sizes(2, 2, 2), "plan: nothing to plan; give --layouts, --schedule or --draw-schedule FILE"),
+        ((), "plan: nothing to plan; give a configuration, or --schedule and sizes"),
+        (sizes(2, 2, 2), "plan: nothing to plan; give a configuration, or --schedule and sizes"),
         (("--schedule",), f"plan: --stages is missing; {NEEDED}"),
         (("--schedule", "--sequences", 2, "--chunks", 2), f"plan: --stages is missing; {NEEDED}"),
         (("--schedule", "--stages", 2, "--chunks", 2), f"plan: --sequences is missing; {NEEDED}"),

@@ -4,16 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megamem.config.load import load_config, parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import ParallelConfig, RunConfig
 from megamem.errors import LayoutError
+from megamem.model.stage import Stage
 from megamem.parallel.linears import info
 from megamem.pipeline.costs import parameter_costs
 from megamem.pipeline.placement import contiguous
 from megamem.planning.parameters import parameter_counts
-from megamem.planning.ranks import fullest, layouts, rank_bytes, rank_stage
+from megamem.planning.rank_linears import RankLinears
+from megamem.planning.ranks import fullest, layouts, part_parameters, rank_bytes, stage_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(p for p in (CONFIGS / "recipes").glob("*.yaml") if re.search(r"-(760m|1\.3b)$", p.stem))
@@ -24,11 +27,18 @@ def parallel(config: RunConfig, zero_stage: int) -> ParallelConfig:
     return config.parallel.model_copy(update={"zero_stage": zero_stage})
 
 
+def rank_stage(model: ModelConfig, layers: range, tp_size: int) -> Stage:
+    """As a rank builds it, without values."""
+    with torch.device("meta"):
+        return Stage(model, RankLinears(tp_size), layers)
+
+
 def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
     """Parameters of all ranks of a layout, those that ranks have copies of counted once."""
     total = 0
     for layers in contiguous(parameter_costs(model).place(pp_size)):
         stage = rank_stage(model, layers, tp_size)
+        assert stage_parameters(model, layers, tp_size) == sum(p.numel() for p in stage.parameters())
         shares = [p.numel() * (1 if info(p).shard_axis is None else tp_size) for p in stage.parameters()]
         total += sum(shares)
     return total
@@ -75,7 +85,7 @@ def test_impossible_layouts_say_why() -> None:
     small = {"layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 64, "chunk_size": 8}
     model = parse_config(ModelConfig, small, "test")
     with pytest.raises(LayoutError, match=r"parallel.tp: 3 ranks cannot share model.heads 4 evenly"):
-        rank_stage(model, range(2), 3)
+        part_parameters(model, 3)
     config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
     assert "model.heads 16" in str(fullest(config, 3, 1))
     assert "at most one stage per layer" in str(fullest(config, 1, 25))

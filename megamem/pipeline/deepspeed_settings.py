@@ -1,0 +1,45 @@
+"""What DeepSpeed is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megamem.config.run import RunConfig
+
+BUCKET = 2**25
+"""Elements of the buffers through which ZeRO sums gradients and gathers weights: 128 MiB in FP32. DeepSpeed's own
+default is 2 GB for each."""
+LIVE = 10**9
+"""Parameters that ZeRO 3 leaves gathered at most, in the hope that they are soon used again."""
+
+
+def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
+    """What DeepSpeed is told; everything it would otherwise assume is written out.
+
+    backwards: calls of its `backward` in an optimizer step.
+    """
+    parallel, training = config.parallel, config.training
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": backwards,
+        "gradient_clipping": config.optimizer.clip if parallel.zero_stage else 0.0,  # see _clip_plain
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": parallel.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    if training.precision == "bf16":
+        settings["bf16"] = {"enabled": True, "immediate_grad_update": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings

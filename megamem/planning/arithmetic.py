@@ -1,0 +1,30 @@
+"""The arithmetic of a run in words."""
+
+from __future__ import annotations
+
+from megamem.config.run import RunConfig
+from megamem.planning.parameters import parameter_counts
+
+
+def describe(config: RunConfig, dp_size: int) -> list[str]:
+    """The arithmetic of a run, a line each."""
+    training, counts = config.training, parameter_counts(config.model)
+    accumulation = config.accumulation_steps(dp_size)
+    tokens = config.steps * training.batch_tokens
+    pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
+    base = config.model.base
+    width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
+    mixers = [config.model.mixer_at(layer) for layer in range(config.model.layers)]
+    notes = dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
+    return [
+        f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
+        f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
+        f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
+        f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
+        f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
+        f"budget: {config.steps:,} steps = {tokens:,} tokens",
+        f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
+        f"{training.precision.upper()}",
+        *width,
+        *filter(None, notes),
+    ]

@@ -1,0 +1,88 @@
+"""What plans assume of devices and of the links between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from megamem.errors import ConfigError
+from megamem.planning.devices import Precision, device_peak
+
+ACHIEVED = 0.8
+"""Of the rate that data sheets print for links and memory: what large transfers reach."""
+DISK = 2e9
+"""Bytes per second that a node writes to shared storage."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device as plans see it; rates in bytes per second, as data sheets print them."""
+
+    name: str
+    """As `megamem.planning.devices` knows it."""
+    memory: float
+    """Bytes of a device."""
+    reserve: float
+    """Of which so many are not the run's: context and libraries, their communication buffers, fragmentation."""
+    memory_rate: float
+    link: float
+    """That a device sends to others in its node."""
+    network: float
+    """That a device sends to other nodes."""
+    per_node: int
+
+    def peak(self, precision: Precision) -> float:
+        """FLOP/s of dense matrix products."""
+        if self.name == "cpu":
+            return _measured_rate()
+        found = device_peak(self.name, precision)
+        assert found is not None
+        return found
+
+    def rate(self, ranks: int, apart: int = 1) -> float:
+        """Bytes per second that each of so many ranks, their numbers so far apart, sends around a ring."""
+        return ACHIEVED * (self.link if ranks * apart <= self.per_node else self.network)
+
+
+# Data sheets: H100 and H200 SXM (3.35 and 4.8 TB/s, NVLink 900 GB/s in both directions together), A100 SXM 80 GB
+# (2.04 TB/s, NVLink 600 GB/s). Networks as in the vendor's reference systems of eight: 400 and 200 Gbit/s per device.
+_MACHINES = {
+    "h100": Machine("H100 80GB HBM3", 80e9, 6e9, 3.35e12, 450e9, 50e9, 8),
+    "h200": Machine("H200", 141e9, 7e9, 4.8e12, 450e9, 50e9, 8),
+    "a100": Machine("A100-SXM4-80GB", 80e9, 6e9, 2.04e12, 300e9, 25e9, 8),
+}
+KINDS = (*_MACHINES, "cpu")
+
+
+def machine(kind: str, devices: int) -> Machine:
+    """One of so many devices of a kind. `cpu`: a rank's share of this machine, whose matrix rate is measured.
+
+    Raises: ConfigError for a kind that is not known.
+    """
+    if kind == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+        shared = 1e10 / devices  # of a memory bus that all ranks copy over
+        return Machine("cpu", memory, 0.5e9, shared, shared, shared, devices)
+    if kind not in _MACHINES:
+        raise ConfigError(f"plan: --device {kind!r} is not known; one of {', '.join(KINDS)}")
+    return _MACHINES[kind]
+
+
+@lru_cache(maxsize=1)
+def _measured_rate() -> float:
+    """FLOP/s of one core in FP32, from a product of a tenth of a second."""
+    size, threads = 768, torch.get_num_threads()
+    a = torch.ones(size, size)
+    torch.set_num_threads(1)
+    try:
+        a @ a
+        begun = time.perf_counter()
+        for _ in range(3):
+            a @ a
+        return 3 * 2 * size**3 / (time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,211 @@
+"""What a run will cost on given devices: arithmetic, bytes of each rank, time of a step, days, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megamem.config.run import RunConfig
+from megamem.errors import LayoutError
+from megamem.memory.base import DTYPES
+from megamem.pipeline.costs import place
+from megamem.pipeline.placement import contiguous
+from megamem.pipeline.simulate import Cost
+from megamem.planning.activations import Activations
+from megamem.planning.flops import flops_per_token
+from megamem.planning.machines import DISK, Machine
+from megamem.planning.parameters import parameter_counts
+from megamem.planning.peak import StepPeak, step_peak
+from megamem.planning.ranks import RankBytes, held_bytes, stage_parameters
+from megamem.planning.state import split_state_bytes
+from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, stage_traffic, step_time
+from megamem.planning.traffic import Traffic
+
+SAVED = 12
+"""Bytes of a parameter in a checkpoint: FP32 weight and two moments."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A rank of a stage at the moment of a step when it holds most, bytes."""
+
+    stage: int
+    layers: range
+    held: RankBytes
+    peak: StepPeak
+
+    @property
+    def total(self) -> float:
+        """Bytes that must fit."""
+        return self.held.weights + self.held.optimizer + self.peak.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        peak = {name: round(value) for name, value in asdict(self.peak).items()}
+        return {
+            "stage": self.stage,
+            "layers": [self.layers.start, self.layers.stop],
+            "parameters": self.held.parameters,
+            "weights": self.held.weights,
+            "optimizer": self.held.optimizer,
+            **peak,
+            "total": round(self.total),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a run on so many devices."""
+
+    config: RunConfig
+    machine: Machine
+    dp_size: int
+    efficiency: float
+    ranks: list[RankPlan]
+    other_way: list[RankPlan]
+    """Of the same run without activation checkpointing if it is with, and with if it is without."""
+    traffic: list[Traffic]
+    time: StepTime
+    states: dict[str, int]
+    """Bytes of a micro-batch's memory states at the end of a sequence, all layers of a tensor-parallel rank: of
+    `fixed` size, and in `banks` that grow."""
+
+    @property
+    def devices(self) -> int:
+        """How many."""
+        return self.dp_size * self.config.parallel.tp * self.config.parallel.pp
+
+    @property
+    def total(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(rank.total for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits into a device, less what is kept in reserve."""
+        return self.total <= self.machine.memory - self.machine.reserve
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Per token; see `flops_per_token`."""
+        return flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.config.training.batch_tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation that follows."""
+        peak = self.machine.peak(self.config.training.precision) * self.devices
+        return self.flops["training"] * self.tokens_per_second / peak
+
+    @property
+    def days(self) -> float:
+        """Of all steps, without pauses."""
+        return self.config.steps * self.time.total / 86_400
+
+    @property
+    def checkpoint(self) -> dict[str, float]:
+        """Bytes of one and seconds to write it, every node its share; with states where they are carried over."""
+        size = float(SAVED * parameter_counts(self.config.model)["total"])
+        if self.config.data.feeding == "streams":
+            rows = self.config.accumulation_steps(self.dp_size) * self.dp_size * self.config.parallel.tp
+            size += rows * sum(self.states.values())
+        nodes = -(-self.devices // self.machine.per_node)
+        return {"bytes": size, "seconds": size / nodes / DISK}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        parallel, training = self.config.parallel, self.config.training
+        return {
+            "name": self.config.name,
+            "devices": self.devices,
+            "device": self.machine.name,
+            "layout": {
+                "pp": parallel.pp, "tp": parallel.tp, "dp": self.dp_size, "zero_stage": parallel.zero_stage,
+                "micro_batch_size": training.micro_batch_size, "bptt_chunks": self.config.bptt_chunks,
+                "recompute": training.recompute,
+            },
+            "parameters": parameter_counts(self.config.model),
+            "flops_per_token": self.flops,
+            "ranks": [rank.as_dict() for rank in self.ranks],
+            "recompute" if not training.recompute else "no_recompute": [rank.as_dict() for rank in self.other_way],
+            "states": self.states,
+            "fits": self.fits,
+            "traffic": [asdict(sent) for sent in self.traffic],
+            "bubble": self.time.bubble / (self.time.compute + self.time.tensor),
+            "step_seconds": {**asdict(self.time), "total": self.time.total},
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "days": self.days,
+            "checkpoint": self.checkpoint,
+            "efficiency": self.efficiency,
+        }  # fmt: skip
+
+
+def data_parallel(config: RunConfig, devices: int | None) -> int:
+    """Data-parallel size of the run on so many devices; as configured if not given.
+
+    Raises: LayoutError if devices or batch cannot be divided so.
+    """
+    parallel = config.parallel
+    part = parallel.tp * parallel.pp
+    devices = devices or part * (parallel.dp or 1)
+    if devices % part or (parallel.dp and devices != part * parallel.dp):
+        wanted = f"DP {parallel.dp} needs {part * parallel.dp}" if parallel.dp else f"give a multiple of {part}"
+        raise LayoutError(
+            f"plan: --devices {devices} does not go with TP {parallel.tp} x PP {parallel.pp}; {wanted} devices"
+        )
+    try:
+        config.accumulation_steps(devices // part)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+    return devices // part
+
+
+def make_plan(
+    config: RunConfig,
+    dp_size: int,
+    machine: Machine,
+    efficiency: float = EFFICIENCY,
+    found: Activations | None = None,
+    flops: Cost | None = None,
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        found: measurements of this model's activations at this precision, where there are some already.
+        flops: `chunk_flops` of the model as it is placed, likewise.
+    Raises: LayoutError for a layout that the model cannot be split into.
+    """
+    found = found or Activations(config.model, config.training.precision, config.chunks)
+    counts = place(config)
+    layout = Layout(config, dp_size, tuple(counts))
+    ranks = rank_plans(layout, found)
+    switched = config.training.model_copy(update={"recompute": not config.training.recompute})
+    other_way = Layout(config.model_copy(update={"training": switched}), dp_size, layout.counts)
+    parameters = [rank.held.parameters for rank in ranks]
+    sizes = (config.training.micro_batch_size, DTYPES[config.training.precision], config.parallel.tp, config.chunks)
+    return Plan(
+        config,
+        machine,
+        dp_size,
+        efficiency,
+        ranks,
+        rank_plans(other_way, found),
+        stage_traffic(layout, parameters),
+        step_time(layout, parameters, machine, efficiency, flops),
+        split_state_bytes(config.model, *sizes),
+    )
+
+
+def rank_plans(layout: Layout, found: Activations) -> list[RankPlan]:
+    """A rank of each stage. Raises LayoutError for a layout that the model cannot be split into."""
+    config, tp_size, dp_size = layout.config, layout.config.parallel.tp, layout.dp_size
+    plans = []
+    for stage, layers in enumerate(contiguous(layout.counts)):
+        held = held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
+        plans.append(RankPlan(stage, layers, held, step_peak(config, found, layers, stage, tp_size, dp_size)))
+    return plans

@@ -1,0 +1,94 @@
+"""Layers as one of several tensor-parallel ranks holds them, without the others: for counting, not for computing."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megamem.config.model import ModelConfig
+from megamem.errors import LayoutError
+from megamem.parallel.linears import Initializer, PlainLinears
+
+
+def tp_sizes(model: ModelConfig) -> list[int]:
+    """The tensor-parallel sizes into which everything of `model` divides, in order."""
+    shared = (model.heads, model.kv, model.ffn, model.rows)
+    return [size for size in range(1, model.kv + 1) if not any(whole % size for whole in shared)]
+
+
+class RankLinears(PlainLinears):
+    """The layers of one of `tp_size` ranks.
+
+    They communicate nothing, but take and return what they would if they did: with `sequence_parallel`, `enter` makes
+    all tokens out of a rank's and projections back leave a rank's; losses keep what Megatron-Core's keep.
+    """
+
+    def __init__(self, tp_size: int, sequence_parallel: bool = False) -> None:
+        self.tp_size = tp_size
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+
+    def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
+        """See `Linears.column`."""
+        return super().column(inputs, self._share(outputs, "outputs of a projection"), init, bias)
+
+    def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
+        """See `Linears.row`."""
+        layer = super().row(self._share(inputs, "inputs of a projection"), outputs, init, bias)
+        if self.sequence_parallel:
+            layer.register_forward_hook(lambda module, args, out: self._own(out))
+        return layer
+
+    def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
+        """See `Linears.embedding`."""
+        layer = super().embedding(self._share(vocabulary, "rows of the embedding"), width, init)
+        if self.sequence_parallel:
+            layer.register_forward_hook(lambda module, args, out: self._own(out))
+        return layer
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `Linears.enter`."""
+        return x.repeat(self.tp_size, 1, 1) if self.sequence_parallel else x
+
+    def whole(self, row: nn.Module, x: Tensor) -> Tensor:
+        """See `Linears.whole`."""
+        return cast(Tensor, row.forward(x))
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.cross_entropy`."""
+        out: Tensor = _VocabParallelLoss.apply(logits, labels)
+        return out
+
+    def _own(self, out: Tensor) -> Tensor:
+        return out[: out.shape[0] // self.tp_size].clone()
+
+    def _share(self, size: int, what: str) -> int:
+        if size % self.tp_size:
+            raise LayoutError(f"parallel.tp: {self.tp_size} ranks cannot share {size} {what} evenly")
+        return size // self.tp_size
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    """What `vocab_parallel_cross_entropy` of Megatron-Core makes and keeps: FP32 logits, overwritten in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token, from this rank's logits alone."""
+        logits = logits.float()
+        logits -= logits.max(-1, keepdim=True).values
+        mask = labels >= logits.shape[-1]
+        local = labels.masked_fill(mask, 0).flatten()
+        own = logits.flatten(0, 1)[torch.arange(len(local)), local].view_as(labels)
+        shares = logits.exp_()
+        total = shares.sum(-1, keepdim=True)
+        shares /= total
+        ctx.save_for_backward(shares, mask, local)
+        return total.squeeze(-1).log() - own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """See `forward`."""
+        shares, mask, local = ctx.saved_tensors
+        shares.flatten(0, 1)[torch.arange(len(local)), local] -= 1.0 - mask.flatten().float()
+        return shares.mul_(gradient[..., None]), None

@@ -1,0 +1,172 @@
+"""Layouts of a run on so many devices, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from megamem.config.run import RunConfig
+from megamem.pipeline.costs import chunk_flops, planned_costs
+from megamem.pipeline.placement import contiguous
+from megamem.pipeline.simulate import Cost
+from megamem.planning.activations import Activations
+from megamem.planning.machines import Machine
+from megamem.planning.plan import RankPlan, rank_plans
+from megamem.planning.rank_linears import tp_sizes
+from megamem.planning.ranks import stage_parameters
+from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, step_time
+
+MOST_ROWS = 64
+"""Of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    time: StepTime
+    ranks: list[RankPlan]
+
+    @property
+    def total(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(rank.total for rank in self.ranks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        config = self.layout.config
+        return {
+            "pp": config.parallel.pp,
+            "tp": config.parallel.tp,
+            "dp": self.layout.dp_size,
+            "zero_stage": config.parallel.zero_stage,
+            "micro_batch_size": config.training.micro_batch_size,
+            "bptt_chunks": config.bptt_chunks,
+            "recompute": config.training.recompute,
+            "bytes": round(self.total),
+            "step_seconds": {**asdict(self.time), "total": self.time.total},
+            "tokens_per_second": config.training.batch_tokens / self.time.total,
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    best: list[Candidate]
+    tried: int
+    """Layouts whose bytes were looked at."""
+    possible: int
+    """Layouts into which model and batch divide."""
+    least: Candidate | None
+    """If none fits: the one that needs least of those tried."""
+
+
+def _without_rows(layout: Layout) -> tuple[object, ...]:
+    parallel, training = layout.config.parallel, layout.config.training
+    return parallel.pp, parallel.tp, parallel.zero_stage, layout.config.bptt_chunks, training.recompute
+
+
+class Search:
+    """Over (PP, TP, DP, ZeRO, micro-batch, window, recomputation). What the layout does not touch stays as configured.
+
+    Windows are the configured one and shorter ones, which cut gradients through memory: those come last whatever they
+    take. Of layouts that differ in the micro-batch alone the fastest that fits stands, of equals the larger.
+    """
+
+    def __init__(self, config: RunConfig, devices: int, machine: Machine, efficiency: float = EFFICIENCY) -> None:
+        self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
+        self.activations = Activations(config.model, config.training.precision, config.chunks)
+        self._placed: dict[int, tuple[tuple[int, ...], Cost]] = {}
+
+    def run(self, top: int = 10) -> Found:
+        """The best layouts. They are looked at in the order of a quick estimate until enough of them fit."""
+        layouts = sorted(self._layouts(), key=self._rank)
+        fit: dict[tuple[object, ...], Candidate] = {}
+        least: Candidate | None = None
+        tried = 0
+        too_large: dict[tuple[object, ...], int] = {}
+        for layout in layouts:
+            key = _without_rows(layout)
+            rows = layout.config.training.micro_batch_size
+            if key in fit or rows >= too_large.get(key, MOST_ROWS + 1):
+                continue
+            if not self._valid(layout):
+                continue
+            tried += 1
+            candidate = Candidate(layout, self._time(layout, simulated=True), rank_plans(layout, self.activations))
+            if candidate.total <= self.machine.memory - self.machine.reserve:
+                fit[key] = candidate
+                if len(fit) == top:
+                    break
+            else:
+                too_large[key] = rows
+                least = candidate if least is None or candidate.total < least.total else least
+        best = sorted(fit.values(), key=lambda c: (-c.layout.config.bptt_chunks, c.time.total))
+        return Found(best, tried, len(layouts), None if best else least)
+
+    def _layouts(self) -> Iterator[Layout]:
+        """Those into which model, batch and devices divide."""
+        model, parallel, training = self.config.model, self.config.parallel, self.config.training
+        stages = [n for n in range(1, min(model.layers, self.devices) + 1) if self.devices % n == 0]
+        shares = [n for n in tp_sizes(model) if n <= self.machine.per_node]
+        windows = [n for n in range(1, self.config.bptt_chunks + 1) if self.config.bptt_chunks % n == 0]
+        for pp, tp in product(stages, shares):
+            if self.devices % (pp * tp):
+                continue
+            dp = self.devices // (pp * tp)
+            zeros = (1,) if pp > 1 else (1, 2, 3)
+            zeros = (0, *zeros) if training.precision == "fp32" else zeros
+            rows = [2**n for n in range(MOST_ROWS.bit_length()) if self.config.global_rows % (2**n * dp) == 0]
+            for zero, micro, window, recompute in product(zeros, rows, windows, (False, True)):
+                if dp == 1 and zero > 1:
+                    continue
+                sequence_parallel = parallel.sequence_parallel and tp > 1
+                changed: dict[str, object] = {
+                    "pp": pp,
+                    "tp": tp,
+                    "dp": dp,
+                    "zero_stage": zero,
+                    "sequence_parallel": sequence_parallel,
+                }
+                if isinstance(parallel.placement, tuple):
+                    changed["placement"] = "flops"
+                how = {"micro_batch_size": micro, "bptt_chunks": window, "recompute": recompute}
+                config = self.config.model_copy(
+                    update={
+                        "parallel": parallel.model_copy(update=changed),
+                        "training": training.model_copy(update=how),
+                    }
+                )
+                yield Layout(config, dp, self._place(pp)[0])
+
+    def _place(self, stages: int) -> tuple[tuple[int, ...], Cost]:
+        """Layers of each stage, and what they cost."""
+        if stages not in self._placed:
+            counts = planned_costs(self.config).place(stages)
+            self._placed[stages] = tuple(counts), chunk_flops(self.config.model, self.config.chunks, counts)
+        return self._placed[stages]
+
+    def _time(self, layout: Layout, simulated: bool) -> StepTime:
+        stages = len(layout.counts)
+        tp_size = layout.config.parallel.tp
+        parameters = [stage_parameters(layout.config.model, layers, tp_size) for layers in contiguous(layout.counts)]
+        flops = self._place(stages)[1]
+        return step_time(layout, parameters, self.machine, self.efficiency, flops, simulated)
+
+    def _rank(self, layout: Layout) -> tuple[float, ...]:
+        training = layout.config.training
+        return -layout.config.bptt_chunks, self._time(layout, simulated=False).total, -training.micro_batch_size
+
+    def _valid(self, layout: Layout) -> bool:
+        """Whether the run would start so."""
+        try:
+            RunConfig.model_validate(layout.config.model_dump())
+        except ValidationError:
+            return False
+        return True

@@ -1,0 +1,143 @@
+"""Plans as tables and lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.table import Table
+
+from megamem.planning.arithmetic import describe
+from megamem.planning.machines import DISK
+from megamem.planning.parameters import parameter_counts
+from megamem.planning.plan import Plan, RankPlan
+from megamem.planning.search import Candidate, Found, Search
+
+GIB = 2**30
+
+
+def show_plan(plan: Plan) -> Iterator[Table | str]:
+    """Everything about a plan, in order."""
+    config, machine = plan.config, plan.machine
+    yield f"{config.name} on {plan.devices} x {machine.name}"
+    yield from describe(config, plan.dp_size)
+    yield _parts(plan)
+    yield _bytes(plan)
+    usable = (machine.memory - machine.reserve) / GIB
+    yield (
+        f"{'fits' if plan.fits else 'DOES NOT FIT'}: the fullest rank takes {plan.total / GIB:.2f} of {usable:.1f} GiB "
+        f"({machine.memory / GIB:.1f} less {machine.reserve / GIB:.1f} for libraries, their buffers and fragmentation)"
+    )
+    yield (
+        f"memory states of a micro-batch at the end of a sequence, all layers: {plan.states['fixed'] / GIB:.3f} GiB of "
+        f"fixed size, {plan.states['banks'] / GIB:.3f} GiB in banks that grow"
+    )
+    yield _traffic(plan)
+    yield _time(plan)
+    saved = plan.checkpoint
+    yield (
+        f"checkpoint: {saved['bytes'] / 1e9:.1f} GB, {saved['seconds']:.0f} s to write at {DISK / 1e9:g} GB/s from "
+        "each node"
+    )
+
+
+def _parts(plan: Plan) -> Table:
+    table = Table(title="parameters and forward FLOPs per token")
+    for column, justify in (("part", "left"), ("parameters", "right"), ("", "left"), ("FLOPs", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    counts = [(name, f"{count:,}") for name, count in parameter_counts(plan.config.model).items()]
+    flops = [(name.replace("_", " "), f"{value:,.0f}") for name, value in plan.flops.items()]
+    for row in range(max(len(counts), len(flops))):
+        left = counts[row] if row < len(counts) else ("", "")
+        right = flops[row] if row < len(flops) else ("", "")
+        table.add_row(left[0].replace("_", " "), left[1], *right)
+    return table
+
+
+def _bytes(plan: Plan) -> Table:
+    """Stages side by side: a terminal is wider than a pipeline is long."""
+    table = Table(title="GiB of a rank of each stage when it holds most")
+    for column in ("", *(f"stage {rank.stage}" for rank in plan.ranks)):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("layers", *(f"{rank.layers.start}-{rank.layers.stop - 1}" for rank in plan.ranks))
+    table.add_row("parameters", *(f"{rank.held.parameters / 1e6:,.2f} M" for rank in plan.ranks))
+    for name, size in _SIZES.items():
+        table.add_row(name, *(f"{size(rank) / GIB:.2f}" for rank in plan.ranks))
+    other = "total without recomputation" if plan.config.training.recompute else "total with recomputation"
+    table.add_row(other, *(f"{rank.total / GIB:.2f}" for rank in plan.other_way))
+    return table
+
+
+_SIZES: dict[str, Callable[[RankPlan], float]] = {
+    "weights": lambda rank: rank.held.weights,
+    "optimizer": lambda rank: rank.held.optimizer,
+    "gradients": lambda rank: rank.peak.gradients,
+    "activations in flight": lambda rank: rank.peak.in_flight,
+    "chunk at work": lambda rank: rank.peak.working,
+    "memory states": lambda rank: rank.peak.states,
+    "between stages": lambda rank: rank.peak.borders,
+    "gathered (ZeRO 3)": lambda rank: rank.peak.gathered,
+    "total": lambda rank: rank.total,
+}
+
+
+def _traffic(plan: Plan) -> Table:
+    table = Table(title="GB that a rank of each stage sends in a step")
+    for column in ("stage", "tensor parallel", "pipeline", "data parallel"):
+        table.add_column(column, justify="right")
+    for stage, sent in enumerate(plan.traffic):
+        table.add_row(str(stage), *(f"{size / 1e9:.3f}" for size in (sent.tensor, sent.pipeline, sent.data)))
+    return table
+
+
+def _time(plan: Plan) -> str:
+    time = plan.time
+    bubble = time.bubble / (time.compute + time.tensor)
+    return (
+        f"step: {time.total:.3f} s at {plan.efficiency:.0%} of the peak = {time.compute:.3f} operations "
+        f"+ {time.tensor:.3f} tensor-parallel sums + {time.bubble:.3f} bubble ({bubble:.1%}) + {time.data:.3f} "
+        f"data-parallel sums + {time.update:.3f} update; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, "
+        f"{plan.days:.2f} days for {plan.config.steps:,} steps"
+    )
+
+
+def show_found(search: Search, found: Found) -> Iterator[Table | str]:
+    """The best layouts of a search, or why there are none."""
+    machine = search.machine
+    usable = (machine.memory - machine.reserve) / GIB
+    if not found.best:
+        yield f"no layout of {search.config.name} fits into {search.devices} x {machine.name} ({usable:.1f} GiB each)"
+        if found.least is not None:
+            yield f"least of {found.tried}: {_overrides(found.least)} takes {found.least.total / GIB:.1f} GiB"
+        return
+    table = Table(title=f"{search.config.name} on {search.devices} x {machine.name}: {usable:.1f} GiB each")
+    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "again", "GiB", "s/step", "bubble", "Mtok/s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for candidate in found.best:
+        table.add_row(*_cells(candidate))
+    yield table
+    yield "rows: of a micro-batch; window: chunks that gradients through memory span; again: with recomputation"
+    yield f"{found.possible:,} layouts divide model and batch; bytes of {found.tried} were looked at"
+    yield f"the first: {_overrides(found.best[0])}"
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    config, time = candidate.layout.config, candidate.time
+    parallel, training = config.parallel, config.training
+    return [
+        str(parallel.pp), str(parallel.tp), str(candidate.layout.dp_size), str(parallel.zero_stage),
+        str(training.micro_batch_size), str(config.bptt_chunks), "yes" if training.recompute else "no",
+        f"{candidate.total / GIB:.1f}", f"{time.total:.3f}", f"{time.bubble / (time.compute + time.tensor):.1%}",
+        f"{training.batch_tokens / time.total / 1e6:,.3f}",
+    ]  # fmt: skip
+
+
+def _overrides(candidate: Candidate) -> str:
+    """As `megamem train` takes them."""
+    config = candidate.layout.config
+    parallel, training = config.parallel, config.training
+    return (
+        f"parallel.pp={parallel.pp} parallel.tp={parallel.tp} parallel.dp={candidate.layout.dp_size} "
+        f"parallel.zero_stage={parallel.zero_stage} training.micro_batch_size={training.micro_batch_size} "
+        f"training.bptt_chunks={config.bptt_chunks} training.recompute={str(training.recompute).lower()}"
+    )

@@ -1,0 +1,127 @@
+"""How long an optimizer step takes, predicted from operations, bytes and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megamem.config.run import RunConfig
+from megamem.memory.base import DTYPES
+from megamem.pipeline.costs import chunk_flops
+from megamem.pipeline.placement import contiguous
+from megamem.pipeline.schedule import Action, chunk_schedule
+from megamem.pipeline.simulate import Cost, simulate
+from megamem.planning.machines import ACHIEVED, Machine
+from megamem.planning.traffic import Traffic, all_reduce, traffic
+
+EFFICIENCY = 0.4
+"""Of a device's peak that a rank reaches while it works on matrix products and what lies between them."""
+UPDATE_BYTES = 30
+"""That AdamW reads and writes for a parameter: gradient, FP32 weight and two moments, the last three twice, weight."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the slowest stage's ranks; nothing of it overlaps."""
+
+    compute: float
+    """Of the busiest stage: its operations at the stated efficiency."""
+    tensor: float
+    """Its sums over tensor-parallel ranks."""
+    bubble: float
+    """It waits for other stages, hidden chunks on their way included."""
+    data: float
+    """Gradients and weights over data-parallel ranks."""
+    update: float
+    """The optimizer."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.tensor + self.bubble + self.data + self.update
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run on so many data-parallel ranks, and the layers of each stage."""
+
+    config: RunConfig
+    dp_size: int
+    counts: tuple[int, ...]
+
+    @property
+    def sequences(self) -> int:
+        """Micro-batches of a step on one data-parallel rank."""
+        return self.config.accumulation_steps(self.dp_size)
+
+
+def step_time(
+    layout: Layout,
+    parameters: Sequence[int],
+    machine: Machine,
+    efficiency: float = EFFICIENCY,
+    flops: Cost | None = None,
+    simulated: bool = True,
+) -> StepTime:
+    """Of a step.
+
+    Args:
+        parameters: of a rank of each stage.
+        efficiency: share of the device's peak.
+        flops: `chunk_flops` of the model so placed, if it is known already.
+        simulated: play the schedule; if not, the bubble is that of even chunks, (P - 1) / (M C) of the working time.
+    """
+    config = layout.config
+    training, parallel, stages = config.training, config.parallel, len(layout.counts)
+    flops = flops or chunk_flops(config.model, config.chunks, list(layout.counts))
+    element = DTYPES[training.precision].itemsize
+    tokens = config.model.chunk_size * training.micro_batch_size
+    seconds_per_flop = tokens / parallel.tp / (efficiency * machine.peak(training.precision))
+    hidden = float(tokens * config.model.hidden_size * element)
+    summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)  # of a layer and direction
+
+    def cost(stage: int, action: Action) -> float:
+        forward = Action("forward", action.sequence, action.chunk)
+        work, sums = flops(stage, action), 1
+        if action.kind == "backward" and training.recompute:
+            work, sums = work + flops(stage, forward), 2
+        return work * seconds_per_flop + sums * layout.counts[stage] * summed
+
+    busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
+    slowest = busy.index(max(busy))
+    transfer = hidden / (parallel.tp if parallel.sequence_parallel else 1)
+    transfer /= machine.rate(2, parallel.tp * layout.dp_size)
+    if stages == 1:
+        makespan = busy[0]
+    elif simulated:
+        makespan = _makespan(layout, cost, transfer, busy[slowest] / layout.sequences)
+    else:
+        makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
+    sent = stage_traffic(layout, parameters)
+    sums = layout.sequences * config.chunks * (3 if training.recompute else 2) * layout.counts[slowest] * summed
+    shard = max(parameters) / (layout.dp_size if parallel.zero_stage else 1)
+    return StepTime(
+        compute=busy[slowest] - sums,
+        tensor=sums,
+        bubble=makespan - busy[slowest],
+        data=max(part.data for part in sent) / machine.rate(layout.dp_size, parallel.tp),
+        update=UPDATE_BYTES * shard / (ACHIEVED * machine.memory_rate),
+    )
+
+
+def stage_traffic(layout: Layout, parameters: Sequence[int]) -> list[Traffic]:
+    """What a rank of each stage sends in a step."""
+    stages = enumerate(zip(contiguous(layout.counts), parameters, strict=True))
+    return [traffic(layout.config, layers, stage, count, layout.dp_size) for stage, (layers, count) in stages]
+
+
+def _sequence_seconds(stage: int, chunks: int, cost: Cost) -> float:
+    return sum(cost(stage, Action(kind, 0, chunk)) for chunk in range(chunks) for kind in ("forward", "backward"))
+
+
+def _makespan(layout: Layout, cost: Cost, transfer: float, steady: float) -> float:
+    """Of the whole step. Once the pipeline is full, a micro-batch takes what it takes the slowest stage (`steady`)."""
+    config, stages = layout.config, len(layout.counts)
+    played = min(layout.sequences, -(-(stages + config.bptt_chunks) // config.chunks) + 2)
+    orders = chunk_schedule(stages, played, config.chunks, config.bptt_chunks)
+    return simulate(orders, config.bptt_chunks, cost, transfer).makespan + (layout.sequences - played) * steady

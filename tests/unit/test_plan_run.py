@@ -1,0 +1,207 @@
+"""Whole plans: bytes, traffic, time, and the search for a layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megamem.cli import app
+from megamem.config.load import load_config
+from megamem.config.run import RunConfig
+from megamem.errors import ConfigError, LayoutError, MegamemError
+from megamem.pipeline.costs import chunk_flops, place
+from megamem.pipeline.schedule import chunk_schedule
+from megamem.pipeline.simulate import even_cost, simulate
+from megamem.planning.flops import flops_per_token
+from megamem.planning.machines import ACHIEVED, Machine, machine
+from megamem.planning.parameters import parameter_counts
+from megamem.planning.plan import data_parallel, make_plan
+from megamem.planning.search import Search
+from megamem.planning.state import model_state_bytes, split_state_bytes
+from megamem.planning.step_time import Layout, step_time
+from megamem.planning.traffic import traffic
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+DEMO = CONFIGS / "demo.yaml"
+H100 = machine("h100", 8)
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, DEMO, ["parallel.tp=1", "training.batch_tokens=65536", *overrides])
+
+
+def plan(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["plan", *(str(argument) for argument in arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_plan_as_json():
+    found = json.loads(
+        plan(DEMO, "parallel.tp=1", "training.batch_tokens=65536", "--devices", 1, "--device", "cpu", "--json")
+    )
+    config = demo()
+    assert found["parameters"] == parameter_counts(config.model)
+    assert found["flops_per_token"] == flops_per_token(config.model, config.data.sequence_length)
+    assert found["devices"] == found["layout"]["dp"] == 1
+    (rank,) = found["ranks"]
+    parts = ("weights", "optimizer", "gradients", "in_flight", "working", "states", "borders", "gathered")
+    assert rank["total"] == pytest.approx(sum(rank[part] for part in parts), abs=len(parts))
+    assert rank["weights"] == rank["parameters"] * 4
+    assert found["no_recompute" if config.training.recompute else "recompute"][0]["total"] < rank["total"]
+    seconds = found["step_seconds"]
+    assert seconds["total"] == pytest.approx(sum(value for name, value in seconds.items() if name != "total"))
+    assert found["days"] == pytest.approx(config.steps * seconds["total"] / 86_400)
+    assert found["tokens_per_second"] == pytest.approx(config.training.batch_tokens / seconds["total"])
+    assert found["checkpoint"]["bytes"] == 12 * parameter_counts(config.model)["total"]
+
+
+def test_a_plan_in_words():
+    text = plan(DEMO, "parallel.pp=2", "--device", "a100")
+    assert "stage 1" in text
+    assert "sequences of 2,048" in text
+    assert "fits: the fullest rank takes" in text
+    assert "tokens/s, MFU" in text
+
+
+def test_recomputation_and_short_windows_take_less():
+    """Of the same run; the time of recomputation is a forward more."""
+    config = demo()
+    whole = make_plan(config, 1, H100)
+    again = make_plan(demo("training.recompute=true"), 1, H100)
+    short = make_plan(demo("training.bptt_chunks=2"), 1, H100)
+    assert again.total == pytest.approx(whole.other_way[0].total)
+    assert again.total < short.total < whole.total
+    assert again.time.compute == pytest.approx(
+        whole.time.compute * 4 / 3, rel=0.05
+    )  # memories have 1-gradient products
+
+
+def test_compute_is_flops_over_the_rate_of_the_device():
+    config = demo()
+    seconds = make_plan(config, 2, H100, efficiency=0.5).time
+    flops = flops_per_token(config.model, config.data.sequence_length)["training"] * config.training.batch_tokens / 2
+    assert seconds.compute == pytest.approx(flops / (0.5 * 67e12))
+    assert seconds.tensor == 0.0
+    assert seconds.bubble == 0.0
+    gradients = 4 * parameter_counts(config.model)["total"]
+    # ZeRO 1 over two ranks: gradients summed around a ring, FP32 weights gathered
+    assert seconds.data == pytest.approx((gradients + gradients / 2) / (ACHIEVED * 450e9))
+
+
+@pytest.mark.parametrize(("sequences", "window"), [(2, 8), (16, 8), (16, 2), (64, 4)])
+def test_long_schedules_are_played_in_part(sequences, window):
+    """The rest of a full pipeline takes what it takes its slowest stage; exact to a chunk's time."""
+    overrides = ["parallel.pp=4", "parallel.dp=1", f"training.bptt_chunks={window}", "training.micro_batch_size=1"]
+    config = demo(*overrides, f"training.batch_tokens={sequences * 2048}", "data.sequence_length=2048")
+    counts = tuple(place(config))
+    layout = Layout(config, 1, counts)
+    quiet = Machine("H100 80GB HBM3", 80e9, 0.0, 1e30, 1e30, 1e30, 8)
+    found = step_time(layout, [0] * 4, quiet, 1.0)
+    flops = chunk_flops(config.model, config.chunks, list(counts))
+    rate = 67e12 / config.model.chunk_size
+    whole = simulate(
+        chunk_schedule(4, sequences, config.chunks, window), window, lambda stage, action: flops(stage, action) / rate
+    )
+    assert found.compute + found.bubble == pytest.approx(whole.makespan, rel=1 / (3 * sequences * config.chunks))
+
+
+def test_even_stages_idle_as_the_formula_says():
+    """(P - 1) / (M C), of even chunks."""
+    timeline = simulate(chunk_schedule(4, 8, 4, 2), 2, even_cost())
+    assert timeline.bubble == pytest.approx(3 / 32)
+
+
+def test_traffic_by_hand():
+    """8 rows of 2,048 tokens, width 192, FP32: rings send twice (n - 1) / n of what is summed."""
+    config = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
+    rows = config.global_rows // 2
+    hidden = rows * 2048 * 192 * 4
+    first = traffic(config, range(2), 0, 1_000, 2)
+    assert first.tensor == (2 * 2 * 2 + 1) * 2 * hidden / 2  # two layers, two sums each way, the embedding's
+    assert first.pipeline == hidden
+    assert first.data == 2 * 4_000 / 2
+    again = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=true")
+    assert traffic(again, range(2), 0, 1_000, 2).tensor == (2 * 3 * 2 + 1) * 2 * hidden / 2
+
+
+def test_states_are_split_into_fixed_and_banks():
+    model = load_config(RunConfig, CONFIGS / "titans-grm-760m.yaml").model
+
+    parts = split_state_bytes(model, 2, torch.float32, 1, 3)
+    assert parts["banks"] > 0
+    assert sum(parts.values()) == sum(model_state_bytes(model, 2, torch.float32, 1, 3 * model.chunk_size).values())
+
+
+# search
+
+
+def test_a_search_finds_the_best_that_fits():
+    """Against all layouts looked at one by one."""
+    config = demo()
+    small = Machine("H100 80GB HBM3", 0.4e9, 0.0, 3.35e12, 450e9, 50e9, 4)
+    search = Search(config, 4, small)
+    found = search.run(top=5)
+    fits = []
+    for layout in search._layouts():
+        made = make_plan(layout.config, layout.dp_size, small, found=search.activations)
+        if made.total <= small.memory and layout.config.bptt_chunks == config.bptt_chunks:
+            fits.append(made.time.total)
+    assert found.best
+    assert found.best[0].time.total == pytest.approx(min(fits))
+    assert len(fits) < found.possible
+    for candidate in found.best:
+        assert candidate.total <= small.memory
+        # what is printed can be trained so
+        RunConfig.model_validate(candidate.layout.config.model_dump())
+
+
+def test_configured_windows_come_first():
+    found = Search(demo(), 2, H100).run(top=100)
+    windows = [candidate.layout.config.bptt_chunks for candidate in found.best]
+    assert windows == sorted(windows, reverse=True)
+    assert len(set(windows)) > 1
+
+
+def test_if_nothing_fits_the_least_is_said():
+    text = plan(CONFIGS / "elastic-1.3b.yaml", "data.sequence_length=2048", "--devices", 1, "--device", "h100",
+                "--search", "training.batch_tokens=65536", "model.layers=200")  # fmt: skip
+    assert "no layout of elastic-1.3b fits into 1 x H100" in text
+    assert "least of 12: parallel.pp=1 parallel.tp=1" in text  # 6 micro-batches, with recomputation and without
+
+
+def test_search_as_json():
+    found = json.loads(plan(DEMO, "training.batch_tokens=65536", "--devices", 4, "--search", "--json"))
+    first = found["layouts"][0]
+    assert first["pp"] * first["tp"] * first["dp"] == 4
+    assert first["bytes"] > 0
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ((DEMO, "--device", "tpu"), ConfigError, "--device 'tpu' is not known; one of h100, h200, a100, cpu"),
+        ((DEMO, "--search"), ConfigError, "--search needs --devices N"),
+        ((DEMO, "--devices", 3, "parallel.tp=2", "parallel.dp=null"), LayoutError, "give a multiple of 2 devices"),
+        ((DEMO, "--devices", 10), LayoutError, "5 data-parallel ranks"),
+        ((DEMO, "--stages", 2), ConfigError, "a whole plan goes with --devices"),
+    ],
+)
+def test_refusals(arguments, kind, said):
+    with pytest.raises(MegamemError) as caught:
+        plan(*arguments)
+    assert type(caught.value) is kind
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_devices_say_the_data_parallel_size():
+    assert data_parallel(demo("parallel.tp=2", "parallel.dp=null"), 8) == 4
+    assert data_parallel(demo("parallel.dp=2"), None) == 2
