@@ -123,7 +123,7 @@ def show_found(search: Search, found: Found) -> Iterator[Table | str]:
     for candidate in found.best:
         table.add_row(*_cells(candidate))
     yield table
-    yield "rows of a micro-batch; window: chunks that gradients through memory span; again: recomputation; Mtok a second"
+    yield "rows of a micro-batch; window: chunks that gradients of memories span; again: recomputation; Mtok a second"
     yield f"{found.possible:,} layouts divide model and batch; bytes of {found.tried} were looked at"
     yield f"the first: {_overrides(found.best[0])}"
 
