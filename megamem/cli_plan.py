@@ -44,7 +44,18 @@ def plan(
 ) -> None:
     """What a run will cost on given devices: bytes, traffic, time; the best layouts; its schedule and its picture."""
     if layouts:
-        others = (schedule, draw_schedule, recorded, stages, sequences, chunks, bptt_chunks)
+        others = (
+            schedule,
+            draw_schedule,
+            recorded,
+            stages,
+            sequences,
+            chunks,
+            bptt_chunks,
+            devices,
+            efficiency,
+            search,
+        )
         if config is None or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
         _print_layouts(config, overrides or [], dp, as_json)
@@ -58,6 +69,8 @@ def plan(
             )
         _print_plan(config, overrides or [], devices, device, efficiency, search, as_json)
         return
+    if devices or efficiency or search:
+        raise ConfigError("plan: --devices, --efficiency and --search go with a whole plan, not with a schedule")
     if draw_schedule is not None and not draw_schedule.name:
         raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
@@ -102,7 +115,12 @@ def _print_plan(
             "name": settings.name,
             "devices": devices,
             "device": looking.machine.name,
+            "usable_bytes": looking.machine.memory - looking.machine.reserve,
+            "efficiency": efficiency,
+            "possible": found.possible,
+            "tried": found.tried,
             "layouts": [candidate.as_dict() for candidate in found.best],
+            "least": found.least.as_dict() if found.least else None,
         }
         shown = show_found(looking, found)
     else:
@@ -146,12 +164,6 @@ def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: 
             sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
             table.add_row(str(tp), str(pp), f"{rank.parameters:,}", *sizes)
     console.print(table)
-    if settings.parallel.zero_stage > 1:
-        console.print(
-            f"parallel.zero_stage {settings.parallel.zero_stage}: gradients"
-            f"{' and weights' if settings.parallel.zero_stage == 3 else ''} stand here undivided",
-            highlight=False,
-        )
     for (tp, pp), rank in found.items():
         if isinstance(rank, str):
             console.print(f"not TP {tp} x PP {pp}: {rank}", highlight=False)

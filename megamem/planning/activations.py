@@ -117,8 +117,10 @@ class _Lines:
 
     def __init__(self, of: Activations, layers: range, how: Share) -> None:
         # the same goes for one head
-        several = [size for size in tp_sizes(of.model) if of.model.kv // size > 1]
-        self.sizes = several[-2:] if len(several) > 1 else tp_sizes(of.model)[-2:]
+        split = END_TOKENS if not layers else of.model.chunk_size
+        sizes = [size for size in tp_sizes(of.model) if not how.sequence_parallel or split % size == 0]
+        several = [size for size in sizes if of.model.kv // size > 1]
+        self.sizes = several[-2:] if len(several) > 1 else sizes[-2:]
         self.chunks = of.chunks if layers else 1
         stage = _stage(of, layers, how)
         self.limit = _grows_to(stage, self.chunks)

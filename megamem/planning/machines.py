@@ -44,16 +44,29 @@ class Machine:
         return found
 
     def rate(self, ranks: int, apart: int = 1) -> float:
-        """Bytes per second that each of so many ranks, their numbers so far apart, sends around a ring."""
-        return ACHIEVED * (self.link if ranks * apart <= self.per_node else self.network)
+        """Bytes per second that each of so many ranks, their numbers so far apart, sends around a ring.
+
+        A group that spans nodes has a network card for each of its ranks in a node, and rings over all of them.
+        """
+        if self._in_a_node(ranks, apart):
+            return ACHIEVED * self.link
+        return ACHIEVED * min(self.link, self.network * max(1, self.per_node // apart))
+
+    def hop(self, ranks: int, apart: int) -> float:
+        """Bytes per second from one rank to the next, if there are so many so far apart: the slowest hop counts."""
+        return ACHIEVED * (self.link if self._in_a_node(ranks, apart) else self.network)
+
+    def _in_a_node(self, ranks: int, apart: int) -> bool:
+        return self.per_node % (ranks * apart) == 0
 
 
-# Data sheets: H100 and H200 SXM (3.35 and 4.8 TB/s, NVLink 900 GB/s in both directions together), A100 SXM 80 GB
-# (2.04 TB/s, NVLink 600 GB/s). Networks as in the vendor's reference systems of eight: 400 and 200 Gbit/s per device.
+# Memory is what torch reports of a device (the GB of data sheets are binary ones). Data sheets: H100, H200 SXM (3.35 and
+# 4.8 TB/s, NVLink 900 GB/s in both directions together), A100 SXM 80 GB (2.04 TB/s, NVLink 600 GB/s). Networks as in the
+# vendor's reference systems of eight: 400 and 200 Gbit/s for each device.
 _MACHINES = {
-    "h100": Machine("H100 80GB HBM3", 80e9, 6e9, 3.35e12, 450e9, 50e9, 8),
-    "h200": Machine("H200", 141e9, 7e9, 4.8e12, 450e9, 50e9, 8),
-    "a100": Machine("A100-SXM4-80GB", 80e9, 6e9, 2.04e12, 300e9, 25e9, 8),
+    "h100": Machine("H100 80GB HBM3", 84.9e9, 6e9, 3.35e12, 450e9, 50e9, 8),
+    "h200": Machine("H200", 149e9, 7e9, 4.8e12, 450e9, 50e9, 8),
+    "a100": Machine("A100-SXM4-80GB", 84.9e9, 6e9, 2.04e12, 300e9, 25e9, 8),
 }
 KINDS = (*_MACHINES, "cpu")
 

@@ -30,7 +30,8 @@ class StepPeak:
     working: float
     """What the chunk at work takes besides; if the moment is after the last chunk, what reduction and update take."""
     states: float
-    """Memory states that the oldest chunk in flight has read: what later ones wrote is among what they keep."""
+    """Memory states that the oldest chunk in flight has read: what later ones wrote is among what they keep. With
+    streams also those of all micro-batches."""
     borders: float
     """Hidden chunks and gradients that travel between stages."""
     gathered: float
@@ -72,7 +73,9 @@ def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, 
         sizes.insert(0, counts.embedding)
     if stage == parallel.pp - 1:
         parts.append(found.head(share))
-        sizes.append(counts.head + (counts.tied if stage else 0))
+        sizes.append(counts.head + counts.tied)  # a tied matrix gets its gradient at the head first
+        if stage == 0:
+            sizes[0] -= counts.tied
     element = DTYPES[config.training.precision].itemsize
     split = tp_size if parallel.sequence_parallel else 1
     hidden = model.chunk_size // split * rows * model.hidden_size * element
@@ -90,8 +93,11 @@ def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, 
         buffer = 4.0 * min(sum(sizes), BUCKET)
         gathered = buffer + (float(min(sum(sizes), LIVE) * element) if dp_size > 1 else 0.0)
     sums = gradients.sums or sum(gradients.by_part)
-    ending = StepPeak(sums, 0.0, _ending(config, sum(sizes), dp_size), 0.0, 0.0, buffer)
-    return max(StepPeak(*at_work, borders, gathered), ending, key=lambda peak: peak.total)
+    carried = _carried(config, read[-1], dp_size)
+    ending = StepPeak(sums, 0.0, _ending(config, sum(sizes), dp_size), carried, 0.0, buffer)
+    most, in_flight, working, states = at_work
+    at_work_peak = StepPeak(most, in_flight, working, states + carried, borders, gathered)
+    return max(at_work_peak, ending, key=lambda peak: peak.total)
 
 
 def _order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: int) -> Order:
@@ -122,10 +128,18 @@ def _gradients(config: RunConfig, sizes: Sequence[int], dp_size: int) -> _Gradie
 
 def _ending(config: RunConfig, total: int, dp_size: int) -> float:
     """Taken after the last backward pass besides gradients: a flat copy of them, summed or updated from."""
+    mixed = DTYPES[config.training.precision].itemsize < 4
     if config.parallel.zero_stage == 0:
-        return min(total, FLAT) * 4.0 if dp_size > 1 else 0.0
-    summed = min(total, FLAT) * 4.0 if config.parallel.zero_stage == 1 and dp_size > 1 else 0.0
+        return min(total, FLAT) * 4.0
+    summed = min(total, FLAT) * 4.0 if config.parallel.zero_stage == 1 and mixed and dp_size > 1 else 0.0
     return max(summed, -(-total // dp_size) * 4.0)
+
+
+def _carried(config: RunConfig, states: int, dp_size: int) -> float:
+    """States that go from step to step with streams: old and new ones of all micro-batches, and one being chosen."""
+    if config.data.feeding != "streams":
+        return 0.0
+    return float((2 * config.accumulation_steps(dp_size) + 1) * states)
 
 
 def _state_bytes(config: RunConfig, layers: range, tp_size: int, chunks: int) -> int:

@@ -36,8 +36,13 @@ class RankPlan:
 
     @property
     def total(self) -> float:
-        """Bytes that must fit."""
-        return self.held.weights + self.held.optimizer + self.peak.total
+        """Bytes that must fit: the most within a step, or while the rank is built, whole and in FP32 at first."""
+        return max(self.held.weights + self.held.optimizer + self.peak.total, self.building)
+
+    @property
+    def building(self) -> float:
+        """Bytes while DeepSpeed divides what the rank has built."""
+        return 4.0 * self.held.parameters + self.held.weights
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -49,6 +54,7 @@ class RankPlan:
             "weights": self.held.weights,
             "optimizer": self.held.optimizer,
             **peak,
+            "building": round(self.building),
             "total": round(self.total),
         }
 

@@ -21,7 +21,7 @@ from megamem.planning.ranks import stage_parameters
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, step_time
 
 MOST_ROWS = 64
-"""Of a micro-batch."""
+"""Of a micro-batch: powers of two up to here are tried, and the configured number."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ def _without_rows(layout: Layout) -> tuple[object, ...]:
     return parallel.pp, parallel.tp, parallel.zero_stage, layout.config.bptt_chunks, training.recompute
 
 
+def _order(candidate: Candidate) -> tuple[float, ...]:
+    return -candidate.layout.config.bptt_chunks, candidate.time.total
+
+
 class Search:
     """Over (PP, TP, DP, ZeRO, micro-batch, window, recomputation). What the layout does not touch stays as configured.
 
@@ -85,29 +89,33 @@ class Search:
         self._placed: dict[int, tuple[tuple[int, ...], Cost]] = {}
 
     def run(self, top: int = 10) -> Found:
-        """The best layouts. They are looked at in the order of a quick estimate until enough of them fit."""
-        layouts = sorted(self._layouts(), key=self._rank)
+        """The best layouts.
+
+        They are looked at in the order of a quick estimate of their time, until all others are estimated above the last
+        of as many as are wanted.
+        """
+        layouts = [layout for _, layout in sorted(((self._rank(x), i), x) for i, x in enumerate(self._layouts()))]
         fit: dict[tuple[object, ...], Candidate] = {}
         least: Candidate | None = None
         tried = 0
         too_large: dict[tuple[object, ...], int] = {}
         for layout in layouts:
-            key = _without_rows(layout)
-            rows = layout.config.training.micro_batch_size
-            if key in fit or rows >= too_large.get(key, MOST_ROWS + 1):
+            if len(fit) >= top and self._rank(layout)[:2] > _order(sorted(fit.values(), key=_order)[top - 1]):
+                break
+            key, rows = _without_rows(layout), layout.config.training.micro_batch_size
+            if rows >= too_large.get(key, rows + 1) or not self._valid(layout):
                 continue
-            if not self._valid(layout):
+            time = self._time(layout, simulated=True)
+            if key in fit and fit[key].time.total <= time.total:
                 continue
             tried += 1
-            candidate = Candidate(layout, self._time(layout, simulated=True), rank_plans(layout, self.activations))
+            candidate = Candidate(layout, time, rank_plans(layout, self.activations))
             if candidate.total <= self.machine.memory - self.machine.reserve:
                 fit[key] = candidate
-                if len(fit) == top:
-                    break
             else:
                 too_large[key] = rows
                 least = candidate if least is None or candidate.total < least.total else least
-        best = sorted(fit.values(), key=lambda c: (-c.layout.config.bptt_chunks, c.time.total))
+        best = sorted(fit.values(), key=_order)[:top]
         return Found(best, tried, len(layouts), None if best else least)
 
     def _layouts(self) -> Iterator[Layout]:
@@ -122,7 +130,8 @@ class Search:
             dp = self.devices // (pp * tp)
             zeros = (1,) if pp > 1 else (1, 2, 3)
             zeros = (0, *zeros) if training.precision == "fp32" else zeros
-            rows = [2**n for n in range(MOST_ROWS.bit_length()) if self.config.global_rows % (2**n * dp) == 0]
+            sizes = {training.micro_batch_size, *(2**n for n in range(MOST_ROWS.bit_length()))}
+            rows = [size for size in sorted(sizes) if self.config.global_rows % (size * dp) == 0]
             for zero, micro, window, recompute in product(zeros, rows, windows, (False, True)):
                 if dp == 1 and zero > 1:
                     continue
@@ -141,6 +150,7 @@ class Search:
                     update={
                         "parallel": parallel.model_copy(update=changed),
                         "training": training.model_copy(update=how),
+                        "logging": self.config.logging.model_copy(update={"record_step": None}),  # a pipeline's
                     }
                 )
                 yield Layout(config, dp, self._place(pp)[0])

@@ -76,6 +76,7 @@ _SIZES: dict[str, Callable[[RankPlan], float]] = {
     "memory states": lambda rank: rank.peak.states,
     "between stages": lambda rank: rank.peak.borders,
     "gathered (ZeRO 3)": lambda rank: rank.peak.gathered,
+    "while it is built": lambda rank: rank.building,
     "total": lambda rank: rank.total,
 }
 
@@ -104,19 +105,25 @@ def show_found(search: Search, found: Found) -> Iterator[Table | str]:
     """The best layouts of a search, or why there are none."""
     machine = search.machine
     usable = (machine.memory - machine.reserve) / GIB
+    if not found.possible:
+        yield (
+            f"no layout: {search.config.global_rows} sequences of a step (training.batch_tokens) on {search.devices} "
+            "devices divide into none of PP, TP and DP"
+        )
+        return
     if not found.best:
         yield f"no layout of {search.config.name} fits into {search.devices} x {machine.name} ({usable:.1f} GiB each)"
         if found.least is not None:
             yield f"least of {found.tried}: {_overrides(found.least)} takes {found.least.total / GIB:.1f} GiB"
         return
     table = Table(title=f"{search.config.name} on {search.devices} x {machine.name}: {usable:.1f} GiB each")
-    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "again", "GiB", "s/step", "bubble", "Mtok/s")
+    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "again", "GiB", "s/step", "bubble", "Mtok")
     for column in columns:
         table.add_column(column, justify="right")
     for candidate in found.best:
         table.add_row(*_cells(candidate))
     yield table
-    yield "rows: of a micro-batch; window: chunks that gradients through memory span; again: with recomputation"
+    yield "rows of a micro-batch; window: chunks that gradients of memories span; again: recomputation; Mtok a second"
     yield f"{found.possible:,} layouts divide model and batch; bytes of {found.tried} were looked at"
     yield f"the first: {_overrides(found.best[0])}"
 
@@ -139,5 +146,7 @@ def _overrides(candidate: Candidate) -> str:
     return (
         f"parallel.pp={parallel.pp} parallel.tp={parallel.tp} parallel.dp={candidate.layout.dp_size} "
         f"parallel.zero_stage={parallel.zero_stage} training.micro_batch_size={training.micro_batch_size} "
-        f"training.bptt_chunks={config.bptt_chunks} training.recompute={str(training.recompute).lower()}"
+        f"training.bptt_chunks={config.bptt_chunks} training.recompute={str(training.recompute).lower()} "
+        f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}"
+        f"{'' if isinstance(parallel.placement, tuple) else f' parallel.placement={parallel.placement}'}"
     )

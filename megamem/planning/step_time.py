@@ -82,23 +82,24 @@ def step_time(
 
     def cost(stage: int, action: Action) -> float:
         forward = Action("forward", action.sequence, action.chunk)
-        work, sums = flops(stage, action), 1
+        work, sums = flops(stage, action), 1.0
         if action.kind == "backward" and training.recompute:
-            work, sums = work + flops(stage, forward), 2
+            # a block is repeated up to the last tensor that its backward needs: not through its last sum
+            work, sums = work + flops(stage, forward), 1.5
         return work * seconds_per_flop + sums * layout.counts[stage] * summed
 
     busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
     slowest = busy.index(max(busy))
     transfer = hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    transfer /= machine.rate(2, parallel.tp * layout.dp_size)
+    transfer /= machine.hop(stages, parallel.tp * layout.dp_size)
     if stages == 1:
         makespan = busy[0]
     elif simulated:
-        makespan = _makespan(layout, cost, transfer, busy[slowest] / layout.sequences)
+        makespan = _makespan(layout, cost, transfer)
     else:
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
     sent = stage_traffic(layout, parameters)
-    sums = layout.sequences * config.chunks * (3 if training.recompute else 2) * layout.counts[slowest] * summed
+    sums = layout.sequences * config.chunks * (2.5 if training.recompute else 2) * layout.counts[slowest] * summed
     shard = max(parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=busy[slowest] - sums,
@@ -119,9 +120,16 @@ def _sequence_seconds(stage: int, chunks: int, cost: Cost) -> float:
     return sum(cost(stage, Action(kind, 0, chunk)) for chunk in range(chunks) for kind in ("forward", "backward"))
 
 
-def _makespan(layout: Layout, cost: Cost, transfer: float, steady: float) -> float:
-    """Of the whole step. Once the pipeline is full, a micro-batch takes what it takes the slowest stage (`steady`)."""
+def _makespan(layout: Layout, cost: Cost, transfer: float) -> float:
+    """Of the whole step. A long one is played until the pipeline is full; then all micro-batches take as long."""
     config, stages = layout.config, len(layout.counts)
-    played = min(layout.sequences, -(-(stages + config.bptt_chunks) // config.chunks) + 2)
-    orders = chunk_schedule(stages, played, config.chunks, config.bptt_chunks)
-    return simulate(orders, config.bptt_chunks, cost, transfer).makespan + (layout.sequences - played) * steady
+
+    def played(sequences: int) -> float:
+        orders = chunk_schedule(stages, sequences, config.chunks, config.bptt_chunks)
+        return simulate(orders, config.bptt_chunks, cost, transfer).makespan
+
+    filled = -(-(stages + config.bptt_chunks) // config.chunks) + 4
+    if layout.sequences <= filled + 2:
+        return played(layout.sequences)
+    first, second = played(filled), played(filled + 2)
+    return second + (layout.sequences - filled - 2) * (second - first) / 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
+from megamem.pipeline.deepspeed_settings import LIVE
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
     tokens = rows * config.data.sequence_length
     hidden = float(tokens * config.model.hidden_size * element)  # all hidden chunks of a step
 
-    # two sums forward and two backward per layer, the forward ones again with recomputation
-    passes = 2 * (3 if training.recompute else 2) * len(layers)
+    # two sums forward and two backward per layer; recomputation needs the first of the forward ones again
+    passes = (5 if training.recompute else 4) * len(layers)
     passes += (stage == 0) + (stage == parallel.pp - 1)  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
     weights = float(parameters * element)
@@ -51,13 +52,24 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
         data = all_reduce(gradients, dp_size) + gather(weights, dp_size)
     elif zero == 2:  # gradients are divided after each backward pass
         data = windows * all_reduce(gradients, dp_size) + gather(weights, dp_size)
-    else:  # weights are gathered for each forward and each backward pass
-        data = windows * (gather(gradients, dp_size) + 2 * gather(weights, dp_size))
+    else:
+        gathered = _gathers(parameters, config.bptt_chunks) * gather(weights, dp_size)
+        data = windows * (gather(gradients, dp_size) + gathered)
     return Traffic(
         tensor=passes * all_reduce(hidden, parallel.tp),
         pipeline=borders * hidden / (parallel.tp if parallel.sequence_parallel else 1),
         data=data,
     )
+
+
+def _gathers(parameters: int, bptt_chunks: int) -> float:
+    """How often ZeRO 3 gathers a weight in a window: it stays gathered if its next use is within `LIVE` parameters.
+
+    Within a forward pass over chunks that is a whole model away, from the last forward to its backward up to two.
+    """
+    if parameters > LIVE:
+        return 2.0 * bptt_chunks
+    return 1.0 + max(0.0, 1.0 - LIVE / (2 * parameters))
 
 
 def all_reduce(size: float, ranks: int) -> float:
