@@ -60,8 +60,8 @@ class Machine:
         return self.per_node % (ranks * apart) == 0
 
 
-# Memory is what torch reports of a device (the GB of data sheets are binary ones). Data sheets: H100, H200 SXM (3.35 and
-# 4.8 TB/s, NVLink 900 GB/s in both directions together), A100 SXM 80 GB (2.04 TB/s, NVLink 600 GB/s). Networks as in the
+# Memory is what torch reports of a device (the GB of data sheets are binary ones). Data sheets: H100, H200 SXM (3.35
+# and 4.8 TB/s, NVLink 900 GB/s both ways together), A100 SXM 80 GB (2.04 TB/s, NVLink 600 GB/s). Networks as in the
 # vendor's reference systems of eight: 400 and 200 Gbit/s for each device.
 _MACHINES = {
     "h100": Machine("H100 80GB HBM3", 84.9e9, 6e9, 3.35e12, 450e9, 50e9, 8),
