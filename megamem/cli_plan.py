@@ -115,7 +115,7 @@ def _print_plan(
             "name": settings.name,
             "devices": devices,
             "device": looking.machine.name,
-            "usable_bytes": looking.machine.memory - looking.machine.reserve,
+            "usable_bytes": looking.machine.usable,
             "efficiency": efficiency,
             "possible": found.possible,
             "tried": found.tried,

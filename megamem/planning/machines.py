@@ -35,6 +35,11 @@ class Machine:
     """That a device sends to other nodes."""
     per_node: int
 
+    @property
+    def usable(self) -> float:
+        """Bytes for the run."""
+        return self.memory - self.reserve
+
     def peak(self, precision: Precision) -> float:
         """FLOP/s of dense matrix products."""
         if self.name == "cpu":

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
+from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
 from megamem.pipeline.schedule import Action, Order, stage_order, window_schedule
 from megamem.planning.activations import Activations, PartBytes, Share
 from megamem.planning.ranks import part_parameters
 from megamem.planning.state import state_bytes, state_sizes
 
-AHEAD = 2
-"""Receives that are posted before they are needed (`megamem.pipeline.channels.Inbox`)."""
 FLAT = 500_000_000
 """Elements that DeepSpeed copies together to sum gradients outside of ZeRO 2 and 3 (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
@@ -87,7 +86,7 @@ def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, 
     at_work = _play(order, parts, hidden if stage else 0, read, config.bptt_chunks, gradients)
     neighbours = (stage > 0) + (stage < parallel.pp - 1)
     pending = parallel.pp + 1  # sends under way (`Outbox`)
-    borders = float(neighbours * (AHEAD + pending) * hidden)
+    borders = float(neighbours * (Inbox.AHEAD + pending) * hidden)
     gathered = buffer = 0.0
     if parallel.zero_stage == 3:
         buffer = 4.0 * min(sum(sizes), BUCKET)

@@ -10,7 +10,6 @@ from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.pipeline.costs import place
 from megamem.pipeline.placement import contiguous
-from megamem.pipeline.simulate import Cost
 from megamem.planning.activations import Activations
 from megamem.planning.flops import flops_per_token
 from megamem.planning.machines import DISK, Machine
@@ -63,9 +62,8 @@ class RankPlan:
 class Plan:
     """Of a run on so many devices."""
 
-    config: RunConfig
+    layout: Layout
     machine: Machine
-    dp_size: int
     efficiency: float
     ranks: list[RankPlan]
     other_way: list[RankPlan]
@@ -75,6 +73,16 @@ class Plan:
     states: dict[str, int]
     """Bytes of a micro-batch's memory states at the end of a sequence, all layers of a tensor-parallel rank: of
     `fixed` size, and in `banks` that grow."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run."""
+        return self.layout.config
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.dp_size
 
     @property
     def devices(self) -> int:
@@ -89,7 +97,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the fullest rank fits into a device, less what is kept in reserve."""
-        return self.total <= self.machine.memory - self.machine.reserve
+        return self.total <= self.machine.usable
 
     @property
     def flops(self) -> dict[str, float]:
@@ -124,31 +132,27 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        parallel, training = self.config.parallel, self.config.training
+        other_way = "no_recompute" if self.config.training.recompute else "recompute"
         return {
             "name": self.config.name,
             "devices": self.devices,
             "device": self.machine.name,
-            "layout": {
-                "pp": parallel.pp, "tp": parallel.tp, "dp": self.dp_size, "zero_stage": parallel.zero_stage,
-                "micro_batch_size": training.micro_batch_size, "bptt_chunks": self.config.bptt_chunks,
-                "recompute": training.recompute,
-            },
+            "layout": self.layout.as_dict(),
             "parameters": parameter_counts(self.config.model),
             "flops_per_token": self.flops,
             "ranks": [rank.as_dict() for rank in self.ranks],
-            "recompute" if not training.recompute else "no_recompute": [rank.as_dict() for rank in self.other_way],
+            other_way: [rank.as_dict() for rank in self.other_way],
             "states": self.states,
             "fits": self.fits,
             "traffic": [asdict(sent) for sent in self.traffic],
-            "bubble": self.time.bubble / (self.time.compute + self.time.tensor),
-            "step_seconds": {**asdict(self.time), "total": self.time.total},
+            "bubble": self.time.bubble_share,
+            "step_seconds": self.time.as_dict(),
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "days": self.days,
             "checkpoint": self.checkpoint,
             "efficiency": self.efficiency,
-        }  # fmt: skip
+        }
 
 
 def data_parallel(config: RunConfig, devices: int | None) -> int:
@@ -177,13 +181,10 @@ def make_plan(
     machine: Machine,
     efficiency: float = EFFICIENCY,
     found: Activations | None = None,
-    flops: Cost | None = None,
 ) -> Plan:
     """Plan a run.
 
-    Args:
-        found: measurements of this model's activations at this precision, where there are some already.
-        flops: `chunk_flops` of the model as it is placed, likewise.
+    found: measurements of this model's activations at this precision, where there are some already.
     Raises: LayoutError for a layout that the model cannot be split into.
     """
     found = found or Activations(config.model, config.training.precision, config.chunks)
@@ -195,14 +196,13 @@ def make_plan(
     parameters = [rank.held.parameters for rank in ranks]
     sizes = (config.training.micro_batch_size, DTYPES[config.training.precision], config.parallel.tp, config.chunks)
     return Plan(
-        config,
+        layout,
         machine,
-        dp_size,
         efficiency,
         ranks,
         rank_plans(other_way, found),
         stage_traffic(layout, parameters),
-        step_time(layout, parameters, machine, efficiency, flops),
+        step_time(layout, parameters, machine, efficiency),
         split_state_bytes(config.model, *sizes),
     )
 

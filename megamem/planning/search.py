@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,18 +40,11 @@ class Candidate:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        config = self.layout.config
         return {
-            "pp": config.parallel.pp,
-            "tp": config.parallel.tp,
-            "dp": self.layout.dp_size,
-            "zero_stage": config.parallel.zero_stage,
-            "micro_batch_size": config.training.micro_batch_size,
-            "bptt_chunks": config.bptt_chunks,
-            "recompute": config.training.recompute,
+            **self.layout.as_dict(),
             "bytes": round(self.total),
-            "step_seconds": {**asdict(self.time), "total": self.time.total},
-            "tokens_per_second": config.training.batch_tokens / self.time.total,
+            "step_seconds": self.time.as_dict(),
+            "tokens_per_second": self.layout.config.training.batch_tokens / self.time.total,
         }
 
 
@@ -94,13 +88,13 @@ class Search:
         They are looked at in the order of a quick estimate of their time, until all others are estimated above the last
         of as many as are wanted.
         """
-        layouts = [layout for _, layout in sorted(((self._rank(x), i), x) for i, x in enumerate(self._layouts()))]
+        layouts = sorted(((self._rank(layout), layout) for layout in self._layouts()), key=itemgetter(0))
         fit: dict[tuple[object, ...], Candidate] = {}
         least: Candidate | None = None
         tried = 0
         too_large: dict[tuple[object, ...], int] = {}
-        for layout in layouts:
-            if len(fit) >= top and self._rank(layout)[:2] > _order(sorted(fit.values(), key=_order)[top - 1]):
+        for rank, layout in layouts:
+            if len(fit) >= top and rank[:2] > _order(sorted(fit.values(), key=_order)[top - 1]):
                 break
             key, rows = _without_rows(layout), layout.config.training.micro_batch_size
             if rows >= too_large.get(key, rows + 1) or not self._valid(layout):
@@ -110,7 +104,7 @@ class Search:
                 continue
             tried += 1
             candidate = Candidate(layout, time, rank_plans(layout, self.activations))
-            if candidate.total <= self.machine.memory - self.machine.reserve:
+            if candidate.total <= self.machine.usable:
                 fit[key] = candidate
             else:
                 too_large[key] = rows

@@ -22,7 +22,7 @@ def show_plan(plan: Plan) -> Iterator[Table | str]:
     yield from describe(config, plan.dp_size)
     yield _parts(plan)
     yield _bytes(plan)
-    usable = (machine.memory - machine.reserve) / GIB
+    usable = machine.usable / GIB
     yield (
         f"{'fits' if plan.fits else 'DOES NOT FIT'}: the fullest rank takes {plan.total / GIB:.2f} of {usable:.1f} GiB "
         f"({machine.memory / GIB:.1f} less {machine.reserve / GIB:.1f} for libraries, their buffers and fragmentation)"
@@ -92,11 +92,11 @@ def _traffic(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> str:
     time = plan.time
-    bubble = time.bubble / (time.compute + time.tensor)
     return (
         f"step: {time.total:.3f} s at {plan.efficiency:.0%} of the peak = {time.compute:.3f} operations "
-        f"+ {time.tensor:.3f} tensor-parallel sums + {time.bubble:.3f} bubble ({bubble:.1%}) + {time.data:.3f} "
-        f"data-parallel sums + {time.update:.3f} update; {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, "
+        f"+ {time.tensor:.3f} tensor-parallel sums + {time.bubble:.3f} bubble ({time.bubble_share:.1%}) "
+        f"+ {time.data:.3f} data-parallel sums + {time.update:.3f} update; "
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, "
         f"{plan.days:.2f} days for {plan.config.steps:,} steps"
     )
 
@@ -104,7 +104,7 @@ def _time(plan: Plan) -> str:
 def show_found(search: Search, found: Found) -> Iterator[Table | str]:
     """The best layouts of a search, or why there are none."""
     machine = search.machine
-    usable = (machine.memory - machine.reserve) / GIB
+    usable = machine.usable / GIB
     if not found.possible:
         yield (
             f"no layout: {search.config.global_rows} sequences of a step (training.batch_tokens) on {search.devices} "
@@ -134,7 +134,7 @@ def _cells(candidate: Candidate) -> list[str]:
     return [
         str(parallel.pp), str(parallel.tp), str(candidate.layout.dp_size), str(parallel.zero_stage),
         str(training.micro_batch_size), str(config.bptt_chunks), "yes" if training.recompute else "no",
-        f"{candidate.total / GIB:.1f}", f"{time.total:.3f}", f"{time.bubble / (time.compute + time.tensor):.1%}",
+        f"{candidate.total / GIB:.1f}", f"{time.total:.3f}", f"{time.bubble_share:.1%}",
         f"{training.batch_tokens / time.total / 1e6:,.3f}",
     ]  # fmt: skip
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
@@ -40,6 +41,15 @@ class StepTime:
         """Seconds of the step."""
         return self.compute + self.tensor + self.bubble + self.data + self.update
 
+    @property
+    def bubble_share(self) -> float:
+        """Of the busiest stage's working time."""
+        return self.bubble / (self.compute + self.tensor)
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain data, for JSON."""
+        return {**asdict(self), "total": self.total}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -53,6 +63,19 @@ class Layout:
     def sequences(self) -> int:
         """Micro-batches of a step on one data-parallel rank."""
         return self.config.accumulation_steps(self.dp_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        parallel, training = self.config.parallel, self.config.training
+        return {
+            "pp": parallel.pp,
+            "tp": parallel.tp,
+            "dp": self.dp_size,
+            "zero_stage": parallel.zero_stage,
+            "micro_batch_size": training.micro_batch_size,
+            "bptt_chunks": self.config.bptt_chunks,
+            "recompute": training.recompute,
+        }
 
 
 def step_time(

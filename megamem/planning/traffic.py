@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
@@ -85,8 +84,3 @@ def gather(size: float, ranks: int) -> float:
 def _windows(config: RunConfig, dp_size: int) -> int:
     """Backward passes of a step without a pipeline."""
     return config.accumulation_steps(dp_size) * config.chunks // config.bptt_chunks
-
-
-def most(parts: Sequence[Traffic]) -> Traffic:
-    """The stage that sends most."""
-    return max(parts, key=lambda part: part.total)

@@ -23,18 +23,8 @@ from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
 from tests.integration.commands import run_tree, write_config
-from tests.unit.data_helpers import make_shards
 
 CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Folder with tokenizer/, train/ and validation/."""
-    root = tmp_path_factory.mktemp("data")
-    make_shards(root, (800, 700), name="train", seed=0)
-    make_shards(root, (300,), name="validation", seed=100)
-    return root
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from megamem.study.queue import Queue, shares, study_lock, visible_devices
 from megamem.study.states import run_states
 from megamem.study.submit import read_here
 from tests.integration.commands import run_tree, write_config
-from tests.unit.data_helpers import make_shards
 
 REPORT = cli_study._report
 SBATCH = """#!/bin/sh
@@ -61,14 +60,6 @@ class Cluster:
 
     def script(self, number):
         return Path((self.folder / "submitted").read_text().splitlines()[number - 41]).read_text()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    make_shards(root, (800, 700), name="train", seed=0)
-    make_shards(root, (300,), name="validation", seed=100)
-    return root
 
 
 @pytest.fixture

@@ -1,0 +1,14 @@
+"""What several unit tests read."""
+
+import pytest
+
+from tests.unit.data_helpers import make_shards
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folder with tokenizer/, train/ and validation/."""
+    root = tmp_path_factory.mktemp("data")
+    make_shards(root, (800, 700), name="train", seed=0)
+    make_shards(root, (300,), name="validation", seed=100)
+    return root
