@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,14 @@ class _Measured(NamedTuple):
     forward: Bytes
     backward: Bytes
     handed_back: float
+    left: Ledger
+
+    def is_like(self, other: _Measured) -> bool:
+        """Whether the other chunk took the same, operation by operation."""
+        return self.handed_back == other.handed_back and all(
+            np.array_equal(mine, its)
+            for mine, its in ((self.forward, other.forward), (self.backward, other.backward))
+        )
 
 
 class _Lines:
@@ -124,15 +133,21 @@ class _Lines:
         self.chunks = of.chunks if layers else 1
         stage = _stage(of, layers, how)
         self.limit = _grows_to(stage, self.chunks)
-        # tables that are made once and kept are made now
-        _measure_part(of, layers, replace(how, rows=ROWS[0], tp_size=self.sizes[-1]), chunks=1)
-        self.measured = {
-            (rows, tp): _measure_part(
-                of, layers, replace(how, rows=rows, tp_size=tp), min(self.chunks, MOST_CHUNKS), self.limit > 0
-            )
-            for rows in ROWS
-            for tp in self.sizes
-        }
+
+        def measure(rows: int, tp_size: int, chunks: int) -> list[_Measured]:
+            return _measure_part(of, layers, replace(how, rows=rows, tp_size=tp_size), chunks, self.limit > 0)
+
+        corner = ROWS[0], self.sizes[-1]
+        first = measure(*corner, min(self.chunks, MOST_CHUNKS))
+        if any(chunk.left.live for chunk in first):  # tables that are made once and kept: now they are there
+            first = measure(*corner, min(self.chunks, MOST_CHUNKS))
+        # what one corner's chunks share other corners' do
+        different = max((i for i in range(1, len(first)) if not first[i].is_like(first[i - 1])), default=0) + 1
+        self.measured = {corner: first}
+        for rows, tp_size in product(ROWS, self.sizes):
+            if (rows, tp_size) != corner:
+                found = measure(rows, tp_size, different)
+                self.measured[rows, tp_size] = found + found[-1:] * (len(first) - different)
 
     def at(self, share: Share) -> list[PartBytes]:
         """By chunk."""
@@ -255,7 +270,7 @@ def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> t
         torch.autograd.backward(roots, gradients)
     handed_back = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
     down = np.array(ledger.course, dtype=np.float64) - kept
-    return results, _Measured(kept, np.array(up, dtype=np.float64), down, handed_back)
+    return results, _Measured(kept, np.array(up, dtype=np.float64), down, handed_back, ledger)
 
 
 def _alias(tensor: Tensor) -> Tensor:
