@@ -9,9 +9,12 @@ say what any other share and number of rows takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +64,9 @@ class Share:
 class Activations:
     """Of the parts of one model in sequences of so many chunks; each is measured when it is first asked for."""
 
-    def __init__(self, model: ModelConfig, precision: Precision, chunks: int) -> None:
-        self.model, self.dtype, self.chunks = model, DTYPES[precision], chunks
+    def __init__(self, model: ModelConfig, precision: Precision, chunks: int, processes: int = 1) -> None:
+        """processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context."""
+        self.model, self.dtype, self.chunks, self.processes = model, DTYPES[precision], chunks, processes
         self._found: dict[tuple[str, bool, bool], _Lines] = {}
         self._read_off: dict[tuple[str, Share], list[PartBytes]] = {}
 
@@ -111,14 +115,6 @@ class _Measured(NamedTuple):
     forward: Bytes
     backward: Bytes
     handed_back: float
-    left: Ledger
-
-    def is_like(self, other: _Measured) -> bool:
-        """Whether the other chunk took the same, operation by operation."""
-        return self.handed_back == other.handed_back and all(
-            np.array_equal(mine, its)
-            for mine, its in ((self.forward, other.forward), (self.backward, other.backward))
-        )
 
 
 class _Lines:
@@ -131,23 +127,20 @@ class _Lines:
         several = [size for size in sizes if of.model.kv // size > 1]
         self.sizes = several[-2:] if len(several) > 1 else sizes[-2:]
         self.chunks = of.chunks if layers else 1
-        stage = _stage(of, layers, how)
+        stage = _stage(of.model, of.dtype, layers, how)
         self.limit = _grows_to(stage, self.chunks)
 
-        def measure(rows: int, tp_size: int, chunks: int) -> list[_Measured]:
-            return _measure_part(of, layers, replace(how, rows=rows, tp_size=tp_size), chunks, self.limit > 0)
+        corners = list(product(ROWS, self.sizes))
+        shares = [replace(how, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
+        measure = partial(_measure_part, of.model, of.dtype, layers, min(self.chunks, MOST_CHUNKS), self.limit > 0)
+        if of.processes > 1 and layers:
+            import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
 
-        corner = ROWS[0], self.sizes[-1]
-        first = measure(*corner, min(self.chunks, MOST_CHUNKS))
-        if any(chunk.left.live for chunk in first):  # tables that are made once and kept: now they are there
-            first = measure(*corner, min(self.chunks, MOST_CHUNKS))
-        # what one corner's chunks share other corners' do
-        different = max((i for i in range(1, len(first)) if not first[i].is_like(first[i - 1])), default=0) + 1
-        self.measured = {corner: first}
-        for rows, tp_size in product(ROWS, self.sizes):
-            if (rows, tp_size) != corner:
-                found = measure(rows, tp_size, different)
-                self.measured[rows, tp_size] = found + found[-1:] * (len(first) - different)
+            with ProcessPoolExecutor(min(of.processes, len(shares)), get_context("fork")) as pool:
+                found = list(pool.map(measure, shares))
+        else:
+            found = list(map(measure, shares))
+        self.measured = dict(zip(corners, found, strict=True))
 
     def at(self, share: Share) -> list[PartBytes]:
         """By chunk."""
@@ -185,12 +178,24 @@ def _weight(at: float, points: Sequence[float], wanted: float) -> float:
     return (wanted - other) / (at - other)
 
 
-def _measure_part(of: Activations, layers: range, share: Share, chunks: int, growing: bool = False) -> list[_Measured]:
+def _measure_part(
+    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
+) -> list[_Measured]:
     """The first chunks, at most so many, until one costs what was to be expected."""
-    stage, rows = _stage(of, layers, share), int(share.rows)
-    size = of.model.chunk_size if layers else END_TOKENS
-    states = stage.initial_states(rows, torch.device("cpu"), of.dtype)
+    found, ledgers = _read_chunks(model, dtype, layers, chunks, growing, share)
+    if any(ledger.live for ledger in ledgers):  # tables that are made once and kept: now they are there
+        found, _ = _read_chunks(model, dtype, layers, chunks, growing, share)
+    return found
+
+
+def _read_chunks(
+    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
+) -> tuple[list[_Measured], list[Ledger]]:
+    stage, rows = _stage(model, dtype, layers, share), int(share.rows)
+    size = model.chunk_size if layers else END_TOKENS
+    states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = torch.zeros(size, rows, dtype=torch.int64)
+    ledgers = []
     found: list[_Measured] = []
     while len(found) < chunks:
         reads = [map_state(_alias, state) for state in states]
@@ -198,19 +203,20 @@ def _measure_part(of: Activations, layers: range, share: Share, chunks: int, gro
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
-            entered = torch.zeros(stage.border_shape(size, rows), dtype=of.dtype, requires_grad=True)
+            entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
 
         def forward(entered: Tensor = entered, reads: list[State] = reads, where: Chunk = where) -> Any:
             hidden, new, losses = stage(entered, reads, where)
             out = [stage.token_losses(hidden, labels).sum()] if stage.last else hidden
             return out, new, losses
 
-        (_, new, _), part = _measured(stage, forward, reads)
+        ledgers.append(Ledger())
+        (_, new, _), part = _measured(ledgers[-1], stage, forward, reads)
         states = [map_state(Tensor.detach, state) for state in new]
         found.append(part)
         if len(found) > (3 if growing else 2) and _steady([chunk.kept for chunk in found], growing):
             break
-    return found
+    return found, ledgers
 
 
 def _steady(kept: list[float], growing: bool) -> bool:
@@ -234,10 +240,10 @@ def _grows_to(stage: Stage, chunks: int) -> int:
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
-def _stage(of: Activations, layers: range, share: Share) -> Stage:
+def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
     """Some layers as a rank holds them, in training; all parameters are zero."""
     with torch.device("meta"):
-        stage = Stage(of.model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(of.dtype)
+        stage = Stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
     for module in stage.modules():
@@ -246,12 +252,11 @@ def _stage(of: Activations, layers: range, share: Share) -> Stage:
     return stage
 
 
-def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
+def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
     """What the forward returned, and what it and its backward take.
 
     Gradients that come from outside, and those of parameters, are there before the backward is counted.
     """
-    ledger = Ledger()
     for parameter in stage.parameters():
         parameter.grad = room(parameter)
         ledger.enter_storage(parameter, counted=False)
@@ -270,7 +275,7 @@ def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> t
         torch.autograd.backward(roots, gradients)
     handed_back = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
     down = np.array(ledger.course, dtype=np.float64) - kept
-    return results, _Measured(kept, np.array(up, dtype=np.float64), down, handed_back, ledger)
+    return results, _Measured(kept, np.array(up, dtype=np.float64), down, handed_back)
 
 
 def _alias(tensor: Tensor) -> Tensor:

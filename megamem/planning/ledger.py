@@ -25,10 +25,13 @@ _CHOOSE = {
 _CHOICES = 2**22
 """Bytes of it."""
 _ZEROS = {
+    torch.ops.aten.slice_backward.default,
+    torch.ops.aten.select_backward.default,
     torch.ops.aten.zeros.default,
     torch.ops.aten.new_zeros.default,
     torch.ops.aten.zeros_like.default,
 }
+
 
 class Ledger(TorchDispatchMode):
     """Bytes of all storages that operations make inside and that still live.
