@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,6 +99,8 @@ def _print_plan(
 ) -> None:
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
+    from megamem.hardware import cores
+    from megamem.planning.activations import Activations
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
@@ -106,10 +109,13 @@ def _print_plan(
 
     settings = load_config(RunConfig, config, overrides)
     efficiency = efficiency or EFFICIENCY
+    # this process is nothing but a plan: it can be forked
+    processes = cores() if sys.platform == "linux" else 1
+    activations = Activations(settings.model, settings.training.precision, settings.chunks, processes)
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")
-        looking = Search(settings, devices, machine(device, devices), efficiency)
+        looking = Search(settings, devices, machine(device, devices), efficiency, activations)
         found = looking.run()
         figures = {
             "name": settings.name,
@@ -126,7 +132,7 @@ def _print_plan(
     else:
         dp_size = data_parallel(settings, devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
-        made = make_plan(settings, dp_size, machine(device, ranks), efficiency)
+        made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
         figures, shown = made.as_dict(), show_plan(made)
     if as_json:
         console.file.write(json.dumps(figures) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
-from megamem.hardware import amx_announced, avoid_broken_amx
+from megamem.hardware import amx_announced, avoid_broken_amx, cores
 from megamem.planning.devices import device_peak
 
 Status = Literal["ok", "note", "warning", "failed"]
@@ -97,13 +96,11 @@ def check_cpu() -> list[Finding]:
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
     model = fields.get("model name") or platform.processor() or platform.machine()
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     units = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})
     bf16 = ", ".join(units) if units else "no instructions for it; slower than fp32, use training.precision fp32"
     found = [
-        Finding("devices", "cpu", "ok", f"{model}, {cores} cores usable"),
+        Finding("devices", "cpu", "ok", f"{model}, {cores()} cores usable"),
         Finding("devices", "cpu bf16", "ok" if units else "note", bf16),
     ]
     if amx_announced():

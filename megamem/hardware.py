@@ -14,6 +14,11 @@ _WORKS = "MEGAMEM_AMX_WORKS"
 """Tells child processes that the product was tried already."""
 
 
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @lru_cache(maxsize=1)
 def amx_announced() -> bool:
     """Whether the kernel lists AMX tile instructions for this processor."""

@@ -36,9 +36,11 @@ class Rows:
 
     def one_by_one(self, x: Tensor, matrix: Matrix) -> Tensor:
         """A product for each memory that is asked."""
-        every = (own for part in matrix for own in part.unbind(0))
+        every = [own for part in matrix for own in part.unbind(0)]
         counts = [count for part in self.on_host for count in part]
-        return torch.cat([rows @ own for rows, own in zip(x.split(counts), every, strict=True) if len(rows)])
+        asked = [own for own, count in zip(every, counts, strict=True) if count]
+        rows_of = x.split([count for count in counts if count])  # empty ones would get gradients too
+        return torch.cat([rows @ own for rows, own in zip(rows_of, asked, strict=True)])
 
     def padded(self, x: Tensor, matrix: Matrix) -> Tensor:
         """A product for each list: its memories are given as many rows as the most asked one of them."""

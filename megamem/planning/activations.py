@@ -9,8 +9,12 @@ say what any other share and number of rows takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +64,9 @@ class Share:
 class Activations:
     """Of the parts of one model in sequences of so many chunks; each is measured when it is first asked for."""
 
-    def __init__(self, model: ModelConfig, precision: Precision, chunks: int) -> None:
-        self.model, self.dtype, self.chunks = model, DTYPES[precision], chunks
+    def __init__(self, model: ModelConfig, precision: Precision, chunks: int, processes: int = 1) -> None:
+        """processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context."""
+        self.model, self.dtype, self.chunks, self.processes = model, DTYPES[precision], chunks, processes
         self._found: dict[tuple[str, bool, bool], _Lines] = {}
         self._read_off: dict[tuple[str, Share], list[PartBytes]] = {}
 
@@ -122,17 +127,20 @@ class _Lines:
         several = [size for size in sizes if of.model.kv // size > 1]
         self.sizes = several[-2:] if len(several) > 1 else sizes[-2:]
         self.chunks = of.chunks if layers else 1
-        stage = _stage(of, layers, how)
+        stage = _stage(of.model, of.dtype, layers, how)
         self.limit = _grows_to(stage, self.chunks)
-        # tables that are made once and kept are made now
-        _measure_part(of, layers, replace(how, rows=ROWS[0], tp_size=self.sizes[-1]), chunks=1)
-        self.measured = {
-            (rows, tp): _measure_part(
-                of, layers, replace(how, rows=rows, tp_size=tp), min(self.chunks, MOST_CHUNKS), self.limit > 0
-            )
-            for rows in ROWS
-            for tp in self.sizes
-        }
+
+        corners = list(product(ROWS, self.sizes))
+        shares = [replace(how, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
+        measure = partial(_measure_part, of.model, of.dtype, layers, min(self.chunks, MOST_CHUNKS), self.limit > 0)
+        if of.processes > 1 and layers:
+            import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
+
+            with ProcessPoolExecutor(min(of.processes, len(shares)), get_context("fork")) as pool:
+                found = list(pool.map(measure, shares))
+        else:
+            found = list(map(measure, shares))
+        self.measured = dict(zip(corners, found, strict=True))
 
     def at(self, share: Share) -> list[PartBytes]:
         """By chunk."""
@@ -170,12 +178,24 @@ def _weight(at: float, points: Sequence[float], wanted: float) -> float:
     return (wanted - other) / (at - other)
 
 
-def _measure_part(of: Activations, layers: range, share: Share, chunks: int, growing: bool = False) -> list[_Measured]:
+def _measure_part(
+    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
+) -> list[_Measured]:
     """The first chunks, at most so many, until one costs what was to be expected."""
-    stage, rows = _stage(of, layers, share), int(share.rows)
-    size = of.model.chunk_size if layers else END_TOKENS
-    states = stage.initial_states(rows, torch.device("cpu"), of.dtype)
+    found, ledgers = _read_chunks(model, dtype, layers, chunks, growing, share)
+    if any(ledger.live for ledger in ledgers):  # tables that are made once and kept: now they are there
+        found, _ = _read_chunks(model, dtype, layers, chunks, growing, share)
+    return found
+
+
+def _read_chunks(
+    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
+) -> tuple[list[_Measured], list[Ledger]]:
+    stage, rows = _stage(model, dtype, layers, share), int(share.rows)
+    size = model.chunk_size if layers else END_TOKENS
+    states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = torch.zeros(size, rows, dtype=torch.int64)
+    ledgers = []
     found: list[_Measured] = []
     while len(found) < chunks:
         reads = [map_state(_alias, state) for state in states]
@@ -183,19 +203,20 @@ def _measure_part(of: Activations, layers: range, share: Share, chunks: int, gro
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
-            entered = torch.zeros(stage.border_shape(size, rows), dtype=of.dtype, requires_grad=True)
+            entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
 
         def forward(entered: Tensor = entered, reads: list[State] = reads, where: Chunk = where) -> Any:
             hidden, new, losses = stage(entered, reads, where)
             out = [stage.token_losses(hidden, labels).sum()] if stage.last else hidden
             return out, new, losses
 
-        (_, new, _), part = _measured(stage, forward, reads)
+        ledgers.append(Ledger())
+        (_, new, _), part = _measured(ledgers[-1], stage, forward, reads)
         states = [map_state(Tensor.detach, state) for state in new]
         found.append(part)
         if len(found) > (3 if growing else 2) and _steady([chunk.kept for chunk in found], growing):
             break
-    return found
+    return found, ledgers
 
 
 def _steady(kept: list[float], growing: bool) -> bool:
@@ -219,10 +240,10 @@ def _grows_to(stage: Stage, chunks: int) -> int:
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
-def _stage(of: Activations, layers: range, share: Share) -> Stage:
+def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
     """Some layers as a rank holds them, in training; all parameters are zero."""
     with torch.device("meta"):
-        stage = Stage(of.model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(of.dtype)
+        stage = Stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
     for module in stage.modules():
@@ -231,12 +252,11 @@ def _stage(of: Activations, layers: range, share: Share) -> Stage:
     return stage
 
 
-def _measured(stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
+def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
     """What the forward returned, and what it and its backward take.
 
     Gradients that come from outside, and those of parameters, are there before the backward is counted.
     """
-    ledger = Ledger()
     for parameter in stage.parameters():
         parameter.grad = room(parameter)
         ledger.enter_storage(parameter, counted=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 LARGE = 2**14
 """Bytes of operands from which on floating-point results are not computed: they would take nearly all of the time."""
@@ -26,6 +25,8 @@ _CHOOSE = {
 _CHOICES = 2**22
 """Bytes of it."""
 _ZEROS = {
+    torch.ops.aten.slice_backward.default,
+    torch.ops.aten.select_backward.default,
     torch.ops.aten.zeros.default,
     torch.ops.aten.new_zeros.default,
     torch.ops.aten.zeros_like.default,
@@ -45,15 +46,21 @@ class Ledger(TorchDispatchMode):
         self.live = 0
         self.course: list[int] = []
         """`live` after each operation."""
-        self._known: set[int] = set()
+        self._known: dict[int, _Entry] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to import and ask the compiler, of which nothing runs here: it would take a quarter of the time."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, or make room for its results, and enter their storages; operands were there before."""
         kwargs = kwargs or {}
-        operands = list(_tensors((*args, *kwargs.values())))
-        for operand in operands:
+        size = 0
+        for operand in _tensors((*args, *kwargs.values())):
             self.enter_storage(operand, counted=False)
-        out = _run(func, args, kwargs, sum(operand.nbytes for operand in operands))
+            size += operand.nbytes
+        out = _run(func, args, kwargs, size)
         for result in _tensors((out,)):
             self.enter_storage(result)
         self.course.append(self.live)
@@ -64,14 +71,22 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known:
-            size = storage.nbytes() if counted else 0
-            self._known.add(key)
-            self.live += size
-            weakref.finalize(storage, self._leave, key, size)
+            entry = _Entry(storage, self._leave)
+            entry.key, entry.size = key, storage.nbytes() if counted else 0
+            self._known[key] = entry
+            self.live += entry.size
 
-    def _leave(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _leave(self, entry: _Entry) -> None:
+        del self._known[entry.key]
+        self.live -= entry.size
+
+
+class _Entry(weakref.ref[torch.UntypedStorage]):
+    """A storage that lives, and what to know of it when it has gone."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -81,6 +96,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments or results, each changed."""
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(change, each) for each in value])
+    if isinstance(value, dict):
+        return {name: _mapped(change, each) for name, each in value.items()}
+    return change(value)
 
 
 def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
@@ -98,7 +122,7 @@ def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
         return func(*args, **kwargs)
     if found is _IN_PLACE:
         return args[0]
-    return room(found) if isinstance(found, Tensor) else tree_map(room, found)
+    return _mapped(room, found)
 
 
 _IN_PLACE = object()
@@ -115,11 +139,10 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
     if any(result.alias_info is not None for result in schema.returns):
         return None
     try:
-        shaped = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        shaped = func(*_mapped(_without_values, args), **_mapped(_without_values, kwargs))
     except NotImplementedError:
         return None
-    leaves = [leaf for leaf in tree_leaves(shaped) if isinstance(leaf, Tensor)]
-    return shaped if all(leaf.is_floating_point() for leaf in leaves) else None
+    return shaped if all(result.is_floating_point() for result in _tensors((shaped,))) else None
 
 
 def _description(value: Any) -> Any:

@@ -77,9 +77,16 @@ class Search:
     take. Of layouts that differ in the micro-batch alone the fastest that fits stands, of equals the larger.
     """
 
-    def __init__(self, config: RunConfig, devices: int, machine: Machine, efficiency: float = EFFICIENCY) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        devices: int,
+        machine: Machine,
+        efficiency: float = EFFICIENCY,
+        found: Activations | None = None,
+    ) -> None:
         self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
-        self.activations = Activations(config.model, config.training.precision, config.chunks)
+        self.activations = found or Activations(config.model, config.training.precision, config.chunks)
         self._placed: dict[int, tuple[tuple[int, ...], Cost]] = {}
 
     def run(self, top: int = 10) -> Found:

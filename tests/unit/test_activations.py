@@ -8,6 +8,7 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.model.stage import Stage
+from megamem.ops import rotary
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
 from megamem.planning.activations import Activations, PartBytes, Share, _measure_part
@@ -60,11 +61,26 @@ def test_other_shares_lie_on_the_lines(case, recompute):
     model = case.model(heads=8 * case.queries_per_key)
     found = Activations(model, "fp32", CHUNKS)
     predicted = found.layer(0, Share(5, 1, recompute))
-    _measure_part(found, range(1), Share(5, 1, recompute), 1)  # tables that are made once
-    measured = _measure_part(found, range(1), Share(5, 1, recompute), CHUNKS)
+    measured = _measure_part(model, torch.float32, range(1), CHUNKS, False, Share(5, 1, recompute))
     for here, there in zip(predicted, measured, strict=False):
         expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.handed_back)
         assert tuple(here) == pytest.approx(tuple(expected), rel=0.01, abs=0.01 * there.kept)
+
+
+def test_tables_that_last_are_not_counted():
+    """Rotary tables stay for all layers and chunks: who measures first does not find more than who measures again."""
+    model = next(case for case in CASES if case.kind == "full_attention").model()
+    rotary.run_tables.cache_clear()
+    share = Share(2, 1)
+    first, second = (_measure_part(model, torch.float32, range(1), CHUNKS, True, share) for _ in range(2))
+    assert [part.kept for part in first] == [part.kept for part in second]
+
+
+def test_processes_side_by_side_find_the_same():
+    """Each number, for a memory whose bytes grow."""
+    model = next(case for case in CASES if case.kind == "full_attention").model(heads=4)
+    alone, together = (Activations(model, "fp32", CHUNKS, processes).layer(0, Share(5, 1)) for processes in (1, 2))
+    assert alone == together
 
 
 def test_tokens_are_split_evenly_where_parts_are_measured():
