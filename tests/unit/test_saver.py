@@ -27,7 +27,7 @@ def test_a_lost_rank_is_no_reason_not_to_try_again(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", lambda results, mine, group: results.__setitem__(0, mine))
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(CheckpointError, match="checkpoint after step 4: rank 0: .*checkpoints/.*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"checkpoint after step 4: rank 0: .*checkpoints/.*: Not a directory"):
         Saver(tmp_path / "checkpoints", CheckpointConfig(), ALONE).save(4, {}, {}, wait=True)
 
 
