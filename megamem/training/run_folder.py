@@ -100,12 +100,13 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
 
 def goes_on(config: RunConfig) -> bool:
     """Whether the run folder holds the beginning of this run: checkpoints, or the same run ended before its first."""
-    folder = config.run_folder
-    if config.checkpoint.resume == "none":
+    folder, resume = config.run_folder, config.checkpoint.resume
+    if resume == "none":
         return False
-    if config.checkpoint.resume != "auto" and not begun_from(folder / FOLDER, config.checkpoint.resume):
-        return False
-    if checkpoints_in(folder / FOLDER):
+    own = checkpoints_in(folder / FOLDER)
+    if resume != "auto" and any(checkpoint.complete for checkpoint in own):
+        return begun_from(folder / FOLDER, resume)
+    if resume == "auto" and own:
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
     return same and not any((folder / result).exists() for result in RESULTS)

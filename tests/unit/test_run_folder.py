@@ -190,3 +190,19 @@ def test_a_run_from_another_checkpoint_is_another_run(config):
     config = branch(config, "runs/b/checkpoints/step-00000002", "runs/a/checkpoints/step-00000002")
     with pytest.raises(RunFolderError, match=r"already holds a run; checkpoint\.resume=auto goes on with it"):
         check_run_folder(config, 1000)
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_run_from_a_checkpoint_begins_again_before_its_first_own_one(config, unfinished):
+    """A job that lost a node early is started by the same command; another start is another run."""
+    first, other = (
+        config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": start})})
+        for start in ("runs/a/checkpoints/step-00000002", "runs/b/checkpoints/step-00000002")
+    )
+    folder = create_run_folder(first)
+    if unfinished:
+        (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    check_run_folder(first, 1000)
+    create_run_folder(first)
+    with pytest.raises(RunFolderError, match="already holds"):
+        check_run_folder(other, 1000)
