@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,6 +25,11 @@ RESULTS = ("result.json", "model.safetensors")
 FREE_BYTES = 64 * 2**20
 """Room asked for besides the weights: metrics, traces, pictures."""
 
+LEASE_S = 120.0
+"""How long the lock of a host that was lost may outlive it: NFSv4 gives it up after a lease of 90 s as a rule."""
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables that count how often agents and SLURM have started a job again."""
+
 
 class RunLock:
     """Keeps two jobs from writing one run folder: held from `take` to the end of the `with` block or of the process."""
@@ -35,22 +41,23 @@ class RunLock:
         self._file: TextIOWrapper | None = None
 
     def take(self) -> None:
-        """Make the folder and hold it. Raises RunFolderError naming who has it.
+        """Make the folder and hold it. Raises RunFolderError naming who has it; in a job that was started again, which
+        may have lost the host that had it, after LEASE_S only.
 
         On file systems that know no locks nothing is held.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunFolderError(
-                f"{self.path.parent}: {self.busy} ({file.read().strip() or 'unknown'}); "
-                "wait for its end or choose another `name`"
-            ) from None
-        except OSError:
-            pass
+        again = any(os.environ.get(count, "0") != "0" for count in RESTARTS)
+        deadline = time.monotonic() + (LEASE_S if again else 0.0)
+        while not _locked(file):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                raise RunFolderError(
+                    f"{self.path.parent}: {self.busy} ({file.read().strip() or 'unknown'}); "
+                    "wait for its end or choose another `name`"
+                )
+            time.sleep(0.5)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -63,6 +70,17 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _locked(file: TextIOWrapper) -> bool:
+    """Whether nobody else holds the file now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:

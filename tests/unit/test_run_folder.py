@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
-from megamem.training.run_folder import FREE_BYTES, RunLock, check_run_folder, create_run_folder
+from megamem.training.run_folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
 
 
 @pytest.fixture
@@ -147,6 +148,23 @@ def test_two_jobs_do_not_write_one_folder(config):
         with pytest.raises(RunFolderError, match=said):
             check_run_folder(config, 1000)
     check_run_folder(config, 1000)
+
+
+@pytest.mark.parametrize("count", RESTARTS)
+def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_host(config, monkeypatch, count):
+    monkeypatch.setenv(count, "1")
+    held = RunLock(config.run_folder)
+    held.take()
+    released = threading.Timer(0.7, held.__exit__)
+    released.start()
+    with RunLock(config.run_folder) as lock:
+        lock.take()
+    released.join()
+    monkeypatch.setattr("megamem.training.run_folder.LEASE_S", 0.1)
+    with RunLock(config.run_folder) as held:
+        held.take()
+        with pytest.raises(RunFolderError, match="is being written by another job"):
+            RunLock(config.run_folder).take()
 
 
 def test_a_killed_job_holds_nothing(config):
