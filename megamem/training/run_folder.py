@@ -40,16 +40,14 @@ class RunLock:
         self.busy = busy
         self._file: TextIOWrapper | None = None
 
-    def take(self) -> None:
-        """Make the folder and hold it. Raises RunFolderError naming who has it; in a job that was started again, which
-        may have lost the host that had it, after LEASE_S only.
+    def take(self, patience_s: float = 0.0) -> None:
+        """Make the folder and hold it. Raises RunFolderError naming who has it, and still has after `patience_s`.
 
         On file systems that know no locks nothing is held.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
-        again = any(os.environ.get(count, "0") != "0" for count in RESTARTS)
-        deadline = time.monotonic() + (LEASE_S if again else 0.0)
+        deadline = time.monotonic() + patience_s
         while not _locked(file):
             if time.monotonic() >= deadline:
                 file.seek(0)
@@ -70,6 +68,11 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def lock_patience() -> float:
+    """Seconds to wait for a run's lock: LEASE_S in a job that was started again, perhaps after its host was lost."""
+    return LEASE_S if any(os.environ.get(count, "0") != "0" for count in RESTARTS) else 0.0
 
 
 def _locked(file: TextIOWrapper) -> bool:
@@ -104,7 +107,7 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
         ) from None
     if (folder / "lock").exists():
         with RunLock(folder) as lock:
-            lock.take()
+            lock.take(lock_patience())
     at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is written before one is removed
     there = len(checkpoints_in(folder / FOLDER))
     needed_bytes = checkpoint_bytes * max(at_most - there, 1)

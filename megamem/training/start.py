@@ -57,7 +57,7 @@ from megamem.training.checkpointing import (
 from megamem.training.checks import open_feeder
 from megamem.training.heartbeat import Heartbeat
 from megamem.training.loop import Trainer
-from megamem.training.run_folder import RunLock, create_run_folder
+from megamem.training.run_folder import RunLock, create_run_folder, lock_patience
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog, beat_interval
 from tokenization.tokenizer import Tokenizer
@@ -184,7 +184,7 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     figures = None
     try:
         with RunLock(config.run_folder) as lock, heartbeat:
-            on_rank_0(lock.take, group)
+            on_rank_0(lambda: lock.take(lock_patience()), group)
             figures = _train(config, console, topology, group, heartbeat)
     except NonFiniteError:
         dist.barrier(group)  # as below

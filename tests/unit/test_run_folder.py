@@ -153,18 +153,17 @@ def test_two_jobs_do_not_write_one_folder(config):
 @pytest.mark.parametrize("count", RESTARTS)
 def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_host(config, monkeypatch, count):
     monkeypatch.setenv(count, "1")
+    create_run_folder(config)
     held = RunLock(config.run_folder)
     held.take()
     released = threading.Timer(0.7, held.__exit__)
     released.start()
-    with RunLock(config.run_folder) as lock:
-        lock.take()
+    check_run_folder(config, 1000)
     released.join()
-    monkeypatch.setattr("megamem.training.run_folder.LEASE_S", 0.1)
     with RunLock(config.run_folder) as held:
         held.take()
         with pytest.raises(RunFolderError, match="is being written by another job"):
-            RunLock(config.run_folder).take()
+            RunLock(config.run_folder).take(0.1)
 
 
 def test_a_killed_job_holds_nothing(config):
