@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 import time
@@ -27,8 +28,13 @@ from checkpoints.folder import PARTIAL, RUN, complete, folder_name, prune, sync
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.storage import INDEX, SafeWriter, data_file
 from megamem.config.checkpoint import CheckpointConfig
-from megamem.errors import CheckpointError
+from megamem.errors import CheckpointError, MegamemError
 from tokenization.files import sha256_file
+
+THREAD = "checkpoint"
+"""Name of the thread that writes."""
+WAITING = "waiting for the checkpoint to be written"
+"""What a run is at that waits for this thread."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Saver:
         self.rank = group.rank()
         self.times: list[SaveTimes] = []
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: MegamemError | None = None
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         if self.rank == 0 and folder.is_dir():
             for remains in folder.glob(f"*{PARTIAL}"):  # of a process that was killed while it wrote
@@ -75,7 +81,7 @@ class Saver:
             tensors: this rank's fragments by name; may change as soon as the call returns.
             run: what run.json holds; rank 0's counts.
             watch: as in `wait`.
-        Raises: CheckpointError if this save or the one before failed.
+        Raises: as `wait`, for this save or the one before.
         """
         begun = time.monotonic()
         self.wait(watch)
@@ -86,7 +92,7 @@ class Saver:
         self._settle(own)
         copied = time.monotonic()
         self._thread = threading.Thread(
-            target=self._write, name="checkpoint", args=(step, staged, run, waited - begun, copied - waited)
+            target=self._write, name=THREAD, args=(step, staged, run, waited - begun, copied - waited)
         )
         self._thread.start()
         if direct:
@@ -102,17 +108,22 @@ class Saver:
         return self._error is not None
 
     def wait(self, watch: Callable[[str], None] = lambda action: None) -> None:
-        """Until nothing is being written. Raises CheckpointError with the cause if a save failed.
+        """Until nothing is being written.
 
-        watch: told every second that this goes on.
+        watch: told at first, then each second in which the thread has read or written something: a disk that does not
+            answer is no progress.
+        Raises: CheckpointError with the cause if a save failed, MegamemError if that was because a rank was lost.
         """
+        moved = None
         while self._thread is not None:
+            if (now := _moved(self._thread)) != moved:
+                moved = now
+                watch(WAITING)
             self._thread.join(1.0)
             if not self._thread.is_alive():
                 self._thread = None
-            watch("waiting for the checkpoint to be written")
         if self._error is not None:
-            raise CheckpointError(str(self._error)) from self._error
+            raise type(self._error)(str(self._error)) from self._error
 
     def release(self) -> None:
         """Give the memory of the copy back, at the run's end."""
@@ -150,6 +161,10 @@ class Saver:
         try:
             self._write_all(step, tensors, run)
             self.times.append(SaveTimes(waited, copied, time.monotonic() - begun))
+        except (
+            RuntimeError
+        ) as error:  # of a collective, all else comes as told by a rank: another start may get through
+            self._error = MegamemError(f"checkpoint after step {step}: {_cause(error)}")
         except BaseException as error:
             self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")
 
@@ -201,6 +216,14 @@ class Saver:
             if told is not None:
                 raise CheckpointError(f"rank {rank}: {told}")
         return [found for found, _ in results]
+
+
+def _moved(thread: threading.Thread) -> int:
+    """Bytes that a thread has read and written so far; 0 once it has ended, or where the kernel does not count them."""
+    with contextlib.suppress(OSError):
+        counts = Path(f"/proc/self/task/{thread.native_id}/io").read_text(encoding="ascii")
+        return sum(int(count) for count in re.findall(r"^[rw]char: (\d+)$", counts, re.MULTILINE))
+    return 0
 
 
 def _cause(error: BaseException) -> str:

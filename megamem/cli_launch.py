@@ -126,6 +126,7 @@ def _job(settings: RunConfig, cluster: LaunchConfig, on: Target) -> Job:
     from launchers.snapshot import snapshot_folder
 
     _check_target(cluster, on)
+    _check_resume(settings, cluster, on)
     folder, work = snapshot_folder(settings.run_folder), Path.cwd()
     if on == "slurm":
         folder = folder.absolute()
@@ -148,6 +149,21 @@ def _check_target(cluster: LaunchConfig, on: Target) -> None:
         raise ConfigError(f"ssh.hosts: {', '.join(hosts)} names a host twice")
     if on == "kubernetes" and cluster.kubernetes.image is None:
         raise ConfigError("kubernetes.image: required, but not given; name a container image that has megamem")
+
+
+def _check_resume(settings: RunConfig, cluster: LaunchConfig, on: Target) -> None:
+    """Raise ConfigError if the job may be started again, but its run would not go on."""
+    if settings.checkpoint.resume != "none":
+        return
+    if cluster.max_restarts:
+        again = f"max_restarts {cluster.max_restarts}, which starts the run again"
+    elif on in ("slurm", "kubernetes") and settings.training.stop_after is None:
+        again = f"--on {on}, which starts a stopped job again"
+    else:
+        return
+    raise ConfigError(
+        f"checkpoint.resume: none does not go with {again}; use auto, which starts afresh in a new run folder"
+    )
 
 
 def _processes(settings: RunConfig, cluster: LaunchConfig) -> int:

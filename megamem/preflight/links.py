@@ -19,8 +19,11 @@ TRIPS, LARGE_TRIPS = 10, 3
 """Round trips of a number and of a large tensor; the fastest counts, so that a busy moment does not."""
 PAIR_BYTES = {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
 REDUCED_BYTES = {"cpu": (2**16, 2**20, 16 * 2**20), "cuda": (2**20, 2**24, 2**28)}
-HANGS = 2
-"""Pairs that may hang with a rank before it is left out of later rounds: each costs the whole time limit."""
+HANGS = {"cpu": 2, "cuda": 1}
+"""Pairs that may go wrong with a rank before it is left out of later rounds: each costs the whole time limit, and what
+hangs on a CUDA device keeps it from anything else, so that the next pair would be blamed for the last."""
+SETUP_S = {"cpu": 0.0, "cuda": 30.0}
+"""Beyond the time limit, for the connections that NCCL makes when ranks first talk."""
 
 
 def rounds(world: int) -> list[dict[int, int]]:
@@ -42,7 +45,7 @@ def measure_links(meeting: Meeting, device: torch.device, limit_s: float) -> lis
     for partners in rounds(world):
         partner = partners.get(meeting.rank)
         mine = None
-        if partner is not None and not {partner, meeting.rank} & hanging(found):
+        if partner is not None and not {partner, meeting.rank} & hanging(found, HANGS[device.type]):
             mine = _measure(meeting.rank, partner, device, limit_s)
         told = meeting.gather(mine.model_dump() if mine is not None else None, limit_s + 10)
         found += merged({rank: Link(**link) for rank, link in told.items() if link is not None}, partners)
@@ -74,10 +77,10 @@ def merged(told: Mapping[int, Link], partners: Mapping[int, int]) -> list[Link]:
     return found
 
 
-def hanging(links: Sequence[Link]) -> set[int]:
-    """Ranks that several pairs went wrong with."""
+def hanging(links: Sequence[Link], hangs: int) -> set[int]:
+    """Ranks that `hangs` pairs or more went wrong with."""
     wrong = [rank for link in links if link.error for rank in (link.a, link.b)]
-    return {rank for rank in wrong if wrong.count(rank) >= HANGS}
+    return {rank for rank in wrong if wrong.count(rank) >= hangs}
 
 
 def exchange(rank: int, partner: int, device: torch.device) -> Link:

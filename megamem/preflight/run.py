@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megamem.errors import LayoutError
 from megamem.planning.devices import device_name
 from megamem.preflight.collect import SharedFolder, free_memory, matmul_rate, versions
-from megamem.preflight.links import measure_links, measure_reductions
+from megamem.preflight.links import SETUP_S, measure_links, measure_reductions
 from megamem.preflight.meeting import LateError, Meeting, within
 from megamem.preflight.records import RankFacts, Record
 
@@ -39,7 +38,7 @@ def preflight(folder: Path, device: str | None, limit_s: float, tell: Callable[[
         device: `cpu`, `cuda` or None for CUDA where there is one.
         limit_s: seconds that a pair of ranks, or an all-reduce, may take.
         tell: called on rank 0 with the record. Nobody returns before: a launcher ends all ranks with the first.
-    Raises: LayoutError for a device that is not there; MegamemError if this rank was left out.
+    Raises: MegamemError if this rank was left out.
     """
     begun = time.monotonic()
     chosen = _device(device)
@@ -54,16 +53,20 @@ def preflight(folder: Path, device: str | None, limit_s: float, tell: Callable[[
     return record
 
 
-def _device(wanted: str | None) -> torch.device:
+def _device(wanted: str | None) -> torch.device | str:
+    """This rank's device, or what is wrong with it: that is told at a meeting, as ranks that end say nothing there."""
     if wanted == "cpu" or not (wanted or torch.cuda.is_available()):
         return torch.device("cpu")
     local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= there:
-        raise LayoutError(
+        return (
             f"--device cuda: local rank {local} on a machine with {there} CUDA device(s); start at most one process "
             "per device, or use --device cpu"
         )
-    torch.cuda.set_device(local)
+    try:
+        torch.cuda.set_device(local)
+    except Exception as error:  # of a device that is occupied or broken; torch raises what it likes
+        return f"CUDA device {local} cannot be used: {_said(error)}"
     return torch.device("cuda", local)
 
 
@@ -72,24 +75,29 @@ def _store() -> Store:
     return store
 
 
-def _check_job(record: Record, meeting: Meeting, device: torch.device, shared: SharedFolder, limit_s: float) -> None:
-    """Fill in the record, as far as all ranks answer."""
+def _check_job(
+    record: Record, meeting: Meeting, device: torch.device | str, shared: SharedFolder, limit_s: float
+) -> None:
+    """Fill in the record, as far as all ranks answer. device: of this rank, or what is wrong with it."""
     hosts = meeting.gather(socket.gethostname(), ARRIVE_S)
     if _lost(record, meeting, hosts, f"did not come within {ARRIVE_S:g} s"):
         return
     token = meeting.gather(secrets.token_hex(4), FACTS_S)[0]
     shared.offer(token)
     meeting.gather(None, FACTS_S)  # rank 0's file is there, and all compute at the same time
-    facts = _facts(meeting.rank, device, shared, token)
-    told = meeting.gather(facts.model_dump(), FACTS_S)
+    found = device if isinstance(device, str) else _facts(meeting.rank, device, shared, token)
+    told = meeting.gather(found if isinstance(found, str) else found.model_dump(), FACTS_S)
     shared.clear(token)
-    record.ranks = [RankFacts(**told[rank]) for rank in sorted(told)]
-    if _lost(record, meeting, hosts, f"did not say what it found within {FACTS_S:g} s") or record.world == 1:
+    record.ranks = [RankFacts(**theirs) for _, theirs in sorted(told.items()) if not isinstance(theirs, str)]
+    record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in told.items() if isinstance(line, str)]
+    silent = _lost(record, meeting, hosts, f"did not say what it found within {FACTS_S:g} s")
+    if silent or record.errors or record.world == 1 or isinstance(device, str):
         return
     problems = meeting.gather(_join(meeting, device), ARRIVE_S)
     record.errors += [f"rank {rank} ({hosts[rank]}): {problem}" for rank, problem in problems.items() if problem]
     if _lost(record, meeting, hosts, "did not join the process group") or record.errors:
         return
+    limit_s += SETUP_S[device.type]
     record.links = measure_links(meeting, device, limit_s)
     if _lost(record, meeting, hosts, "fell silent while pairs exchanged tensors"):
         return
@@ -102,7 +110,7 @@ def _check_job(record: Record, meeting: Meeting, device: torch.device, shared: S
     except LateError as late:
         wrong = f"all-reduce over all ranks {late}"
     except RuntimeError as error:
-        wrong = f"all-reduce over all ranks fails: {' '.join(str(error).split())[:200]}"
+        wrong = f"all-reduce over all ranks fails: {_said(error)}"
     told = meeting.gather(wrong, limit_s * 4)
     record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in told.items() if line]
     _lost(record, meeting, hosts, "fell silent in an all-reduce")
@@ -115,20 +123,27 @@ def _lost(record: Record, meeting: Meeting, hosts: dict[int, Any], what: str) ->
     return bool(missing)
 
 
-def _facts(rank: int, device: torch.device, shared: SharedFolder, token: str) -> RankFacts:
-    rates = [matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    problem = shared.problem(token)
-    return RankFacts(
-        rank=rank,
-        host=socket.gethostname(),
-        device=device_name(device),
-        versions=versions(device),
-        bf16=rates[0],
-        fp32=rates[1],
-        memory=free_memory(device),
-        disk=shared.free(),
-        folder=problem,
-    )
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _facts(rank: int, device: torch.device, shared: SharedFolder, token: str) -> RankFacts | str:
+    """What this rank is like, or what kept it from finding out."""
+    try:
+        rates = [matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        return RankFacts(
+            rank=rank,
+            host=socket.gethostname(),
+            device=device_name(device),
+            versions=versions(device),
+            bf16=rates[0],
+            fp32=rates[1],
+            folder=shared.problem(token),
+            memory=free_memory(device),
+            disk=shared.free(),
+        )
+    except Exception as error:  # no memory left on the device, an error of its memory; torch raises what it likes
+        return f"computing, or looking at device and host, fails: {_said(error)}"
 
 
 def _join(meeting: Meeting, device: torch.device) -> str | None:
@@ -149,5 +164,5 @@ def _join(meeting: Meeting, device: torch.device) -> str | None:
     except LateError as late:
         return f"joining the process group ({backend}) {late}"
     except Exception as error:  # torch and the backends raise what they like
-        return f"joining the process group ({backend}) fails: {' '.join(str(error).split())[:200]}"
+        return f"joining the process group ({backend}) fails: {_said(error)}"
     return None

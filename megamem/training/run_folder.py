@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,6 +25,11 @@ RESULTS = ("result.json", "model.safetensors")
 FREE_BYTES = 64 * 2**20
 """Room asked for besides the weights: metrics, traces, pictures."""
 
+LEASE_S = 120.0
+"""How long the lock of a host that was lost may outlive it: NFSv4 gives it up after a lease of 90 s as a rule."""
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables that count how often agents and SLURM have started a job again."""
+
 
 class RunLock:
     """Keeps two jobs from writing one run folder: held from `take` to the end of the `with` block or of the process."""
@@ -34,23 +40,22 @@ class RunLock:
         self.busy = busy
         self._file: TextIOWrapper | None = None
 
-    def take(self) -> None:
-        """Make the folder and hold it. Raises RunFolderError naming who has it.
+    def take(self, patience_s: float = 0.0) -> None:
+        """Make the folder and hold it. Raises RunFolderError naming who has it, and still has after `patience_s`.
 
         On file systems that know no locks nothing is held.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunFolderError(
-                f"{self.path.parent}: {self.busy} ({file.read().strip() or 'unknown'}); "
-                "wait for its end or choose another `name`"
-            ) from None
-        except OSError:
-            pass
+        deadline = time.monotonic() + patience_s
+        while not _locked(file):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                raise RunFolderError(
+                    f"{self.path.parent}: {self.busy} ({file.read().strip() or 'unknown'}); "
+                    "wait for its end or choose another `name`"
+                )
+            time.sleep(0.5)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -63,6 +68,22 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def lock_patience() -> float:
+    """Seconds to wait for a run's lock: LEASE_S in a job that was started again, perhaps after its host was lost."""
+    return LEASE_S if any(os.environ.get(count, "0") != "0" for count in RESTARTS) else 0.0
+
+
+def _locked(file: TextIOWrapper) -> bool:
+    """Whether nobody else holds the file now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
@@ -86,7 +107,7 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
         ) from None
     if (folder / "lock").exists():
         with RunLock(folder) as lock:
-            lock.take()
+            lock.take(lock_patience())
     at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is written before one is removed
     there = len(checkpoints_in(folder / FOLDER))
     needed_bytes = checkpoint_bytes * max(at_most - there, 1)
@@ -100,12 +121,13 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
 
 def goes_on(config: RunConfig) -> bool:
     """Whether the run folder holds the beginning of this run: checkpoints, or the same run ended before its first."""
-    folder = config.run_folder
-    if config.checkpoint.resume == "none":
+    folder, resume = config.run_folder, config.checkpoint.resume
+    if resume == "none":
         return False
-    if config.checkpoint.resume != "auto" and not begun_from(folder / FOLDER, config.checkpoint.resume):
-        return False
-    if checkpoints_in(folder / FOLDER):
+    own = checkpoints_in(folder / FOLDER)
+    if resume != "auto" and any(checkpoint.complete for checkpoint in own):
+        return begun_from(folder / FOLDER, resume)
+    if resume == "auto" and own:
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
     return same and not any((folder / result).exists() for result in RESULTS)

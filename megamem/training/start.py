@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch, EvaluationDocument
 from megamem.data.feeder import evaluation_documents
-from megamem.errors import NonFiniteError
+from megamem.errors import CheckpointError, NonFiniteError
 from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
@@ -57,7 +57,7 @@ from megamem.training.checkpointing import (
 from megamem.training.checks import open_feeder
 from megamem.training.heartbeat import Heartbeat
 from megamem.training.loop import Trainer
-from megamem.training.run_folder import RunLock, create_run_folder
+from megamem.training.run_folder import RunLock, create_run_folder, lock_patience
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog, beat_interval
 from tokenization.tokenizer import Tokenizer
@@ -181,9 +181,18 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
     group = cpu_group(config.parallel.timeout_s)
     interval = beat_interval(config.parallel.stall_timeout_s)
     heartbeat = Heartbeat(config.run_folder if topology.rank == 0 else None, config.steps, interval)
-    with RunLock(config.run_folder) as lock, heartbeat:
-        on_rank_0(lock.take, group)
-        return _train(config, console, topology, group, heartbeat)
+    figures = None
+    try:
+        with RunLock(config.run_folder) as lock, heartbeat:
+            on_rank_0(lambda: lock.take(lock_patience()), group)
+            figures = _train(config, console, topology, group, heartbeat)
+    except NonFiniteError:
+        dist.barrier(group)  # as below
+        raise
+    if figures is None:
+        # a launcher that sees one rank end with a failure, or STOPPED, ends the others: none may still be closing then
+        dist.barrier(group)
+    return figures
 
 
 def _train(
@@ -230,13 +239,16 @@ def _train(
         try:
             trainer.fit()
         except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps
+            watchdog.at("saving the weights")
             save_weights(engine.parameters(), topology, folder / "model.safetensors")
+            with suppress(CheckpointError):  # of a save under way, which uses the group
+                saver.wait(watchdog.at)
+            dist.barrier(group)  # while all are watched: nobody leaves before rank 0 has written
             raise
         watchdog.at("saving the weights")
         save_weights(engine.parameters(), topology, folder / "model.safetensors")
         if trainer.stopped:
-            # a launcher that sees one rank end with STOPPED ends the others: none may still be writing then
-            dist.barrier(group)
+            dist.barrier(group)  # as above
             return None
         figures = {
             "run_dir": str(folder),

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
 from megamem.parallel.topology import Topology
 from megamem.training.slow_rank import SAMPLES, WaitShares, slow_rank
@@ -148,7 +149,9 @@ class Watchdog:
         self._done.set()
         for thread in self._threads:
             thread.join(self.interval * 4)
-        if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: the other process is gone
+        if isinstance(error, RuntimeError | MegamemError) and "by peer" in str(
+            error
+        ):  # gloo: the other process is gone
             if line := self._told():
                 self._ends(StuckRankError.exit_code, line)
                 self._end(StuckRankError.exit_code)
@@ -214,8 +217,10 @@ class Watchdog:
         return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{samples}|{self._action}"
 
     def _waits(self) -> bool:
-        # of any thread: on CUDA the backward runs in threads of autograd's own
-        files = [frame.f_code.co_filename for frame in sys._current_frames().values()]
+        # of any thread: on CUDA the backward runs in threads of autograd's own; but a save only where it is waited for
+        apart = set() if self._action == WAITING else {t.ident for t in threading.enumerate() if t.name == THREAD}
+        frames = sys._current_frames().items()
+        files = [frame.f_code.co_filename for thread, frame in frames if thread not in apart]
         return any(part in file for file in files for part in _COLLECTIVES)
 
     def _observe(self, sightings: dict[int, Sighting]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from checkpoints.folder import at, checkpoints_in, folder_name
 from checkpoints.read import compare
-from megamem.errors import STOPPED
+from megamem.errors import FINAL, STOPPED
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
@@ -101,6 +101,7 @@ def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, A
             codes = job.codes(60)
             assert None not in codes, "a job that has lost a rank ends"
             assert not gently or codes == [STOPPED] * WORLD
+            assert not FINAL & set(codes), "an agent starts it again"
         lives.append(Life("SIGTERM" if gently else "SIGKILL", within, newest(saves), expected))
         assert lives[-1].newest >= expected, "nothing that was complete is lost"
         assert not gently or lives[-1].newest > expected, "a run that is asked to end saves"

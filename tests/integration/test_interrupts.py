@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from checkpoints.folder import at, checkpoints_in, folder_name, verify
 from checkpoints.read import compare
 from megamem.errors import STOPPED, NonFiniteError
+from megamem.training.heartbeat import read_beat
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config
 from tests.integration.ranks import Job, command
+from tests.integration.test_agent import Nodes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 
@@ -258,3 +260,33 @@ class TestBadSteps:
         )
         assert_saved(folder)
         assert records(folder)[-1]["skipped"] == 3
+
+    def test_a_launcher_lets_rank_0_finish(self, data, tmp_path):
+        """An agent ends all ranks as soon as one has ended; rank 0 alone writes weights, sinks and the line."""
+        training = {"steps": 8, "micro_batch_size": 1, "max_bad_steps": 3}
+        tree = run_tree(data, tmp_path / "runs", training=training, evaluation={"every": 0})
+        config = write_config(tmp_path / "run.yaml", tree)
+        line = f"from tests.integration.test_interrupts import slow_to_end; slow_to_end({str(config)!r})"
+        with Nodes(tmp_path, line, nodes=1, processes=2, fits=(1,)) as nodes:
+            assert nodes.codes(120) == [NonFiniteError.exit_code], nodes.output()
+            said = nodes.output()
+        assert said.count("megamem: loss or gradients were not finite in steps 3-5") == 1, said
+        assert_saved(tmp_path / "runs" / "run")
+        last = read_beat(tmp_path / "runs" / "run")
+        assert (last.state, last.exit_code) == ("failed", NonFiniteError.exit_code)
+
+
+def slow_to_end(config: str) -> None:
+    """On a rank: as `with_bad_steps`; rank 0 takes a second to write the weights and one to close its sinks."""
+    from checkpoints import weights
+    from megamem.training.heartbeat import Heartbeat
+
+    write = weights.write_weights
+
+    def slow(*given):
+        time.sleep(1)
+        write(*given)
+
+    if os.environ["RANK"] == "0":
+        weights.write_weights, Heartbeat.close = slow, lambda self: time.sleep(1)
+    with_bad_steps([3, 4, 5], "train", config)

@@ -110,3 +110,39 @@ def test_a_rank_that_falls_silent_is_named(tmp_path):
         assert job.processes[0].exitcode == WRONG
         host = os.uname().nodename
         assert errors(report(job)) == [f"rank 1 ({host}): did not say what it found within 3 s"]
+
+
+def broken(*words: str) -> None:
+    """On a rank: the check, on a host with one device too few (rank 1) and one with an error in it (rank 2)."""
+    import torch
+
+    from megamem.preflight import collect, run
+
+    collect.SIZES["cpu"], collect.SECONDS = 64, 0.05
+
+    def product(*_):
+        raise RuntimeError("CUDA error: uncorrectable ECC error\nencountered")
+
+    if os.environ["RANK"] == "1":
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    if os.environ["RANK"] == "2":
+        run.matmul_rate = product
+    command(*words)
+
+
+def test_devices_that_are_missing_or_broken_are_named(tmp_path):
+    """By rank 0, whatever rank and host they belong to; and the others do not wait for them."""
+    words = ("preflight", "--folder", str(tmp_path / "runs"), "--json")
+    with Job(tmp_path / "job", 3, broken, *words) as job:
+        assert job.codes(60) == [WRONG] * 3, job.output(1)
+        found = report(job)
+    host = os.uname().nodename
+    assert errors(found) == [
+        f"rank 1 ({host}): --device cuda: local rank 1 on a machine with 1 CUDA device(s); start at most one process "
+        "per device, or use --device cpu",
+        f"rank 2 ({host}): computing, or looking at device and host, fails: CUDA error: uncorrectable ECC error "
+        "encountered",
+    ]
+    assert [facts["rank"] for facts in found["ranks"]] == [0]
+    assert found["links"] == []
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
 from megamem.training.watchdog import Sighting, Watchdog, diagnose
 from tests.integration.commands import run_tree, write_config
@@ -215,6 +217,23 @@ def test_hosts_are_named_where_there_are_several(host, said):
     dog = Watchdog(SimpleNamespace(rank=0, world_size=1), STALL_S)
     dog._heard = {1: f"1|1|0|{host}:12|step 3: a: b"}
     assert dog._where(f"{host}:12") == said
+
+
+@pytest.mark.parametrize(("action", "waits"), [("step 3: backward", False), (WAITING, True)])
+def test_a_save_in_the_background_is_no_waiting(action, waits):
+    """Its thread sits in a collective; the run does so only where it waits for that thread."""
+    lock = threading.Lock()
+    collective = compile("lock.acquire()", "torch/distributed/distributed_c10d.py", "exec")
+    thread = threading.Thread(target=exec, args=(collective, {"lock": lock}), name=THREAD, daemon=True)
+    dog = Watchdog(SimpleNamespace(rank=0, world_size=1), STALL_S)
+    with lock:
+        thread.start()
+        time.sleep(0.2)
+        dog.at(action)
+        assert dog._waits() == waits
+        thread.name = "autograd"
+        assert dog._waits(), "all other threads count"
+    thread.join()
 
 
 @pytest.mark.distributed

@@ -114,6 +114,16 @@ class TestConfiguration:
             ("ssh", ["nodes=2", "processes_per_node=1", "ssh.hosts=[a, a]"], r"ssh\.hosts: a, a names a host twice"),
             ("ssh", ["ssh.hosts=['-oProxyCommand=x']"], r"ssh\.hosts\.0: "),
             ("kubernetes", [], r"kubernetes\.image: required"),
+            (
+                "local",
+                ["checkpoint.resume=none"],
+                r"checkpoint\.resume: none does not go with max_restarts 3, .*; use auto",
+            ),
+            (
+                "slurm",
+                ["checkpoint.resume=none", "max_restarts=0"],
+                r"checkpoint\.resume: none .* --on slurm, .*; use auto",
+            ),
         ],
     )
     def test_what_cannot_be_is_one_line_that_names_the_field(self, config, tmp_path, on, overrides, line):
@@ -121,6 +131,11 @@ class TestConfiguration:
             launch(config, overrides, on=on)
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "runs").exists(), "nothing was written"
+
+    def test_a_job_that_is_started_once_need_not_go_on(self, config):
+        once = ["checkpoint.resume=none", "max_restarts=0"]
+        assert _job(*_load(config, once, None), "local").processes == 1
+        assert _job(*_load(config, [*once, "training.stop_after=2"], None), "slurm").again is False
 
     def test_node_counts_that_batch_and_layout_fit(self, config):
         def fits(*overrides):

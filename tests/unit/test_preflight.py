@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import threading
 import time
 from pathlib import Path
@@ -13,11 +14,11 @@ import torch
 from rich.console import Console
 from torch.distributed import HashStore
 
-from megamem.errors import LayoutError, MegamemError
+from megamem.errors import MegamemError
 from megamem.preflight import collect, run
 from megamem.preflight.collect import SharedFolder, driver, free_memory, matmul_rate, versions
 from megamem.preflight.findings import LISTED, clock_offsets, disagreements, findings, healthy, slow_links
-from megamem.preflight.links import hanging, merged, rounds
+from megamem.preflight.links import HANGS, hanging, merged, rounds
 from megamem.preflight.meeting import LateError, Meeting, within
 from megamem.preflight.records import Link, RankFacts, Record, Reduction
 from megamem.preflight.report import lines, tables
@@ -224,8 +225,12 @@ class TestPairs:
 
     def test_a_rank_is_left_out_once_two_pairs_have_hung(self):
         one = [link(0, 1, error="hangs"), link(2, 3)]
-        assert hanging(one) == set()
-        assert hanging([*one, link(1, 2, error="hangs")]) == {1}
+        assert hanging(one, HANGS["cpu"]) == set()
+        assert hanging([*one, link(1, 2, error="hangs")], HANGS["cpu"]) == {1}
+
+    def test_a_pair_that_hangs_keeps_both_devices_busy(self):
+        """The next pair of either would hang for that reason, and be named."""
+        assert hanging([link(0, 1, error="hangs"), link(2, 3)], HANGS["cuda"]) == {0, 1}
 
 
 class TestMeeting:
@@ -346,5 +351,10 @@ def test_a_single_process_checks_itself(tmp_path, monkeypatch):
 def test_a_device_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(LayoutError, match=r"--device cuda: local rank 1 on a machine with 1 CUDA device\(s\)"):
-        run.preflight(tmp_path, "cuda", 5, lambda found: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    found = run.preflight(tmp_path, "cuda", 5, lambda found: None)
+    (line,) = found.errors
+    assert re.match(r"rank 0 \(.+\): --device cuda: local rank 1 on a machine with 1 CUDA device\(s\); ", line)
+    assert not healthy(findings(found))
+    assert list(tmp_path.iterdir()) == []

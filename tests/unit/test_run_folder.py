@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
-from megamem.training.run_folder import FREE_BYTES, RunLock, check_run_folder, create_run_folder
+from megamem.training.run_folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
 
 
 @pytest.fixture
@@ -149,6 +150,22 @@ def test_two_jobs_do_not_write_one_folder(config):
     check_run_folder(config, 1000)
 
 
+@pytest.mark.parametrize("count", RESTARTS)
+def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_host(config, monkeypatch, count):
+    monkeypatch.setenv(count, "1")
+    create_run_folder(config)
+    held = RunLock(config.run_folder)
+    held.take()
+    released = threading.Timer(0.7, held.__exit__)
+    released.start()
+    check_run_folder(config, 1000)
+    released.join()
+    with RunLock(config.run_folder) as held:
+        held.take()
+        with pytest.raises(RunFolderError, match="is being written by another job"):
+            RunLock(config.run_folder).take(0.1)
+
+
 def test_a_killed_job_holds_nothing(config):
     code = (
         "import os; from pathlib import Path; from megamem.training.run_folder import RunLock; "
@@ -190,3 +207,19 @@ def test_a_run_from_another_checkpoint_is_another_run(config):
     config = branch(config, "runs/b/checkpoints/step-00000002", "runs/a/checkpoints/step-00000002")
     with pytest.raises(RunFolderError, match=r"already holds a run; checkpoint\.resume=auto goes on with it"):
         check_run_folder(config, 1000)
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_run_from_a_checkpoint_begins_again_before_its_first_own_one(config, unfinished):
+    """A job that lost a node early is started by the same command; another start is another run."""
+    first, other = (
+        config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": start})})
+        for start in ("runs/a/checkpoints/step-00000002", "runs/b/checkpoints/step-00000002")
+    )
+    folder = create_run_folder(first)
+    if unfinished:
+        (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    check_run_folder(first, 1000)
+    create_run_folder(first)
+    with pytest.raises(RunFolderError, match="already holds"):
+        check_run_folder(other, 1000)
