@@ -161,9 +161,8 @@ class Saver:
         try:
             self._write_all(step, tensors, run)
             self.times.append(SaveTimes(waited, copied, time.monotonic() - begun))
-        except (
-            RuntimeError
-        ) as error:  # of a collective, all else comes as told by a rank: another start may get through
+        except RuntimeError as error:
+            # of a collective, all else comes as told by a rank: another start may get through
             self._error = MegamemError(f"checkpoint after step {step}: {_cause(error)}")
         except BaseException as error:
             self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")

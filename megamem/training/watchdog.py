@@ -149,9 +149,8 @@ class Watchdog:
         self._done.set()
         for thread in self._threads:
             thread.join(self.interval * 4)
-        if isinstance(error, RuntimeError | MegamemError) and "by peer" in str(
-            error
-        ):  # gloo: the other process is gone
+        if isinstance(error, RuntimeError | MegamemError) and "by peer" in str(error):
+            # gloo: the other process is gone
             if line := self._told():
                 self._ends(StuckRankError.exit_code, line)
                 self._end(StuckRankError.exit_code)
