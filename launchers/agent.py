@@ -14,15 +14,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
@@ -32,12 +33,12 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from launchers.codes import first_told, of_ranks
+from launchers.codes import first_told, of_nodes, of_ranks, of_stopped, say_killed, says_why
 from launchers.process import Signals, open_to_signals, threads_shared, within
 from megamem.errors import FINAL, STOPPED, ConfigError, NodesMissingError
 
 _TELL_S = 5.0
-"""Within this, nodes whose ranks fail together learn what was wrong."""
+"""Within this, ranks and nodes that fail together say what was wrong."""
 _END_S = 10.0
 """What ranks get to say and do after those of another node have failed for good."""
 _FAILED_S = 30
@@ -93,6 +94,12 @@ class Rendezvous(DynamicRendezvousHandler):
         """How often the nodes have come together before."""
         return int(self._state_holder.state.round)
 
+    @property
+    def failures(self) -> int:
+        """In how many of those rounds ranks failed; the others made room for a node that joined."""
+        found = within(_STORE_S, lambda: sum(self._words(before).check(["code"]) for before in range(self.round)))
+        return self.round if found is None else int(found)
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other nodes. Raises NodesMissingError if too few join, or a number that does not fit."""
         node = self.node
@@ -124,27 +131,27 @@ class Rendezvous(DynamicRendezvousHandler):
                 f"nodes: {found.world_size} joined, but batch and layout fit {_or(node.fits)}; "
                 "start as many or change training.batch_tokens"
             )
-        if len(node.fits) > 1 or node.fits[0] > 1:
-            again = f", restart {self.round} of at most {node.max_restarts}" if self.round else ""
-            if found.rank == 0:
-                sys.stderr.write(f"megamem: {found.world_size} node(s) x {node.processes} rank(s) start{again}\n")
-                sys.stderr.flush()
+        if node.fits[-1] > 1 and found.rank == 0:
+            failures = self.failures
+            again = f", restart {failures} of at most {node.max_restarts}" if failures else ""
+            sys.stderr.write(f"megamem: {found.world_size} node(s) x {node.processes} rank(s) start{again}\n")
+            sys.stderr.flush()
         if not self._listener.is_alive() and node.fits[-1] > 1:
             self._listener.start()
         return found
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wanted to join when the store was last asked."""
-        return self._waiting if self.node.fits[-1] > 1 else 0
+        """How many nodes wanted to join when the store was last asked; none where they would not fit healthy ranks."""
+        fits = len(self._state_holder.state.participants) + self._waiting in self.node.fits
+        return self._waiting if fits or self.told is not None else 0
 
-    def agree(self, code: int) -> int:
-        """What the round's ranks ended with: the first code by any node that says more than 1."""
-        if self.node.fits[-1] == 1:
-            return code
-        found = within(_TELL_S + 1, lambda: first_told(self._words(), code, _TELL_S))
-        if found is not None:
-            self._heard()
-        return code if found is None else found
+    def agree(self, verdict: Callable[[], tuple[int, float]]) -> int:
+        """What the round's ranks ended with, on all nodes; `first_told` says what `verdict` is."""
+        found = within(_TELL_S + 1, lambda: first_told(self._words(), verdict))
+        if found is None:
+            return verdict()[0]
+        self._heard()
+        return int(found)
 
     def say_joined(self) -> None:
         """Before ranks are stopped because a node has joined: what they end with is no stop then."""
@@ -176,8 +183,9 @@ class Rendezvous(DynamicRendezvousHandler):
         """Whether the job has all the nodes it takes, and this one waits for as long as it may."""
         return self._this_node in self._state_holder.state.redundancy_list
 
-    def _words(self) -> Store:
-        return PrefixStore(f"megamem/{self._settings.run_id}/{self.round}", self._store)
+    def _words(self, number: int | None = None) -> Store:
+        """What the nodes have said in a round, the present one if not given."""
+        return PrefixStore(f"megamem/{self._settings.run_id}/{self.round if number is None else number}", self._store)
 
     def _listen(self) -> None:
         while not self._ended.wait(1.0):
@@ -213,15 +221,35 @@ class Agent(LocalElasticAgent):
         self.signals = signals
         self.code = 0
         """What the ranks of the job ended with."""
+        self._where = f" on {socket.gethostname()}" if node.fits[-1] > 1 else ""
+        self._codes: dict[int, int] = {}
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """torchrun's, which leaves ranks behind if a third signal ends the waiting for them."""
+        try:
+            return super().run(role)
+        finally:
+            if self._pcontext is not None:
+                self._pcontext.close(signal.SIGKILL, 1)
+
+    def stopped(self) -> int:
+        """What the job ends with once the ranks here were asked to stop and have ended."""
+        codes = self._ended()
+        code = of_stopped(codes)
+        longer = f"while it stopped; if its checkpoint takes longer than stop_seconds ({self.node.stop_s}), raise that"
+        say_killed(codes, code, self._where, f" {longer}")
+        return of_nodes([self.handler.agree(lambda: (code, 0)), code])
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._pcontext, self._codes = None, {}
         super()._rendezvous(worker_group)
         # nodes that found out in different ways must count alike
-        self._remaining_restarts = self.node.max_restarts - self.handler.round
+        self._remaining_restarts = self.node.max_restarts - self.handler.failures
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
             self.handler.say_joined()
+            self._shutdown(signal.SIGTERM)
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -230,22 +258,49 @@ class Agent(LocalElasticAgent):
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            failures = sorted(result.failures.items(), key=lambda item: item[1].timestamp)
-            where = f" on {socket.gethostname()}" if self.node.fits[-1] > 1 else ""
-            code = of_ranks({rank: failure.exitcode for rank, failure in failures}, where)
-            if code == STOPPED and self.handler.has_joined():
-                self._remaining_restarts = max(1, self._remaining_restarts)
-                return result
-            self.code = self.handler.agree(code)
-            if self.code in FINAL or self.code == STOPPED:
-                self._remaining_restarts = 0
-        elif result.state is WorkerState.HEALTHY and self._left_alone():
+        ended = self._ended()
+        if any(ended.values()):
+            self._judge()  # before torchrun ends the other ranks, which is no fault of theirs
+        elif len(ended) < self.node.processes:
+            if not self._left_alone():
+                return RunResult(WorkerState.HEALTHY)
             self._stop_workers(worker_group)
             self._remaining_restarts = 0
-            result = RunResult(WorkerState.FAILED)
-        return result
+            return RunResult(WorkerState.FAILED)
+        return super()._monitor_workers(worker_group)
+
+    def _judge(self) -> None:
+        """What was wrong, and whether it is worth trying again."""
+        if of_ranks(self._ended()) == STOPPED and self.handler.has_joined():
+            self._remaining_restarts = max(1, self._remaining_restarts)
+            return
+        self.code = self.handler.agree(self._verdict)
+        say_killed(self._codes, of_ranks(self._codes), self._where)
+        if self.code in FINAL or self.code == STOPPED:
+            self._remaining_restarts = 0
+
+    def _verdict(self) -> tuple[int, float]:
+        """The code of the ranks here so far, and how long others, here or elsewhere, get to say more."""
+        ended = self._ended()
+        code = of_ranks(ended)
+        if says_why(code) or (self.node.fits[-1] == 1 and len(ended) == self.node.processes):
+            return code, 0.0
+        # a rank may be killed as a consequence too, by its own abort
+        return code, _TELL_S / 2 if code > 128 else _TELL_S
+
+    def _ended(self) -> dict[int, int]:
+        """What the ranks here have ended with so far, the first to end first."""
+        for rank, handler in self._processes().items():
+            if (code := handler.proc.poll()) is not None:
+                self._codes.setdefault(rank, code)
+        return dict(self._codes)
+
+    def _processes(self) -> dict[int, Any]:
+        """torchrun's handles of the ranks here."""
+        if not isinstance(self._pcontext, SubprocessContext):
+            return {}
+        handlers = self._pcontext.subprocess_handlers
+        return {worker.global_rank: handlers[worker.local_rank] for worker in self._worker_group.workers}
 
     def _left_alone(self) -> bool:
         """Whether the job has ended elsewhere, and these ranks have had the time to."""
@@ -258,10 +313,11 @@ class Agent(LocalElasticAgent):
         return False
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        """End the ranks: with the time a checkpoint takes if by a signal from outside."""
+        """End the ranks: with the time a checkpoint takes if none of them has failed."""
         if self._pcontext is not None:
             seconds = _FAILED_S if death_sig is None else self.node.stop_s
-            self._pcontext.close(death_sig or signal.SIGTERM, seconds)
+            # ranks save at these two; a hangup would kill them
+            self._pcontext.close(signal.SIGINT if death_sig is signal.SIGINT else signal.SIGTERM, seconds)
 
 
 def run_agent(node: Node, command: Sequence[str]) -> int:
@@ -283,9 +339,7 @@ def run_agent(node: Node, command: Sequence[str]) -> int:
                 return agent.code
             return handler.told or 0  # of a node whose ranks failed when these were done
     except SignalException:
-        if handler is not None:
-            handler.agree(STOPPED)
-        return STOPPED
+        return STOPPED if agent is None else agent.stopped()
     except RendezvousError as error:
         if agent is not None and agent.code:
             return agent.code

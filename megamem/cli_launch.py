@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megamem.study.submit import Options
 
 Target = Literal["local", "slurm", "kubernetes", "ssh"]
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 console = Console(soft_wrap=True)
 
 
@@ -246,8 +245,9 @@ def agent(
 ) -> None:
     """One node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
     from launchers.local import COMMAND, quiet_torch
+    from launchers.signals import heeded
 
-    for number in STOPS:  # until the agent takes them
+    for number in heeded():  # until the agent takes them
         signal.signal(number, lambda *_: sys.exit(STOPPED))
     if listen:
         threading.Thread(target=_listen, name="signals", daemon=True).start()
@@ -273,6 +273,8 @@ def agent(
 
 def _listen() -> None:
     """Signals by name from whoever started this process, which may be unable to send them."""
+    from launchers.signals import STOPS
+
     names = {number.name: number for number in STOPS}
     for line in sys.stdin:
         if (number := names.get(line.strip())) is not None:
