@@ -129,6 +129,11 @@ def _job(settings: RunConfig, cluster: LaunchConfig, on: Target) -> Job:
     if on == "slurm":
         folder = folder.absolute()
     if on == "ssh" and cluster.ssh.folder:
+        if not folder.is_absolute() and cluster.ssh.folder != work:
+            raise ConfigError(
+                f"runs_folder: {settings.runs_folder} is another folder on the hosts, where ssh.folder is "
+                f"{cluster.ssh.folder}, than here; give an absolute path that all see"
+            )
         work = cluster.ssh.folder
     processes = _processes(settings, cluster)
     fits = _fits(settings, cluster, processes)
@@ -197,9 +202,11 @@ def _script(job: Job, settings: RunConfig, on: Target) -> dict[str, str]:
 
 
 def _check_files(settings: RunConfig, job: Job, on: Target) -> None:
-    """Data and run folder where this machine sees them as the nodes do; pods have their own."""
-    from megamem.training.checks import check_run
+    """Data and run folder where this machine sees them as the nodes do; pods have their own. Kernels where it runs."""
+    from megamem.training.checks import check_kernels, check_run
 
+    if on == "local":
+        check_kernels(settings)
     if on in ("local", "slurm"):
         check_run(settings, job.cluster.nodes * job.processes)
 

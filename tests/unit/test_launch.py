@@ -22,6 +22,7 @@ from megamem.cli_launch import _job, _load, _script, launch
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
+from megamem.ops import attention
 from tests.integration.commands import run_tree, write_config
 
 CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))
@@ -85,6 +86,12 @@ class TestConfiguration:
             ("slurm", ["slurm.partion=gpu"], r"slurm\.partion: unknown key; did you mean 'partition'\?"),
             ("slurm", ["min_nodes=3", "nodes=2"], "min_nodes 3 is more than nodes 2"),
             ("slurm", ["slurm.time=tomorrow"], r"slurm\.time: .*\(got 'tomorrow'\)"),
+            (
+                "slurm",
+                ["slurm.time=10:00", "stop_seconds=540"],
+                r"slurm\.time 10:00 is 600 s, and a run would be stopped 600 s before that \(stop_seconds 540 and 60\)",
+            ),
+            ("slurm", ["slurm.mounts=[a]"], r"slurm\.mounts\.0: "),
             ("slurm", ["slurm.sbatch={nodes: 3}"], r"slurm\.sbatch: 'nodes' is set by the launcher"),
             ("slurm", ["slurm.sbatch={-N: 3}"], r"slurm\.sbatch: '-N' is no long option of sbatch"),
             ("slurm", ["slurm.partition=a b"], r"slurm\.partition: "),
@@ -113,6 +120,11 @@ class TestConfiguration:
             ("ssh", ["processes_per_node=1"], r"ssh\.hosts: 0 given, but nodes is 1"),
             ("ssh", ["nodes=2", "processes_per_node=1", "ssh.hosts=[a, a]"], r"ssh\.hosts: a, a names a host twice"),
             ("ssh", ["ssh.hosts=['-oProxyCommand=x']"], r"ssh\.hosts\.0: "),
+            (
+                "ssh",
+                ["ssh.hosts=[a]", "ssh.folder=/there", "runs_folder=runs"],
+                "runs_folder: runs is another folder on the hosts, where ssh.folder is /there",
+            ),
             ("kubernetes", [], r"kubernetes\.image: required"),
         ],
     )
@@ -121,6 +133,31 @@ class TestConfiguration:
             launch(config, overrides, on=on)
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "runs").exists(), "nothing was written"
+
+    @pytest.mark.parametrize(
+        ("given", "text", "seconds"),
+        [
+            ("24:00:00", "24:00:00", 86_400),  # YAML 1.1 has numbers to the base 60
+            ("'24:00:00'", "24:00:00", 86_400),
+            ("10", "10", 600),
+            ("1:30", "1:30", 90),
+            ("2-12", "2-12", 216_000),
+            ("1-0:30", "1-0:30", 88_200),
+            ("0", "0", None),  # SLURM's word for no limit
+        ],
+    )
+    def test_a_time_limit_is_read_as_slurm_does(self, config, given, text, seconds):
+        slurm = _load(config, [f"slurm.time={given}", "stop_seconds=1"], None)[1].slurm
+        assert (slurm.time, slurm.time_s) == (text, seconds)
+
+    def test_kernels_are_those_of_the_machine_that_runs(self, config, monkeypatch):
+        """Not of the one that submits, which may have no device."""
+        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+        launch(config, ["model.attention=flash_attn"], on="slurm", dry_run=True)
+        with pytest.raises(typer.Exit):
+            launch(config, ["model.attention=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
+        with pytest.raises(ConfigError, match=r"model\.attention: flash_attn is not installed"):
+            launch(config, ["model.attention=flash_attn"], on="local")
 
     def test_node_counts_that_batch_and_layout_fit(self, config):
         def fits(*overrides):
@@ -142,7 +179,7 @@ class TestSlurm:
         assert found.pop("output").startswith(folder)
         assert found == {
             "job-name": "run", "nodes": "2", "ntasks-per-node": "1", "open-mode": "append", "requeue": "",
-            "signal": "B:TERM@90", "time": "1-12", "partition": "gpu", "account": "me", "gpus-per-node": "2",
+            "signal": "B:TERM@150", "time": "1-12", "partition": "gpu", "account": "me", "gpus-per-node": "2",
             "exclusive": "", "comment": "a b",
         }  # fmt: skip
         assert "no-kill" in options(script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=1"))
@@ -164,18 +201,22 @@ class TestSlurm:
     @pytest.mark.parametrize(
         ("container", "words"),
         [
-            ("pyxis", ["--container-image=/i m.sqsh"]),
-            ("apptainer", ["apptainer", "exec", "--nv", "/i m.sqsh"]),
+            (
+                "pyxis",
+                ["--container-mounts={work}:{work},{run}:{run},/scratch:/scratch", "--container-image=/i m.sqsh"],
+            ),
+            ("apptainer", ["apptainer", "exec", "--nv", "{work}", "{run}", "/scratch", "/i m.sqsh"]),
         ],
     )
-    def test_modules_environment_and_containers(self, config, container, words):
+    def test_modules_environment_and_containers(self, config, tmp_path, container, words):
         image = words[-1].rpartition("=")[2].replace(" ", "")
+        words = [word.format(work=Path.cwd(), run=tmp_path / "runs" / "run") for word in words]
         text = script(
             config, "slurm", "slurm.modules=[cuda/12.8]", "slurm.venv=/opt/my env", "environment={A: 'b c', N: 3}",
-            f"slurm.container={image}", f"slurm.container_with={container}",
+            f"slurm.container={image}", f"slurm.container_with={container}", "slurm.mounts=[/scratch]",
         )  # fmt: skip
-        assert "\nexport A='b c'\nexport N=3\nmodule load cuda/12.8\n" in text
-        assert "\nsource '/opt/my env/bin/activate'\n" in text
+        assert "\nexport A='b c'\nexport N=3\nset +u\nmodule load cuda/12.8 || exit 2\n" in text
+        assert "\nsource '/opt/my env/bin/activate' || exit 2\nset -u\n" in text
         assert {word.replace(" ", "") for word in words} <= set(srun_task(text)[0])
 
     @pytest.mark.parametrize("overrides", [(), ("training.stop_after=1",), ("slurm.container=a", "nodes=1")])
@@ -183,6 +224,15 @@ class TestSlurm:
         text = script(config, "slurm", *overrides)
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+    def played(self, text, functions, **variables):
+        """The script in a real shell, with SLURM's commands played by functions of it."""
+        folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
+        folder.mkdir(parents=True)
+        played = 'scontrol() { [ "$1" = show ] && echo head-node; }; sleep() { :; }\n' + functions + "\n"
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin", **variables}
+        done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
+        return done, folder
 
     @pytest.mark.parametrize(
         ("code", "state", "overrides", "requeued", "ends_with"),
@@ -199,22 +249,68 @@ class TestSlurm:
         ],
     )
     def test_what_is_tried_again(self, config, tmp_path, code, state, overrides, requeued, ends_with):
-        """The script in a real shell, with SLURM's commands played by functions of it."""
-        text = script(config, "slurm", *overrides)
-        folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
-        folder.mkdir(parents=True)
         log = tmp_path / "scontrol"
-        played = (
-            f"srun() {{ return {code}; }}; squeue() {{ echo {state}; }}\n"
-            f'scontrol() {{ [ "$1" = show ] && echo head-node || echo "$@" >> {log}; }}\n'
+        done, folder = self.played(
+            script(config, "slurm", *overrides),
+            f"{self.SAVES.format(runs=tmp_path / 'runs')}; srun() {{ saves 00000002; return {code}; }}; saves 00000001\n"
+            f"squeue() {{ echo {state}; }}\n"
+            f'scontrol() {{ [ "$1" = show ] && echo head-node || echo "$@" >> {log}; }}',
         )
-        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
-        done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == ends_with, done.stderr
         assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
         failures = folder / "failures"
         counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
         assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
+
+    SAVES = 'saves() {{ mkdir -p "{runs}/run/checkpoints/step-$1"; : > "{runs}/run/checkpoints/step-$1/COMPLETE"; }}'
+
+    def test_a_stop_without_a_checkpoint_counts(self, config, tmp_path):
+        """Else a run whose time limit is shorter than its start would be requeued for ever."""
+        saves = self.SAVES.format(runs=tmp_path / "runs")
+        done, folder = self.played(
+            script(config, "slurm", "max_restarts=0"),
+            f"{saves}; srun() {{ return {STOPPED}; }}; squeue() {{ echo RUNNING; }}; saves 00000001",
+        )
+        assert done.returncode == STOPPED
+        assert "stopped before it saved a checkpoint, which counts as a failure\n" in done.stdout
+        assert (folder / "failures").read_text() == f"{STOPPED}\n"
+
+    def test_a_busy_controller_is_asked_again(self, config, tmp_path):
+        calls = tmp_path / "calls"
+        busy = f'busy() {{ echo "$1" >> {calls}; [ "$(grep -c "$1" {calls})" -gt 3 ] || return 1; }}'
+        done, _ = self.played(
+            script(config, "slurm"),
+            f"{busy}; srun() {{ return 6; }}; squeue() {{ busy squeue && echo RUNNING; }}\n"
+            'scontrol() { [ "$1" = show ] && echo head-node || busy "$1"; }',
+        )
+        assert calls.read_text().split() == ["squeue"] * 4 + ["requeue"] * 4, done.stderr
+
+    @pytest.mark.parametrize("silent", ["squeue", "scontrol"])
+    def test_a_controller_that_does_not_answer_is_told(self, config, silent):
+        scontrol = 'scontrol() { [ "$1" = show ] && echo head-node; }'
+        squeue = "squeue() { return 1; }" if silent == "squeue" else "squeue() { echo RUNNING; }"
+        done, folder = self.played(script(config, "slurm"), f"srun() {{ return 6; }}; {squeue}; {scontrol}")
+        assert done.returncode == 6
+        assert f"{silent} does not answer: the job is not requeued; to go on: sbatch {folder}/job.sh\n" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("overrides", "functions"),
+        [(["slurm.venv=/no/such/venv"], ""), (["slurm.modules=[none]"], "module() { return 1; }")],
+    )
+    def test_what_cannot_be_loaded_is_not_tried_again(self, config, tmp_path, overrides, functions):
+        done, folder = self.played(
+            script(config, "slurm", *overrides), f"{functions}\nsrun() {{ : > {tmp_path}/begun; }}"
+        )
+        assert done.returncode == ConfigError.exit_code
+        assert (folder / "ended").read_text() == f"{ConfigError.exit_code}\n"
+        assert not (tmp_path / "begun").exists()
+
+    def test_ranks_get_the_cores_of_the_job(self, config):
+        """srun takes them from another variable than sbatch sets."""
+        asks = "srun() { bash -c 'echo \"cores ${SRUN_CPUS_PER_TASK:-none}\"'; }"
+        text = script(config, "slurm")
+        assert "cores 96\n" in self.played(text, asks, SLURM_CPUS_PER_TASK="96")[0].stdout
+        assert "cores none\n" in self.played(script(config, "slurm", "name=other"), asks)[0].stdout
 
     @pytest.mark.parametrize(
         ("codes", "there", "calls", "ends_with"),
@@ -309,6 +405,12 @@ class TestKubernetes:
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
         fails = spec["podFailurePolicy"]["rules"][0]
         assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", sorted(FINAL))
+
+    def test_a_service_begins_with_a_letter(self, config):
+        _, service, _ = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, f"name=760m-{'elastic' * 6}"))
+        name = service["metadata"]["name"]
+        assert re.fullmatch(r"run-760m-[-a-z0-9]*[a-z0-9]", name)
+        assert len(name) <= 60
 
     def test_a_run_that_stops_itself_is_not_started_again(self, config):
         *_, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "training.stop_after=1"))
