@@ -52,12 +52,7 @@ case $code in
   0) exit 0 ;;
   {final}) echo "ended with $code, which trying again does not mend"; exit "$code" ;;
   {stopped})
-{at_stop}
-    if {unless}[ "$(newest)" != "$before" ]; then
-      counts=
-    else
-      echo "stopped before it saved a checkpoint, which counts as a failure"
-    fi ;;
+{at_stop} ;;
 esac
 
 patiently() {{  # the controller may be busy
@@ -84,6 +79,12 @@ exit "$code"
 """
 
 
+_AT_STOP = """\
+    if {unless}[ "$(newest)" != "$before" ]; then
+      counts=
+    else
+      echo "stopped before it saved a checkpoint, which counts as a failure"
+    fi"""
 _THEN = """\
 if [ "$code" = 0 ] && [ -n "$stopping" ]; then
   code={stopped}  # what is left is for the next start
@@ -150,7 +151,10 @@ def _body(job: Job) -> str:
     task = f"exec {shlex.join(job.agent())}{node}{shlex.join(job.train())}"
     alone = [srun[0], "--nodes=1", "--ntasks=1", *srun[1:], "python", "-m", "megamem", *job.then]
     then = _THEN.format(stopped=STOPPED, command=shlex.join(alone)) if job.then else ""
-    at_stop = "    : ;" if job.again else '    echo "stopped as training.stop_after says"; exit "$code"'
+    unless = f"[ -e {shlex.quote(str(job.result))} ] || " if job.then else ""
+    at_stop = _AT_STOP.format(unless=unless)
+    if not job.again:
+        at_stop = '    echo "stopped as training.stop_after says"; exit "$code"'
     return _START.format(
         work=shlex.quote(str(job.work)),
         prepare="\n".join(prepare) or "# the environment is that of sbatch",
@@ -158,7 +162,7 @@ def _body(job: Job) -> str:
         port=cluster.port,
         checkpoints=f"{shlex.quote(f'{job.run_folder}/checkpoints')}/step-*[0-9]/COMPLETE",
         ended=ENDED,
-        unless=f"[ -e {shlex.quote(str(job.result))} ] || " if job.then else "",
+        unless=unless,
         srun=shlex.join(srun),
         task=shlex.quote(task),
         then=then,
