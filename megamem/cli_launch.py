@@ -259,7 +259,8 @@ def agent(
     if listen:
         threading.Thread(target=_listen, name="signals", daemon=True).start()
     with quiet_torch():
-        from launchers.agent import Node, run_agent
+        from launchers.agent import run_agent
+        from launchers.rendezvous import Node
     numbers = [int(number) for number in nodes.split(",") if number.isdigit()]
     if not numbers or ",".join(map(str, sorted({*numbers} - {0}))) != nodes:
         raise ConfigError(f"--nodes {nodes}: expected numbers in ascending order, such as 2,4")

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from launchers import agent as agents
-from launchers.agent import Node, run_agent
+from launchers.agent import run_agent
+from launchers.rendezvous import Node
 from megamem.errors import (
     STOPPED,
     CheckpointError,
