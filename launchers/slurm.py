@@ -23,9 +23,7 @@ export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
 # srun does not take this one from the job by itself
 [ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
-newest() {{ printf '%s\n' {checkpoints} | tail -n 1; }}
-before=$(newest)
-
+{newest}
 # SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
 code=0 stopping=
 trap 'asked=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
@@ -79,6 +77,10 @@ exit "$code"
 """
 
 
+_NEWEST = """\
+newest() {{ printf '%s\n' {checkpoints} | tail -n 1; }}
+before=$(newest)
+"""
 _AT_STOP = """\
     if {unless}[ "$(newest)" != "$before" ]; then
       counts=
@@ -152,15 +154,16 @@ def _body(job: Job) -> str:
     alone = [srun[0], "--nodes=1", "--ntasks=1", *srun[1:], "python", "-m", "megamem", *job.then]
     then = _THEN.format(stopped=STOPPED, command=shlex.join(alone)) if job.then else ""
     unless = f"[ -e {shlex.quote(str(job.result))} ] || " if job.then else ""
-    at_stop = _AT_STOP.format(unless=unless)
-    if not job.again:
-        at_stop = '    echo "stopped as training.stop_after says"; exit "$code"'
+    newest, at_stop = "", '    echo "stopped as training.stop_after says"; exit "$code"'
+    if job.again:
+        checkpoints = f"{shlex.quote(f'{job.run_folder}/checkpoints')}/step-*[0-9]/COMPLETE"
+        newest, at_stop = _NEWEST.format(checkpoints=checkpoints), _AT_STOP.format(unless=unless)
     return _START.format(
         work=shlex.quote(str(job.work)),
         prepare="\n".join(prepare) or "# the environment is that of sbatch",
         folder=shlex.quote(str(job.folder)),
         port=cluster.port,
-        checkpoints=f"{shlex.quote(f'{job.run_folder}/checkpoints')}/step-*[0-9]/COMPLETE",
+        newest=newest,
         ended=ENDED,
         unless=unless,
         srun=shlex.join(srun),
