@@ -16,6 +16,8 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 _SECRET = re.compile(r"(?i)secret|passw|credential|jwt|(^|_)(token|key)($|_)")
 _OURS = {"nodes", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "signal", "open-mode", "no-kill", "array"}
 """Options of sbatch that the script depends on."""
+REQUEUE_S = 60
+"""What a script on SLURM gets to requeue its job, besides `stop_seconds`."""
 
 
 def looks_secret(name: str) -> bool:
@@ -30,8 +32,8 @@ class SlurmConfig(ConfigModel):
     """Partition; the cluster's default if not given."""
     account: Word | None = None
     """Account that is charged."""
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None
-    """Time limit as SLURM reads it (`24:00:00`, `2-12`); the partition's if not given. A run goes on after it."""
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$", coerce_numbers_to_str=True)] | None = None
+    """Time limit as SLURM reads it (`24:00:00`, `2-12`, minutes); the partition's if not given. A run goes on then."""
     sbatch: dict[Word, str | int | None] = {}
     """More options of sbatch by their long names, such as `gpus-per-node: 8`; null for one without a value."""
     modules: tuple[Word, ...] = ()
@@ -42,6 +44,8 @@ class SlurmConfig(ConfigModel):
     """Image to run in; the nodes' own software if not given."""
     container_with: Literal["pyxis", "apptainer"] = "pyxis"
     """What runs the image: `srun --container-image`, or `apptainer exec --nv`."""
+    mounts: tuple[Annotated[str, Field(pattern=r"^/[^\s,:\x00-\x1f]*$")], ...] = ()
+    """Folders that the container sees besides the working folder and the run folder, such as that of the data."""
 
     @field_validator("sbatch")
     @classmethod
@@ -54,6 +58,18 @@ class SlurmConfig(ConfigModel):
             if isinstance(value, str) and re.search(r"[\x00-\x1f]", value):
                 raise ValueError(f"{name!r}: the value has a line break")
         return options
+
+    @property
+    def time_s(self) -> int | None:
+        """The time limit in seconds; None if there is none, or the partition's."""
+        if self.time is None:
+            return None
+        days, _, rest = self.time.rpartition("-")
+        parts = [int(part) for part in rest.split(":")]
+        if not days and len(parts) < 3:  # minutes, and seconds
+            parts = [0, *parts]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return (((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) or None
 
 
 class KubernetesConfig(ConfigModel):
@@ -140,6 +156,21 @@ class LaunchConfig(ConfigModel):
         if self.min_nodes is not None and self.min_nodes > self.nodes:
             raise ValueError(f"min_nodes {self.min_nodes} is more than nodes {self.nodes}")
         return self
+
+    @model_validator(mode="after")
+    def _time_to_run(self) -> LaunchConfig:
+        limit = self.slurm.time_s
+        if limit is not None and self.signal_seconds >= limit:
+            raise ValueError(
+                f"slurm.time {self.slurm.time} is {limit} s, and a run would be stopped {self.signal_seconds} s before "
+                f"that (stop_seconds {self.stop_seconds} and {REQUEUE_S}): at once; raise slurm.time"
+            )
+        return self
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before its time limit SLURM signals a job."""
+        return self.stop_seconds + REQUEUE_S
 
     @property
     def fewest_nodes(self) -> int:

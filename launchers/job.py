@@ -33,6 +33,11 @@ class Job:
     """What a run that is done leaves."""
 
     @property
+    def run_folder(self) -> Path:
+        """Of the run, as the nodes see it."""
+        return self.folder.parent.parent
+
+    @property
     def config(self) -> Path:
         """The run's resolved configuration."""
         return self.folder / "config.yaml"

@@ -51,7 +51,8 @@ def manifest_text(job: Job, config: str) -> str:
 
 def job_name(job: Job) -> str:
     """The run and when it was launched: a Job cannot be changed once it is there."""
-    return f"{job.label(40)}-{job.folder.name.lower()}"
+    label = job.label(40)  # names of Services begin with a letter
+    return f"{label if label[0].isalpha() else f'run-{job.label(36)}'}-{job.folder.name.lower()}"
 
 
 def _metadata(name: str, namespace: str) -> Manifest:

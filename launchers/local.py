@@ -20,7 +20,8 @@ def inside_job() -> bool:
 def run_local(processes: int, arguments: Sequence[str], max_restarts: int = 0, stop_s: int = 30) -> int:
     """Run `megamem ARGUMENTS` on `processes` local ranks; returns their exit code. See `run_agent`."""
     with quiet_torch():
-        from launchers.agent import Node, run_agent
+        from launchers.agent import run_agent
+        from launchers.rendezvous import Node
 
     node = Node(processes, str(uuid.uuid4()), max_restarts=max_restarts, stop_s=stop_s)
     return run_agent(node, [*COMMAND, *arguments])

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from launchers.signals import STOPS, heeded
+
 SAME_SIGNAL_S = 1.0
 
 
@@ -23,16 +25,17 @@ class Signals:
     A scheduler may signal this process, its parent and its ranks at once.
     """
 
-    NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    NUMBERS = (*STOPS, signal.SIGQUIT)
 
     def __init__(self) -> None:
         self._last = -SAME_SIGNAL_S
+        self._heeded = heeded(self.NUMBERS)
 
     def take(self) -> None:
-        """Handle them here from now on."""
+        """Handle them here from now on, but for those that were ignored before."""
         if threading.current_thread() is threading.main_thread():
             for number in self.NUMBERS:
-                signal.signal(number, self._raise)
+                signal.signal(number, self._raise if number in self._heeded else signal.SIG_IGN)
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.getsignal(number) for number in self.NUMBERS}

@@ -18,6 +18,7 @@ from typing import IO
 
 from launchers.codes import of_nodes
 from launchers.job import Job
+from launchers.signals import heeded
 from megamem.errors import STOPPED, NodesMissingError
 
 _UNREACHED = 255
@@ -122,7 +123,7 @@ def _signals_passed_on(hosts: list[_Host]) -> Iterator[None]:
         for host in hosts:
             host.tell(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, tell) for number in heeded()}
     try:
         yield
     finally:

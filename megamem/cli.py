@@ -66,7 +66,7 @@ def train(
     """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
-    from megamem.training.checks import check_layout, check_run
+    from megamem.training.checks import check_kernels, check_layout, check_run
 
     overrides = [
         *(overrides or []),
@@ -79,6 +79,7 @@ def train(
     else:
         count = processes or settings.parallel.tp * settings.parallel.pp * (settings.parallel.dp or 1)
     if os.environ.get("RANK", "0") == "0":  # the others wait for rank 0 to join, and end with it
+        check_kernels(settings)
         (check_layout if dry_run else check_run)(settings, count)
     _prepare_processor(settings.training.precision)
     if inside_job() or count == 1:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megamem.study.submit import Options
 
 Target = Literal["local", "slurm", "kubernetes", "ssh"]
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 console = Console(soft_wrap=True)
 
 
@@ -131,6 +130,11 @@ def _job(settings: RunConfig, cluster: LaunchConfig, on: Target) -> Job:
     if on == "slurm":
         folder = folder.absolute()
     if on == "ssh" and cluster.ssh.folder:
+        if not folder.is_absolute() and cluster.ssh.folder != work:
+            raise ConfigError(
+                f"runs_folder: {settings.runs_folder} is another folder on the hosts, where ssh.folder is "
+                f"{cluster.ssh.folder}, than here; give an absolute path that all see"
+            )
         work = cluster.ssh.folder
     processes = _processes(settings, cluster)
     fits = _fits(settings, cluster, processes)
@@ -157,6 +161,8 @@ def _check_resume(settings: RunConfig, cluster: LaunchConfig, on: Target) -> Non
         return
     if cluster.max_restarts:
         again = f"max_restarts {cluster.max_restarts}, which starts the run again"
+    elif cluster.fewest_nodes < cluster.nodes:
+        again = f"min_nodes {cluster.min_nodes}, with which a node that comes back starts the run again"
     elif on in ("slurm", "kubernetes") and settings.training.stop_after is None:
         again = f"--on {on}, which starts a stopped job again"
     else:
@@ -214,9 +220,11 @@ def _script(job: Job, settings: RunConfig, on: Target) -> dict[str, str]:
 
 
 def _check_files(settings: RunConfig, job: Job, on: Target) -> None:
-    """Data and run folder where this machine sees them as the nodes do; pods have their own."""
-    from megamem.training.checks import check_run
+    """Data and run folder where this machine sees them as the nodes do; pods have their own. Kernels where it runs."""
+    from megamem.training.checks import check_kernels, check_run
 
+    if on == "local":
+        check_kernels(settings)
     if on in ("local", "slurm"):
         check_run(settings, job.cluster.nodes * job.processes)
 
@@ -262,13 +270,15 @@ def agent(
 ) -> None:
     """One node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
     from launchers.local import COMMAND, quiet_torch
+    from launchers.signals import heeded
 
-    for number in STOPS:  # until the agent takes them
+    for number in heeded():  # until the agent takes them
         signal.signal(number, lambda *_: sys.exit(STOPPED))
     if listen:
         threading.Thread(target=_listen, name="signals", daemon=True).start()
     with quiet_torch():
-        from launchers.agent import Node, run_agent
+        from launchers.agent import run_agent
+        from launchers.rendezvous import Node
     numbers = [int(number) for number in nodes.split(",") if number.isdigit()]
     if not numbers or ",".join(map(str, sorted({*numbers} - {0}))) != nodes:
         raise ConfigError(f"--nodes {nodes}: expected numbers in ascending order, such as 2,4")
@@ -289,6 +299,8 @@ def agent(
 
 def _listen() -> None:
     """Signals by name from whoever started this process, which may be unable to send them."""
+    from launchers.signals import STOPS
+
     names = {number.name: number for number in STOPS}
     for line in sys.stdin:
         if (number := names.get(line.strip())) is not None:

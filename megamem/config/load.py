@@ -21,15 +21,17 @@ C = TypeVar("C", bound=ConfigModel)
 Tree = dict[str, Any]
 
 
-class _FloatLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 2e-3 as text; researchers do not."""
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 2e-3 as text and 24:00:00 as a number to the base 60; researchers do not."""
 
 
-_FloatLoader.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
     list("-+0123456789"),
 )
+for digit in "0123456789":  # the first pattern that matches counts
+    _Loader.yaml_implicit_resolvers[digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
 
 
 def read_yaml(path: Path) -> Tree:
@@ -64,7 +66,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_FloatLoader)  # noqa: S506  (a SafeLoader with one more float form)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader with other forms of numbers)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""

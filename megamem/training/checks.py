@@ -14,10 +14,14 @@ from megamem.planning.parameters import parameter_counts
 from megamem.training.run_folder import check_run_folder
 
 
-def check_layout(config: RunConfig, processes: int) -> int:
-    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
+def check_kernels(config: RunConfig) -> None:
+    """What the run needs of the machine it runs on. Raises ConfigError."""
     check_backend(config.model.attention)
     check_recurrence(config.model.recurrence)
+
+
+def check_layout(config: RunConfig, processes: int) -> int:
+    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
     dp = data_parallel_size(processes, config.parallel.tp, config.parallel.pp, config.parallel.dp)
     try:
         config.accumulation_steps(dp)
@@ -27,7 +31,7 @@ def check_layout(config: RunConfig, processes: int) -> int:
 
 
 def check_run(config: RunConfig, processes: int) -> None:
-    """Everything about a run that can be refused before processes start. Raises MegamemError in one line."""
+    """What can be refused before processes start, but for `check_kernels`. Raises MegamemError in one line."""
     dp = check_layout(config, processes)
     mode = config.logging.wandb.mode
     if mode != "disabled" and find_spec("wandb") is None:

@@ -35,8 +35,8 @@ CASES = {"plain": (), "full": FULL, "no-gpu": ("kubernetes.gpus=0",), "once": ("
 def manifests(data, folder, *overrides):
     """What is written, read again."""
     with pytest.raises(typer.Exit):
-        launch(tiny_run(data, folder, name="Tiny_run.1"), [IMAGE, *overrides], on="kubernetes")
-    (path,) = (folder / "runs" / "Tiny_run.1" / "launch").glob("*/job.yaml")
+        launch(tiny_run(data, folder, name="1.Tiny_run"), [IMAGE, *overrides], on="kubernetes")
+    (path,) = (folder / "runs" / "1.Tiny_run" / "launch").glob("*/job.yaml")
     return list(yaml.safe_load_all(path.read_text()))
 
 
@@ -51,8 +51,8 @@ def test_an_indexed_job(data, tmp_path, case, version):
     assert [manifest["kind"] for manifest in found] == ["ConfigMap", "Service", "Job"]
     for manifest in found:
         kubernetes_validate.validate(manifest, version, strict=True)
-        # what the schema does not say: names become host names of pods, with an index
-        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
+        # what the schema does not say: a Service's name begins with a letter; names become host names, with an index
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
         assert len(manifest["metadata"]["name"]) <= 60
 
 

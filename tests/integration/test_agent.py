@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,8 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from launchers.agent import Node, run_agent
-from megamem.errors import STOPPED, DataError, MegamemError, NodesMissingError, StuckRankError
+from launchers import agent as agents
+from launchers.agent import run_agent
+from launchers.rendezvous import Node
+from megamem.errors import (
+    STOPPED,
+    CheckpointError,
+    DataError,
+    MegamemError,
+    NodesMissingError,
+    NonFiniteError,
+    StuckRankError,
+)
+from tests.integration.commands import environment
 from tests.integration.ports import free_port
 from tests.integration.ranks import CONTEXT
 
@@ -24,10 +36,13 @@ AGAIN = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 
 
 class Nodes:
-    """Agents on addresses of the loopback, whose ranks run a line of Python. A context manager."""
+    """Agents on addresses of the loopback, whose ranks run a line of Python. A context manager.
 
-    def __init__(self, folder: Path, line: str, nodes: int = 2, **settings) -> None:
-        self.folder = folder
+    ignored: signals that the agents were told to ignore; failed_s: what ranks get to end after others have failed.
+    """
+
+    def __init__(self, folder: Path, line: str, nodes: int = 2, ignored=(), failed_s: int = 30, **settings) -> None:
+        self.folder, self.more = folder, (ignored, failed_s)
         self.node = Node(
             **{
                 "processes": 1, "job": "test", "fits": (2,), "head": "127.0.0.2", "port": free_port(), "join_s": 60,
@@ -53,7 +68,8 @@ class Nodes:
         rank = len(self.agents)
         head = self.node.is_head and rank == 0
         node = replace(self.node, is_head=head, address=f"127.0.0.{2 + rank}")
-        process = CONTEXT.Process(target=_agent, args=(node, self.command, self.folder / f"out-{rank}"), daemon=True)
+        arguments = (node, self.command, self.folder / f"out-{rank}", *self.more)
+        process = CONTEXT.Process(target=_agent, args=arguments, daemon=True)
         process.start()
         self.agents.append(process)
 
@@ -74,7 +90,10 @@ class Nodes:
             time.sleep(0.05)
 
 
-def _agent(node: Node, command: list[str], out: Path) -> None:
+def _agent(node: Node, command: list[str], out: Path, ignored: tuple[signal.Signals, ...], failed_s: int) -> None:
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    agents._FAILED_S = failed_s
     for descriptor in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     try:
@@ -110,6 +129,34 @@ def test_the_code_that_says_more_is_that_of_all(tmp_path):
         assert nodes.codes() == [StuckRankError.exit_code] * 2
 
 
+def test_a_code_that_says_why_is_not_hidden_by_an_abort_elsewhere(tmp_path):
+    """As CUDA's ranks end when they lose a peer."""
+    line = (
+        f"print('begun', flush=True); os.abort() if {FIRST} else (time.sleep(1), sys.exit({NonFiniteError.exit_code}))"
+    )
+    with Nodes(tmp_path, line, max_restarts=3) as nodes:
+        assert nodes.codes() == [NonFiniteError.exit_code] * 2
+        assert nodes.output().count("begun") == 2
+
+
+def test_what_was_wrong_is_told_before_the_other_ranks_of_the_node_are_ended(tmp_path):
+    """The last rank does not listen to SIGTERM for longer than nodes wait for one another's words."""
+    line = (
+        "import signal; rank = os.environ['RANK']; signal.signal(15, signal.SIG_IGN); print('begun', flush=True); "
+        f"time.sleep({{'2': 3, '3': 12}}.get(rank, 3.5)); sys.exit({NonFiniteError.exit_code} if rank == '2' else 1)"
+    )
+    with Nodes(tmp_path, line, processes=2, max_restarts=3) as nodes:
+        assert nodes.codes() == [NonFiniteError.exit_code] * 2, nodes.output()
+        assert nodes.output().count("begun") == 4
+
+
+def test_a_rank_that_the_agent_ends_is_not_blamed(tmp_path):
+    line = f"time.sleep(300) if {FIRST} else sys.exit(1)"
+    with Nodes(tmp_path, line, nodes=1, processes=2, fits=(1,)) as nodes:
+        assert nodes.codes() == [MegamemError.exit_code]
+        assert nodes.output() == ""
+
+
 def test_a_killed_rank_is_named_with_its_host(tmp_path):
     line = f"time.sleep(1) if {FIRST} else os.kill(os.getpid(), 9); sys.exit(1)"
     with Nodes(tmp_path, line) as nodes:
@@ -138,15 +185,86 @@ def test_restarts_come_to_an_end(tmp_path):
 
 
 SAVES = (
-    "import signal; signal.signal(15, lambda *_: (time.sleep({seconds}), print('saved', flush=True), os._exit(75))); "
-    "print('begun', flush=True); time.sleep(300)"
+    "import signal; "
+    "signal.signal(15, lambda *_: (time.sleep({seconds}), print('saved', flush=True), os._exit({code}))); "
+    "print('begun', os.getpid(), flush=True); time.sleep(300)"
 )
+
+
+class TestStops:
+    """One node of one rank."""
+
+    def node(self, folder, seconds=0, code=STOPPED, **settings):
+        nodes = Nodes(folder, SAVES.format(seconds=seconds, code=code), nodes=1, fits=(1,), **settings)
+        nodes.wait_for("begun")
+        return nodes
+
+    def test_a_hangup_is_a_stop_too(self, tmp_path):
+        """Ranks save at SIGTERM and SIGINT only."""
+        with self.node(tmp_path) as nodes:
+            os.kill(nodes.agents[0].pid, signal.SIGHUP)
+            assert nodes.codes() == [STOPPED]
+            assert "saved" in nodes.output()
+
+    def test_a_signal_that_was_ignored_before_is_ignored(self, tmp_path):
+        with self.node(tmp_path, ignored=(signal.SIGHUP,)) as nodes:
+            os.kill(nodes.agents[0].pid, signal.SIGHUP)
+            assert nodes.codes(2) == [None], nodes.output()
+            os.kill(nodes.agents[0].pid, signal.SIGTERM)
+            assert nodes.codes() == [STOPPED]
+
+    def test_a_stop_whose_checkpoint_fails_says_so(self, tmp_path):
+        with self.node(tmp_path, code=CheckpointError.exit_code) as nodes:
+            os.kill(nodes.agents[0].pid, signal.SIGTERM)
+            assert nodes.codes() == [CheckpointError.exit_code]
+
+    def test_ranks_that_had_to_be_killed_have_not_saved(self, tmp_path):
+        """With STOPPED a scheduler would start the job again and again."""
+        with self.node(tmp_path, seconds=300, stop_s=1) as nodes:
+            os.kill(nodes.agents[0].pid, signal.SIGTERM)
+            assert nodes.codes() == [128 + signal.SIGKILL]
+            assert "megamem: rank 0 was killed by SIGKILL while it stopped; " in nodes.output()
+            assert "stop_seconds (1)" in nodes.output()
+
+    def test_no_number_of_signals_leaves_ranks_behind(self, tmp_path):
+        with self.node(tmp_path, seconds=300) as nodes:
+            rank = int(re.search(r"begun (\d+)", nodes.output())[1])
+            for _ in range(3):
+                os.kill(nodes.agents[0].pid, signal.SIGTERM)
+                assert nodes.codes(1.5)[0] in (None, 128 + signal.SIGKILL)  # signals within a second are one
+            assert nodes.codes() == [128 + signal.SIGKILL]
+            with pytest.raises(ProcessLookupError):
+                os.kill(rank, 0)
+
+
+def test_nohup_holds_before_ranks_are_there(tmp_path):
+    """The command of a node, which waits for another."""
+    words = ["-m", "megamem", "agent", "--nodes", "2", "--port", str(free_port()), "--", "doctor"]
+    command = ["nohup", sys.executable, *words]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not caught(process.pid, signal.SIGTERM):
+            assert time.monotonic() < deadline, process.poll()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == STOPPED
+
+
+def caught(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    found = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(found[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_node_gives_its_ranks_the_time_to_save(tmp_path):
     """And the other node, whose rank ends with STOPPED too, as ranks agree to, waits for it."""
-    line = f"exec({SAVES.format(seconds=3)!r}) if {FIRST} else (time.sleep(8), print('saved'), sys.exit({STOPPED}))"
+    saves = SAVES.format(seconds=3, code=STOPPED)
+    line = f"exec({saves!r}) if {FIRST} else (time.sleep(8), print('saved'), sys.exit({STOPPED}))"
     with Nodes(tmp_path, line, max_restarts=3) as nodes:
         nodes.wait_for("begun")
         os.kill(nodes.agents[0].pid, signal.SIGTERM)
@@ -189,17 +307,31 @@ def test_a_number_of_nodes_that_does_not_fit_says_which_would(tmp_path):
 
 @pytest.mark.slow
 def test_a_node_that_joins_later_is_no_stop(tmp_path):
-    """The ranks of both nodes end with STOPPED, as ranks agree to, when the first agent makes room for the third."""
+    """The ranks of both nodes end with STOPPED, as ranks agree to, when the first agent makes room for the third.
+
+    They get the time to save, not that of ranks whose peers have failed; and nothing has failed that could be counted.
+    """
     stop = tmp_path / "stop"
     line = (
         f"world = os.environ['WORLD_SIZE']; print('world', world, flush=True); world == '3' and sys.exit(0); "
         f"exec({JOINS.format(stop=str(stop))!r})"
     )
-    with Nodes(tmp_path, line, fits=(2, 3), max_restarts=1) as nodes:
+    with Nodes(tmp_path, line, fits=(2, 3), max_restarts=0, failed_s=1) as nodes:
         nodes.wait_for("(?s)world 2.*world 2")
         nodes.add()
         assert nodes.codes(120) == [0, 0, 0], nodes.output()
         assert nodes.output().count("world 3") == 3
+        assert nodes.output().count("saved") == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_would_not_fit_leaves_the_others_alone(tmp_path):
+    line = "print('world', os.environ['WORLD_SIZE'], flush=True); time.sleep(12)"
+    with Nodes(tmp_path, line, fits=(2, 4)) as nodes:
+        nodes.wait_for("(?s)world 2.*world 2")
+        nodes.add()
+        assert nodes.codes(120) == [0, 0, NodesMissingError.exit_code], nodes.output()
+        assert nodes.output().count("world") == 2
 
 
 JOINS = """
@@ -208,5 +340,7 @@ stop = pathlib.Path({stop!r})
 signal.signal(15, lambda *_: stop.touch())
 while not stop.exists():
     time.sleep(0.1)
+time.sleep(3)
+print('saved', flush=True)
 sys.exit(75)
 """

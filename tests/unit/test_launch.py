@@ -6,8 +6,6 @@ import json
 import re
 import secrets
 import shlex
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,46 +14,20 @@ import yaml
 
 from launchers import ssh
 from launchers.config import LaunchConfig
-from launchers.slurm import batch_script
 from launchers.snapshot import environment
-from megamem.cli_launch import _job, _load, _script, launch
+from megamem.cli_launch import _job, _load, launch
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
-from tests.integration.commands import run_tree, write_config
+from megamem.ops import attention
+from tests.unit.launch_helpers import option, script, small_run
 
 CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))
 
 
 @pytest.fixture
 def config(data, tmp_path):
-    """A run of 8 sequences a step, two rows at once."""
-    training = {"batch_tokens": 1024, "micro_batch_size": 2}
-    return write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", training=training))
-
-
-def script(config, on, *overrides, cluster=None):
-    """Text of what is written for a target."""
-    settings, nodes = _load(config, list(overrides), cluster)
-    files = _script(_job(settings, nodes, on), settings, on)
-    (text,) = files.values()
-    return text
-
-
-def options(text):
-    """The #SBATCH lines of a script."""
-    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
-    return {name: shlex.split(value)[0] if value else "" for name, value in found}
-
-
-def srun_task(text):
-    """Words of the srun command, and of the shell it runs on each node."""
-    words = shlex.split(re.search(r"^run (srun .*)$", text, re.MULTILINE)[1])
-    return words, shlex.split(words[-1])
-
-
-def option(words, name):
-    return words[words.index(name) + 1]
+    return small_run(data, tmp_path)
 
 
 class TestConfiguration:
@@ -85,6 +57,12 @@ class TestConfiguration:
             ("slurm", ["slurm.partion=gpu"], r"slurm\.partion: unknown key; did you mean 'partition'\?"),
             ("slurm", ["min_nodes=3", "nodes=2"], "min_nodes 3 is more than nodes 2"),
             ("slurm", ["slurm.time=tomorrow"], r"slurm\.time: .*\(got 'tomorrow'\)"),
+            (
+                "slurm",
+                ["slurm.time=10:00", "stop_seconds=540"],
+                r"slurm\.time 10:00 is 600 s, and a run would be stopped 600 s before that \(stop_seconds 540 and 60\)",
+            ),
+            ("slurm", ["slurm.mounts=[a]"], r"slurm\.mounts\.0: "),
             ("slurm", ["slurm.sbatch={nodes: 3}"], r"slurm\.sbatch: 'nodes' is set by the launcher"),
             ("slurm", ["slurm.sbatch={-N: 3}"], r"slurm\.sbatch: '-N' is no long option of sbatch"),
             ("slurm", ["slurm.partition=a b"], r"slurm\.partition: "),
@@ -113,11 +91,21 @@ class TestConfiguration:
             ("ssh", ["processes_per_node=1"], r"ssh\.hosts: 0 given, but nodes is 1"),
             ("ssh", ["nodes=2", "processes_per_node=1", "ssh.hosts=[a, a]"], r"ssh\.hosts: a, a names a host twice"),
             ("ssh", ["ssh.hosts=['-oProxyCommand=x']"], r"ssh\.hosts\.0: "),
+            (
+                "ssh",
+                ["ssh.hosts=[a]", "ssh.folder=/there", "runs_folder=runs"],
+                "runs_folder: runs is another folder on the hosts, where ssh.folder is /there",
+            ),
             ("kubernetes", [], r"kubernetes\.image: required"),
             (
                 "local",
                 ["checkpoint.resume=none"],
                 r"checkpoint\.resume: none does not go with max_restarts 3, .*; use auto",
+            ),
+            (
+                "ssh",
+                ["checkpoint.resume=none", "max_restarts=0", "nodes=2", "min_nodes=1", "ssh.hosts=[a, b]"],
+                r"checkpoint\.resume: none .* min_nodes 1, .*; use auto",
             ),
             (
                 "slurm",
@@ -137,6 +125,31 @@ class TestConfiguration:
         assert _job(*_load(config, once, None), "local").processes == 1
         assert _job(*_load(config, [*once, "training.stop_after=2"], None), "slurm").again is False
 
+    @pytest.mark.parametrize(
+        ("given", "text", "seconds"),
+        [
+            ("24:00:00", "24:00:00", 86_400),  # YAML 1.1 has numbers to the base 60
+            ("'24:00:00'", "24:00:00", 86_400),
+            ("10", "10", 600),
+            ("1:30", "1:30", 90),
+            ("2-12", "2-12", 216_000),
+            ("1-0:30", "1-0:30", 88_200),
+            ("0", "0", None),  # SLURM's word for no limit
+        ],
+    )
+    def test_a_time_limit_is_read_as_slurm_does(self, config, given, text, seconds):
+        slurm = _load(config, [f"slurm.time={given}", "stop_seconds=1"], None)[1].slurm
+        assert (slurm.time, slurm.time_s) == (text, seconds)
+
+    def test_kernels_are_those_of_the_machine_that_runs(self, config, monkeypatch):
+        """Not of the one that submits, which may have no device."""
+        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+        launch(config, ["model.attention=flash_attn"], on="slurm", dry_run=True)
+        with pytest.raises(typer.Exit):
+            launch(config, ["model.attention=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
+        with pytest.raises(ConfigError, match=r"model\.attention: flash_attn is not installed"):
+            launch(config, ["model.attention=flash_attn"], on="local")
+
     def test_node_counts_that_batch_and_layout_fit(self, config):
         def fits(*overrides):
             return _job(*_load(config, ["nodes=4", "processes_per_node=1", *overrides], None), "slurm").fits
@@ -144,124 +157,6 @@ class TestConfiguration:
         assert fits() == (4,)
         assert fits("min_nodes=1") == (1, 2, 4)  # 3 x 2 rows do not divide 8
         assert fits("min_nodes=2", "parallel.pp=2") == (2, 4)
-
-
-class TestSlurm:
-    def test_options(self, config, tmp_path):
-        text = script(
-            config, "slurm", "nodes=2", "processes_per_node=2", "stop_seconds=90", "slurm.partition=gpu",
-            "slurm.account=me", "slurm.time=1-12", "slurm.sbatch={gpus-per-node: 2, exclusive: null, comment: a b}",
-        )  # fmt: skip
-        found = options(text)
-        folder = str(tmp_path / "runs" / "run" / "launch")
-        assert found.pop("output").startswith(folder)
-        assert found == {
-            "job-name": "run", "nodes": "2", "ntasks-per-node": "1", "open-mode": "append", "requeue": "",
-            "signal": "B:TERM@90", "time": "1-12", "partition": "gpu", "account": "me", "gpus-per-node": "2",
-            "exclusive": "", "comment": "a b",
-        }  # fmt: skip
-        assert "no-kill" in options(script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=1"))
-
-    def test_each_node_runs_an_agent(self, config):
-        text = script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=2", "max_restarts=5", "port=30000")
-        words, task = srun_task(text)
-        assert words[:2] == ["srun", "--kill-on-bad-exit=0"]
-        assert words[-3:-1] == ["bash", "-c"]
-        assert task[:5] == ["exec", "python", "-m", "megamem", "agent"]
-        assert option(task, "--nodes") == "1,2"
-        assert option(task, "--processes") == "2"
-        assert option(task, "--max-restarts") == "5"
-        assert option(task, "--node-rank") == "$SLURM_NODEID"
-        assert task[task.index("--") + 1] == "train"
-        assert task[-1].endswith("/config.yaml")
-        assert "MEGAMEM_PORT=$((30000 + SLURM_JOB_ID % 1000))" in text
-
-    @pytest.mark.parametrize(
-        ("container", "words"),
-        [
-            ("pyxis", ["--container-image=/i m.sqsh"]),
-            ("apptainer", ["apptainer", "exec", "--nv", "/i m.sqsh"]),
-        ],
-    )
-    def test_modules_environment_and_containers(self, config, container, words):
-        image = words[-1].rpartition("=")[2].replace(" ", "")
-        text = script(
-            config, "slurm", "slurm.modules=[cuda/12.8]", "slurm.venv=/opt/my env", "environment={A: 'b c', N: 3}",
-            f"slurm.container={image}", f"slurm.container_with={container}",
-        )  # fmt: skip
-        assert "\nexport A='b c'\nexport N=3\nmodule load cuda/12.8\n" in text
-        assert "\nsource '/opt/my env/bin/activate'\n" in text
-        assert {word.replace(" ", "") for word in words} <= set(srun_task(text)[0])
-
-    @pytest.mark.parametrize("overrides", [(), ("training.stop_after=1",), ("slurm.container=a", "nodes=1")])
-    def test_bash_reads_it(self, config, overrides):
-        text = script(config, "slurm", *overrides)
-        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-
-    @pytest.mark.parametrize(
-        ("code", "state", "overrides", "requeued", "ends_with"),
-        [
-            (0, "RUNNING", (), False, 0),
-            (STOPPED, "RUNNING", (), True, STOPPED),
-            (STOPPED, "CANCELLED", (), False, STOPPED),
-            (STOPPED, "RUNNING", ("training.stop_after=1",), False, STOPPED),
-            (6, "RUNNING", (), True, 6),
-            (NodesMissingError.exit_code, "RUNNING", (), True, NodesMissingError.exit_code),
-            (137, "RUNNING", (), True, 137),
-            (6, "RUNNING", ("max_restarts=0",), False, 6),
-            *((code, "RUNNING", (), False, code) for code in sorted(FINAL)),
-        ],
-    )
-    def test_what_is_tried_again(self, config, tmp_path, code, state, overrides, requeued, ends_with):
-        """The script in a real shell, with SLURM's commands played by functions of it."""
-        text = script(config, "slurm", *overrides)
-        folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
-        folder.mkdir(parents=True)
-        log = tmp_path / "scontrol"
-        played = (
-            f"srun() {{ return {code}; }}; squeue() {{ echo {state}; }}\n"
-            f'scontrol() {{ [ "$1" = show ] && echo head-node || echo "$@" >> {log}; }}\n'
-        )
-        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
-        done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == ends_with, done.stderr
-        assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
-        failures = folder / "failures"
-        counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
-        assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
-
-    @pytest.mark.parametrize(
-        ("codes", "there", "calls", "ends_with"),
-        [
-            ([0, 0], False, ["ranks", "then"], 0),
-            ([5], False, ["ranks"], 5),
-            ([STOPPED], False, ["ranks"], STOPPED),
-            ([0, 3], False, ["ranks", "then"], 3),
-            ([0], True, ["then"], 0),
-        ],
-    )
-    def test_what_follows_the_run(self, config, tmp_path, codes, there, calls, ends_with):
-        """By one process of the first node, once the run is done, also if it was done before."""
-        settings, nodes = _load(config, [], None)
-        result = tmp_path / "the result.json"
-        job = replace(_job(settings, nodes, "slurm"), then=("study", "read", "a b"), result=result)
-        if there:
-            result.touch()
-        played = (
-            f"codes=({' '.join(map(str, codes))}); squeue() {{ echo RUNNING; }}; scontrol() {{ :; }}\n"
-            f'srun() {{ echo "$@" >> {tmp_path}/calls; return "${{codes[$(($(wc -l < {tmp_path}/calls) - 1))]}}"; }}\n'
-        )
-        job.folder.mkdir(parents=True)
-        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
-        done = subprocess.run(
-            ["bash"], input=played + batch_script(job), env=variables, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == ends_with, done.stderr
-        made = (tmp_path / "calls").read_text().splitlines()
-        alone = ["--nodes=1 --ntasks=1" in call and call.endswith(" python -m megamem study read a b") for call in made]
-        assert ["then" if one else "ranks" for one in alone] == calls
-        assert (job.folder / "ended").read_text() == f"{ends_with}\n"
 
 
 class TestSsh:
@@ -324,6 +219,12 @@ class TestKubernetes:
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
         fails = spec["podFailurePolicy"]["rules"][0]
         assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", sorted(FINAL))
+
+    def test_a_service_begins_with_a_letter(self, config):
+        _, service, _ = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, f"name=760m-{'elastic' * 6}"))
+        name = service["metadata"]["name"]
+        assert re.fullmatch(r"run-760m-[-a-z0-9]*[a-z0-9]", name)
+        assert len(name) <= 60
 
     def test_a_run_that_stops_itself_is_not_started_again(self, config):
         *_, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "training.stop_after=1"))

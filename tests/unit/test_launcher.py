@@ -1,35 +1,96 @@
-"""One exit code for a job from those of its ranks."""
+"""One exit code for a job from those of its ranks and nodes; the signals that stop it."""
 
+import os
 import signal
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
-from launchers.codes import of_ranks
-from megamem.errors import STOPPED, ConfigError, DataError, NonFiniteError, StuckRankError
+from launchers.codes import first_told, of_ranks, of_stopped, say_killed
+from launchers.ssh import _signals_passed_on
+from megamem.errors import STOPPED, CheckpointError, ConfigError, DataError, NonFiniteError, StuckRankError
+
+KILLED = 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize(
     ("codes", "code"),
     [
+        ({}, 0),
+        ({0: 0}, 0),
         ({0: 1}, 1),
+        ({0: 0, 1: 1}, 1),
         ({1: DataError.exit_code, 0: 1}, DataError.exit_code),
         # a rank that lost its peer may be seen to fail first
         ({0: 1, 1: NonFiniteError.exit_code}, NonFiniteError.exit_code),
         ({0: -signal.SIGKILL, 1: StuckRankError.exit_code}, StuckRankError.exit_code),
         ({0: STOPPED, 1: STOPPED}, STOPPED),
         ({0: ConfigError.exit_code}, ConfigError.exit_code),
+        ({3: -signal.SIGSEGV, 0: 1}, 128 + signal.SIGSEGV),
+        ({0: 1, 1: -signal.SIGKILL}, KILLED),
     ],
 )
-def test_a_telling_code_goes_first(codes, code, capsys):
+def test_a_telling_code_goes_first(codes, code):
     assert of_ranks(codes) == code
-    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ({}, STOPPED),
+        ({0: STOPPED, 1: STOPPED}, STOPPED),
+        # before they listened to signals, or because a peer ended
+        ({0: -signal.SIGTERM, 1: 1}, STOPPED),
+        ({0: STOPPED, 1: CheckpointError.exit_code}, CheckpointError.exit_code),
+        ({0: STOPPED, 1: -signal.SIGKILL}, KILLED),
+    ],
+)
+def test_a_stop_that_went_wrong_is_none(codes, code):
+    assert of_stopped(codes) == code
 
 
 def test_a_rank_killed_by_a_signal_is_named(capsys):
-    assert of_ranks({3: -signal.SIGSEGV, 0: 1}) == 128 + signal.SIGSEGV
-    assert capsys.readouterr().err == "megamem: rank 3 was killed by SIGSEGV\n"
+    codes = {0: 1, 3: -signal.SIGSEGV, 4: -signal.SIGKILL}
+    say_killed(codes, 128 + signal.SIGSEGV, " on a", "; and more")
+    assert capsys.readouterr().err == "megamem: rank 3 on a was killed by SIGSEGV; and more\n"
+    say_killed(codes, DataError.exit_code)
+    assert capsys.readouterr().err == ""
 
 
-def test_a_rank_that_lost_its_connection_first_does_not_hide_the_killed_one(capsys):
-    assert of_ranks({0: 1, 1: -signal.SIGKILL}) == 128 + signal.SIGKILL
-    assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+class TestWhatNodesTell:
+    def test_a_code_that_says_why_is_told_at_once(self):
+        store = HashStore()
+        assert first_told(store, lambda: (5, 0.0)) == 5
+        assert first_told(store, lambda: (6, 0.0)) == 5, "the first is that of all"
+
+    def test_another_is_kept_back_for_a_better_one(self):
+        """Of another node, or of another rank here that ends a little later."""
+        store = HashStore()
+        threading.Timer(0.3, lambda: store.set("code", "5")).start()
+        assert first_told(store, lambda: (1, 10.0)) == 5
+        begun = time.monotonic()
+        found = first_told(HashStore(), lambda: (5, 0.0) if time.monotonic() > begun + 0.3 else (1, 10.0))
+        assert found == 5
+        assert time.monotonic() < begun + 5
+
+    def test_but_not_for_ever(self):
+        assert first_told(HashStore(), lambda: (1, 0.2)) == 1
+
+
+@pytest.mark.parametrize(("handler", "told"), [(signal.SIG_IGN, []), (signal.SIG_DFL, ["SIGHUP"])])
+def test_ssh_passes_a_hangup_on_unless_it_is_ignored(handler, told):
+    """As under nohup."""
+    heard = []
+    host = SimpleNamespace(tell=heard.append, process=SimpleNamespace(poll=lambda: 0))
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with _signals_passed_on([host]):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+        assert heard == told
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
