@@ -22,6 +22,8 @@ SAME_BUDGET = 1.1
 """Largest over smallest training FLOPs of runs that count as one budget."""
 LINES = 10
 """Curves drawn through a law of several variables."""
+Sized = tuple[float, float, str]
+"""Size, loss and name of a run at a budget."""
 
 
 @dataclass
@@ -79,8 +81,8 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
         try:
             distinct(study, law, these)
             x = [[variable(record, name) for name in law.x] for record in these]
-            together = [record[RUN] for record in these] if law.points == "validation" else None
-            fits[group] = fit_law(x, [record[law.figure] for record in these], law.x, together), these
+            losses, named = [record[law.figure] for record in these], [record[RUN] for record in these]
+            fits[group] = fit_law(x, losses, law.x, named), these
         except FitError as error:
             result.notes.append(_unfitted(law, group, error))
     if not fits:
@@ -177,7 +179,7 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
             continue
         for budget, sized in budgets.items():
             try:
-                found.append(parabola(budget, [size for size, _ in sized], [loss for _, loss in sized]))
+                found.append(parabola(budget, sized))
             except FitError as error:
                 result.notes.append(_unfitted(law, group, error))
         law_of_size = None
@@ -211,21 +213,21 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
         result.plots.append(_growth(law, growth))
 
 
-def _final_budgets(law: LawConfig, these: Sequence[Record]) -> dict[float, list[tuple[float, float]]]:
-    """FLOPs -> (size, loss), of runs whose axis says which budget they had."""
+def _final_budgets(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
+    """By FLOPs, of runs whose axis says which budget they had."""
     assert law.axis is not None
-    found: dict[float, list[tuple[float, float]]] = {}
+    found: dict[float, list[Sized]] = {}
     for value in dict.fromkeys(record[law.axis] for record in these):
         here = [record for record in these if record[law.axis] == value]
         flops = [record["training_flops"] for record in here]
         if max(flops) > SAME_BUDGET * min(flops):
             raise FitError(f"{law.axis} {value} is no budget: its runs took {min(flops):.3g} to {max(flops):.3g} FLOPs")
-        found[mean(flops)] = [(variable(record, law.x[0]), record[law.figure]) for record in here]
+        found[mean(flops)] = [(variable(record, law.x[0]), record[law.figure], record[RUN]) for record in here]
     return dict(sorted(found.items()))
 
 
-def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[tuple[float, float]]]:
-    """FLOPs -> (size, loss), of each run whose validations lie on both sides of the budget."""
+def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
+    """By FLOPs, of each run whose validations lie on both sides of the budget."""
     by_run: dict[str, dict[float, float]] = {}
     sizes = {record[RUN]: variable(record, law.x[0]) for record in these}
     for record in these:
@@ -233,7 +235,7 @@ def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[t
     found = {}
     for budget in sorted(law.budgets):
         losses = {run: loss_at(budget, curve) for run, curve in by_run.items()}
-        found[budget] = [(sizes[run], loss) for run, loss in losses.items() if loss is not None]
+        found[budget] = [(sizes[run], loss, run) for run, loss in losses.items() if loss is not None]
     return found
 
 
