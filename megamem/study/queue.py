@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -20,7 +20,7 @@ from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import Journal
 from megamem.study.states import run_states
-from megamem.study.tasks import Task, keep_figures, partial_file, tasks
+from megamem.study.tasks import Task, elsewhere, keep_figures, open_partial, tasks
 from megamem.training.run_folder import RunLock
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -86,6 +86,10 @@ class Queue:
         self.devices: list[str] = []
         """For each run that may be started now, CUDA devices of its own; empty if all see the same ones."""
         self.held: dict[Task, str] = {}
+        self.split = False
+        """Whether runs have devices of their own."""
+        self.left: list[Task] = []
+        """Tasks of a queue that was killed, which go on: they take up room."""
         self.told: set[Task] = set()
         """Tasks that were said to wait for another process."""
 
@@ -98,18 +102,23 @@ class Queue:
             lock.take()
             check_not_submitted(self.study, runs)
             self.devices = shares(visible_devices(), self.study.parallel, max(ranks(run) for run in runs))
+            self.split = bool(self.devices)
             return self._run(tasks(self.study, runs))
 
     def _run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
         total = sum(1 + len(after) for _, after in planned)
-        following = {id(training): after for training, after in planned}
+        following = defaultdict(list, {id(training): after for training, after in planned})
         waiting: deque[Task] = deque()
         for training, after in planned:
             waiting.extend(self._remaining([training]) or self._remaining(after))
+        self.left = [task for task in waiting if elsewhere(task)]
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
         with self._signals(running):
             while running or (waiting and not self.stopping):
-                while len(running) < self.study.parallel and not self.stopping and (task := self._next(waiting)):
+                while self._room(len(running)) and not self.stopping and (task := self._next(waiting)):
+                    if task.done:  # by the process that was waited for
+                        waiting.extendleft(reversed(self._remaining([task]) or self._remaining(following[id(task)])))
+                        continue
                     running[task] = self._start(task)
                     self.journal.began(task.run.name, task.reading)
                     if self.stopping:  # the signal came while it was started
@@ -122,7 +131,7 @@ class Queue:
                         self.devices.append(self.held.pop(task))
                     self.journal.ended(task.run.name, task.reading, job.returncode)
                     if self._finished(task, job.returncode):
-                        waiting.extendleft(reversed(self._remaining(following.get(id(task), []))))
+                        waiting.extendleft(reversed(self._remaining(following[id(task)])))
                     elif not self.stopping and task.failures <= self.study.retries and job.returncode not in FINAL:
                         waiting.appendleft(task)
                     elif not self.stopping:
@@ -132,21 +141,21 @@ class Queue:
         self.outcome.stopped = self.stopping
         return self.outcome
 
+    def _room(self, running: int) -> bool:
+        """Whether one more may be started. Which devices the runs have that a queue left going on is not known."""
+        self.left = [task for task in self.left if elsewhere(task)]
+        for task in self.left:
+            if task not in self.told:
+                self.told.add(task)
+                self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
+        return running + len(self.left) < self.study.parallel and not (self.split and self.left)
+
     def _next(self, waiting: deque[Task]) -> Task | None:
-        """Take the first task whose run nobody writes: a queue that was killed leaves its runs going on."""
-        for task in waiting:
-            try:
-                if (task.run.folder / "lock").exists():
-                    with RunLock(task.run.folder) as lock:
-                        lock.take()
-            except RunFolderError:
-                if task not in self.told:
-                    self.told.add(task)
-                    self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
-                continue
+        """Take the first task whose run nobody writes."""
+        task = next((task for task in waiting if not elsewhere(task)), None)
+        if task is not None:
             waiting.remove(task)
-            return task
-        return None
+        return task
 
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
         """Those without a result; the others count as done."""
@@ -160,9 +169,7 @@ class Queue:
         if self.devices:
             own[DEVICES] = self.held[task] = self.devices.pop()
         log = task.log.open("ab")
-        partial = partial_file(task)
-        partial.unlink(missing_ok=True)  # a reading that a killed queue left behind writes to the old one
-        out: Any = log if task.change is None else partial.open("wb")
+        out = log if task.change is None else open_partial(task)
         job = subprocess.Popen(
             [*processes.COMMAND, *task.command],
             stdout=out,

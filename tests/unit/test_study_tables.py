@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 
 import pytest
 import typer
+import yaml
 
 from megamem import cli_study
 from megamem.errors import ConfigError
 from megamem.study import tasks as processes
 from megamem.study.collect import records
-from megamem.study.grid import planned_runs
+from megamem.study.grid import load_study, planned_runs
+from megamem.study.report import write_report
 from megamem.study.states import run_states
-from megamem.study.tables import as_json, cells, plots
+from megamem.study.tables import as_json, cells, filled, markdown, plots
+from megamem.study.tasks import changes_of, plain, reading_file
 from tests.finished_study import STUDY, finished_study, write_study
+from tests.unit.test_study import RUN as PAIR_RUN
+from tests.unit.test_study import STUDY as PAIR
 
 TABLE = STUDY["tables"][0]
 FAILED = "huge-elastic-1"
@@ -27,6 +33,73 @@ def made(tmp_path):
     study = finished_study(tmp_path, laws=[])
     runs = planned_runs(study)
     return study, run_states(study, runs), records(study, runs)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """The same of a study of two seeds with readings; losses are the seed, one more if wide, one more with a memory."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PAIR_RUN))
+    tree = {**PAIR, "folder": str(tmp_path / "studies")}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    study = load_study(tmp_path / "study.yaml")
+    runs = planned_runs(study)
+    for run in runs:
+        loss = int(run.labels["seed"]) + (run.labels["width"] == "wide") + (run.labels["model"] == "memory")
+        run.folder.mkdir(parents=True)
+        (run.folder / "result.json").write_text(json.dumps({"val_loss": loss, "picture": "x.png", "ok": True}))
+        for name, change in changes_of(study, run).items():
+            reading_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
+    return study, run_states(study, runs), records(study, runs)
+
+
+def test_cells_are_means_over_seeds(pair):
+    study, states, found = pair
+    losses = cells(study, study.tables[0], states, found)
+    assert losses["memory", "wide"].values == (5.0, 6.0)
+    assert losses["memory", "wide"].mean == 5.5
+    assert losses["memory", "wide"].spread == pytest.approx(0.5**0.5)
+    assert ("plain", "wide") not in losses
+    text = markdown(study.tables[0], filled(study, study.tables[0], losses))
+    assert "| model | narrow | wide | wide, published |" in text
+    assert "| memory | 4.5 ± 0.71 | 5.5 ± 0.71 | 1.5 |" in text
+    assert "| plain | 3.5 ± 0.71 |  |  |" in text
+    read = cells(study, study.tables[1], states, found)
+    assert read["memory", "uniform"].values == (7.0, 7.0)
+
+
+def test_differences_are_paired_by_seed(pair):
+    study, states, found = pair
+    table = study.tables[0].model_copy(update={"against": "plain", "paper": {}})
+    paired = cells(study, table, states, found)
+    assert set(paired) == {("memory", "narrow")}, "wide has nothing to be compared with"
+    assert paired["memory", "narrow"].values == (1.0, 1.0)
+    assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
+    assert "`val_loss` minus that of plain, seed by seed" in filled(study, table, paired).note
+    # a seed that one of the two has no figure of is in no difference
+    del found[0]["val_loss"]
+    assert cells(study, table, states, found)["memory", "narrow"].seeds == ("4",)
+
+
+def test_a_report_before_anything_has_run(tmp_path):
+    study = write_study(tmp_path, laws=[])
+    text, folder = write_report(study)
+    assert text == ""
+    assert "16 runs: 16 waiting" in (folder / "report.html").read_text()
+
+
+def test_the_report(pair):
+    study, _, _ = pair
+    text, folder = write_report(study)
+    assert "### Losses" in text
+    assert (folder / "tables.md").read_text() == text
+    data = json.loads((folder / "records.json").read_text())
+    assert len(data["records"]) == 10
+    assert data["tables"][0]["cells"][0] == {
+        "row": "plain", "column": "narrow", "mean": 3.5, "spread": pytest.approx(0.5**0.5), "values": [3.0, 4.0],
+        "seeds": ["3", "4"], "missing": {}, "published": None,
+    }  # fmt: skip
+    for name in ("losses", "read"):
+        assert (folder / f"{name}.png").stat().st_size > 10_000
 
 
 def test_cells_that_mix_axes_are_refused_before_anything_runs(tmp_path, monkeypatch):
