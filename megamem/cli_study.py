@@ -29,7 +29,7 @@ def run(
     overrides: Overrides = None,
     on: Annotated[Literal["local", "slurm"], typer.Option(help="where runs are started")] = "local",
     cluster: Annotated[Path | None, typer.Option(help="YAML file of the cluster, as in configs/clusters/")] = None,
-    again: Annotated[bool, typer.Option("--again", help="with slurm: submit runs that failed for good too")] = False,
+    again: Annotated[bool, typer.Option("--again", help="start what failed for good too")] = False,
 ) -> None:
     """Train and read everything that is not done yet, then write the report. Start it again to go on.
 
@@ -38,17 +38,16 @@ def run(
     if on == "slurm":
         _submit(study, overrides or [], cluster, again)
         return
-    if cluster or again:
-        raise ConfigError(f"{'--cluster' if cluster else '--again'}: goes with --on slurm only; leave it out")
+    if cluster:
+        raise ConfigError("--cluster: goes with --on slurm only; leave it out")
     from megamem.study.queue import Queue
 
     settings, runs = _planned(study, overrides)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         item = bar.add_task(settings.name, total=None)
-        outcome = Queue(
-            settings, bar.console.print, lambda done, total: bar.update(item, completed=done, total=total)
-        ).run(runs)
+        moved = lambda done, total: bar.update(item, completed=done, total=total)  # noqa: E731
+        outcome = Queue(settings, bar.console.print, moved, again).run(runs)
     for task in outcome.failed:
         console.print(f"failed: {task.name}; see {task.log}")
     if outcome.stopped:
@@ -104,7 +103,8 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
 
     settings = load_study(study, tuple(overrides or ()))
     for state in run_states(settings, planned_runs(settings)):
-        where = {"state": state.state, "done": state.state == "done", "step": state.step, "failures": state.failures}
+        where = {"state": state.state, "done": state.complete, "step": state.step, "failures": state.failures}
+        where |= {"readings": dict(zip(("done", "of"), state.readings, strict=True))}
         where |= {"job": state.jobs[-1].number} if state.jobs else {}
         console.file.write(json.dumps({"run": state.run.name, **state.run.labels, **where}) + "\n")
 

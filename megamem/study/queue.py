@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 import torch
 
-from megamem.errors import FINAL, STOPPED, RunFolderError
+from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.study.journal import Journal
+from megamem.study.journal import History, Journal, read_journal
 from megamem.study.states import run_states
 from megamem.study.tasks import Task, elsewhere, keep_figures, open_partial, tasks
 from megamem.training.run_folder import RunLock
@@ -41,9 +41,20 @@ def study_lock(study: StudyConfig) -> RunLock:
 
 
 def check_not_submitted(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise RunFolderError if a run is a job that SLURM has not done with."""
-    for state in run_states(study, runs):
-        if state.state in ("queued", "running"):
+    """Raise RunFolderError if a run is a job that SLURM has not done with, or SLURM does not say.
+
+    Where squeue is not installed no job of this machine's runs is waited for.
+    """
+    try:
+        states = run_states(study, runs, sure=True)
+    except DependencyError:
+        return
+    except MegamemError as error:
+        raise RunFolderError(
+            f"{study_folder(study)}: SLURM may have runs of it and does not answer ({error})"
+        ) from None
+    for state in states:
+        if state.in_queue:
             raise RunFolderError(
                 f"{state.run.folder}: is job {state.jobs[-1].number} of SLURM, {state.state}; "
                 "go on with --on slurm, or scancel it first"
@@ -78,10 +89,18 @@ def shares(devices: Sequence[str], parallel: int, each: int) -> list[str]:
 class Queue:
     """Starts tasks in order, at most `parallel` at a time; a reading waits for its training."""
 
-    def __init__(self, study: StudyConfig, said: Callable[[str], None], moved: Callable[[int, int], None]) -> None:
-        self.study, self.said, self.moved = study, said, moved
+    def __init__(
+        self,
+        study: StudyConfig,
+        said: Callable[[str], None],
+        moved: Callable[[int, int], None],
+        again: bool = False,
+    ) -> None:
+        """said: told what happens; moved: how many are done, of how many. again: start what failed for good too."""
+        self.study, self.said, self.moved, self.again = study, said, moved, again
         self.outcome = Outcome()
         self.journal = Journal(study_folder(study))
+        self.before = read_journal(study_folder(study))
         self.stopping = False
         self.devices: list[str] = []
         """For each run that may be started now, CUDA devices of its own; empty if all see the same ones."""
@@ -110,7 +129,7 @@ class Queue:
         following = defaultdict(list, {id(training): after for training, after in planned})
         waiting: deque[Task] = deque()
         for training, after in planned:
-            waiting.extend(self._remaining([training]) or self._remaining(after))
+            waiting.extend(self._remaining([training]) or (self._remaining(after) if training.done else []))
         self.left = [task for task in waiting if elsewhere(task)]
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
         with self._signals(running):
@@ -158,9 +177,27 @@ class Queue:
         return task
 
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
-        """Those without a result; the others count as done."""
-        self.outcome.done.extend(task for task in these if task.done)
-        return [task for task in these if not task.done]
+        """Those to be started; the others count as done or, as after an earlier call, as failed for good."""
+        found = []
+        for task in these:
+            if task.done:
+                self.outcome.done.append(task)
+            elif self._given_up(task):
+                self.outcome.failed.append(task)
+            else:
+                found.append(task)
+        return found
+
+    def _given_up(self, task: Task) -> bool:
+        """Whether it failed in earlier calls as often as it may. A run whose folder was removed begins anew."""
+        past = self.before.get((task.run.name, task.reading), History())
+        if self.again or not task.run.folder.exists():
+            return False
+        task.failures = past.failures
+        if past.state != "failed" or not (past.code in FINAL or past.failures > self.study.retries):
+            return False
+        self.said(f"{task.name}: failed ({past.code}) in an earlier call; --again starts it once more")
+        return True
 
     def _start(self, task: Task) -> tuple[subprocess.Popen[bytes], BinaryIO]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

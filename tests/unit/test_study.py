@@ -340,6 +340,13 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     assert (failed.run.name, failed.state, failed.readings) == ("memory-wide-3", "failed", (0, 1))
     assert failed.failures == (f"trained: exit code {code}",)
     assert len(outcome.done) == 8, "everything else, but for its reading"
+    later, said, _ = run(study)
+    assert [task.name for task in later.failed] == ["memory-wide-3"], "still"
+    assert said == [f"memory-wide-3: failed ({code}) in an earlier call; --again starts it once more"]
+    assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
+    monkeypatch.delenv("ALWAYS_FAILS")
+    mended = Queue(study, print, lambda done, total: None, again=True).run(planned_runs(study))
+    assert (len(mended.done), mended.failed) == (10, [])
 
 
 def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
