@@ -120,7 +120,7 @@ RESAMPLES_WITH_MINIMUM = 0.95
 def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
     """Tokens after which a curve, loss by tokens, first is at or below `target`; None if never.
 
-    Between two points along log tokens. At most that many where already the first point is.
+    Between two points along log tokens. At most that many where already the first point is: see `at_once`.
     """
     before: tuple[float, float] | None = None
     for tokens, loss in sorted(curve.items()):
@@ -128,6 +128,11 @@ def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
             return tokens if before is None else _between(target, before, (tokens, loss))
         before = tokens, loss
     return None
+
+
+def at_once(target: float, curve: Mapping[float, float]) -> bool:
+    """Whether the first point of a curve, loss by tokens, is at or below `target`: when it got there is not known."""
+    return bool(curve) and curve[min(curve)] <= target
 
 
 def loss_at(tokens: float, curve: Mapping[float, float]) -> float | None:

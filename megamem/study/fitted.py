@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megamem.study.budgets import BestSize, Parabola, best_size, loss_at, parabola, tokens_to
+from megamem.study.budgets import BestSize, Parabola, at_once, best_size, loss_at, parabola, tokens_to
 from megamem.study.collect import RUN, Record
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.grid import PlannedRun, describe
@@ -279,19 +279,31 @@ def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record
         taken = {
             value: {seed: tokens_to(target, curve) for seed, curve in seeds.items()} for value, seeds in known.items()
         }
+        soon = {value: any(at_once(target, curve) for curve in seeds.values()) for value, seeds in known.items()}
         ratios = {value: _ratios(taken.get(value, {}), taken.get(law.against or "", {})) for value in compared}
-        cells = [_spread(list(taken.get(value, {}).values()), ",.0f") for value in values]
-        cells += [_spread(ratios[value], ".2f") for value in compared]
+        cells = [_bound(soon.get(v, False), False) + _spread(list(taken.get(v, {}).values()), ",.0f") for v in values]
+        for value in compared:
+            sign = _bound(soon.get(value, False), soon.get(law.against or "", False))
+            cells.append(sign + _spread(ratios[value], ".2f"))
         result.rows.append([describe(labels) or "all", f"{target:.4f}", *cells])
-        result.data.append({"labels": labels, "loss": target, "tokens": taken, "ratios": ratios})
+        at_most = [value for value, first in soon.items() if first]
+        result.data.append({"labels": labels, "loss": target, "tokens": taken, "at_most": at_most, "ratios": ratios})
         name = "-".join([law.name, *labels.values()])
         result.plots.append(_curves_plot(law, name, describe(labels), target, known))
     result.notes.append(f"Training tokens until `{law.figure}` is at the loss, mean ± standard deviation over seeds.")
+    if any(row["at_most"] for row in result.data):
+        result.notes.append("≤, ≥, ?: a curve's first point is at the loss already; when it got there is not known.")
 
 
-def _ratios(taken: Mapping[str, float | None], reference: Mapping[str, float | None]) -> list[float]:
-    """Seed by seed, where both got there."""
-    return [tokens / base for seed, tokens in taken.items() if tokens and (base := reference.get(seed))]
+def _ratios(taken: Mapping[str, float | None], reference: Mapping[str, float | None]) -> list[float | None]:
+    """Seed by seed; None where one of the two never got there."""
+    pairs = [(tokens, reference[seed]) for seed, tokens in taken.items() if seed in reference]
+    return [tokens / base if tokens and base else None for tokens, base in pairs]
+
+
+def _bound(above: bool, below: bool) -> str:
+    """Before a figure whose numerator or denominator is known to be at most so much."""
+    return "? " if above and below else "≤ " if above else "≥ " if below else ""
 
 
 def _spread(values: Sequence[float | None], form: str) -> str:

@@ -151,10 +151,15 @@ def elsewhere(task: Task) -> bool:
         with partial.open("rb") as file:
             if not _lock(file):
                 return True
-    if not (task.run.folder / "lock").exists():
+    return written(task.run.folder)
+
+
+def written(folder: Path) -> bool:
+    """Whether a training writes this run folder."""
+    if not (folder / "lock").exists():
         return False
     try:
-        with RunLock(task.run.folder) as lock:
+        with RunLock(folder) as lock:
             lock.take()
     except RunFolderError:
         return True

@@ -161,13 +161,38 @@ def test_laws_of_final_points(study):
     alone = results(study, kind="iso_flop", x=("parameters",), axis="size", per="memory")
     assert "budget 2.34e+08: a parabola needs at least 3 sizes, got 1" in alone.notes[0]
     taken = results(study, kind="tokens_to_loss", per="memory", axis="size", target=9.0)
-    assert taken.rows == [["all", "9.0000", "4,096 ± 0", "4,096 ± 0"]], "every run gets there at once"
+    assert taken.rows == [["all", "9.0000", "≤ 4,096 ± 0", "≤ 4,096 ± 0"]], "every run gets there at once"
     assert results(study, kind="tokens_to_loss", per="memory", axis="size", target=0.1).rows[0][2:] == ["never"] * 2
     missing = results(study, kind="power", x=("parameters",), figure="accuracy")
     assert missing.notes == ["not fitted: 'accuracy' is not among a run's figures"]
     assert results(study, kind="power", x=("depth",)).notes[0].startswith("not fitted: x: 'depth' is neither")
     curve = results(study, kind="power", x=("training_tokens",), points="validation", figure="val_accuracy")
     assert curve.notes == ["not fitted: no line with 'val_accuracy' in metrics.jsonl of a finished run yet"]
+
+
+def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
+    """Curves of two seeds: with the memory one never gets to the loss, without it one is there at its first point."""
+    study = finished_study(tmp_path, axes={"memory": STUDY["axes"]["memory"]}, tables=[], laws=[])
+    curves = {"none-0": (3.0, 2.0), "none-1": (2.0, 2.0), "elastic-0": (3.0, 2.6), "elastic-1": (3.0, 2.0)}
+    for run in planned_runs(study):
+        lines = [{"step": i + 1, "tokens": 100 * 4**i, "val_loss": loss} for i, loss in enumerate(curves[run.name])]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run.folder / "result.json").write_text('{"val_loss": 2.0}')
+
+    def taken(against, target):
+        return results(study, kind="tokens_to_loss", points="validation", per="memory", against=against, target=target)
+
+    # half way along log tokens between 100 and 400
+    never = taken("none", 2.5)
+    assert never.rows == [["all", "2.5000", "≤ 150 ± 71", "200 (1 never)", "≥ 2.00 (1 never)"]]
+    assert never.data[0]["ratios"] == {"elastic": [None, pytest.approx(2.0)]}
+    assert never.data[0]["at_most"] == ["none"]
+    assert never.notes[1].startswith("≤, ≥, ?: a curve's first point is at the loss already")
+    assert taken("elastic", 2.5).rows[0][-1] == "≤ 0.50 (1 never)"
+    assert taken("none", 3.5).rows[0][2:] == ["≤ 100 ± 0", "≤ 100 ± 0", "? 1.00 ± 0.00"]
+    assert len(taken("none", 2.8).notes) == 2
+    (next(run for run in planned_runs(study) if run.name == "none-1").folder / "metrics.jsonl").unlink()
+    assert len(taken("none", 2.8).notes) == 1, "nothing is a bound"
 
 
 # --- where runs stand ---
