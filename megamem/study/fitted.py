@@ -15,7 +15,7 @@ from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.grid import PlannedRun, describe
 from megamem.study.laws import Fit, FitError, fit_law
 from megamem.study.plots import Plot, Series
-from megamem.study.points import curves, distinct, grouped, others, points, variable
+from megamem.study.points import curves, distinct, grouped, others, points, together, variable
 from megamem.study.tables import axis_values
 
 SAME_BUDGET = 1.1
@@ -68,8 +68,9 @@ def _by_group(study: StudyConfig, law: LawConfig, kept: Sequence[Record]) -> dic
     return {name: groups[name] for name in order if name in groups}
 
 
-def _unfitted(law: LawConfig, group: str, error: FitError) -> str:
-    return f"{law.per} {group}: not fitted: {error}" if law.per else f"not fitted: {error}"
+def _said(law: LawConfig, group: str, words: str) -> list[str]:
+    """Words about a group; nothing if there are none."""
+    return [f"{law.per} {group}: {words}" if law.per else words] if words else []
 
 
 # --- sums of powers ---
@@ -80,18 +81,19 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
     for group, these in _by_group(study, law, kept).items():
         try:
             distinct(study, law, these)
+            result.notes += _said(law, group, together(study, law, these))
             x = [[variable(record, name) for name in law.x] for record in these]
             losses, named = [record[law.figure] for record in these], [record[RUN] for record in these]
             fits[group] = fit_law(x, losses, law.x, named), these
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
     if not fits:
         return
     columns = []
     for group, (fit, _) in fits.items():
         if fit.undecided:
-            where = f"{law.per} {group}: " if law.per else ""
-            result.notes.append(f"{where}the losses do not decide the exponent of {' and '.join(fit.undecided)}")
+            names = " and ".join(fit.undecided)
+            result.notes += _said(law, group, f"the losses do not decide the exponent of {names}")
         estimates = fit.estimates
         if len(law.x) == 2:
             estimates[f"best {law.x[0]} by compute"] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
@@ -173,24 +175,23 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
         found = []
         try:
             distinct(study, law, these)
+            result.notes += _said(law, group, together(study, law, these))
             budgets = _final_budgets(law, these) if law.axis else _interpolated(law, these)
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
             continue
         for budget, sized in budgets.items():
             try:
                 found.append(parabola(budget, sized))
             except FitError as error:
-                result.notes.append(_unfitted(law, group, error))
+                result.notes += _said(law, group, f"not fitted: {error}")
         law_of_size = None
         try:
             law_of_size = best_size(found)
-            result.notes.append(
-                f"{law.per + ' ' + group + ': ' if law.per else ''}best {law.x[0]} = {law_of_size.scale:.3g} x "
-                f"FLOPs^{law_of_size.exponent}"
-            )
+            growing = f"best {law.x[0]} = {law_of_size.scale:.3g} x FLOPs^{law_of_size.exponent}"
+            result.notes += _said(law, group, growing)
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
         growth[group] = found, law_of_size
     result.heads = [law.per or "law", "FLOPs", f"best {law.x[0]}", f"{law.figure} there", "points"]
     for group, (found, law_of_size) in growth.items():

@@ -24,6 +24,7 @@ from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs
 from megamem.study.journal import Journal, last_words, read_journal
 from megamem.study.plots import Plot, Series, plotly_figure
+from megamem.study.points import together
 from megamem.study.states import run_states
 from tests.finished_study import LAWS, STUDY, finished_study, quick_report
 
@@ -168,6 +169,22 @@ def test_laws_of_final_points(study):
     assert results(study, kind="power", x=("depth",)).notes[0].startswith("not fitted: x: 'depth' is neither")
     curve = results(study, kind="power", x=("training_tokens",), points="validation", figure="val_accuracy")
     assert curve.notes == ["not fitted: no line with 'val_accuracy' in metrics.jsonl of a finished run yet"]
+
+
+def test_points_of_several_kinds_of_model_are_said(study):
+    """A memory with parameters of its own: no two models have the same x, and one law would go through all."""
+    found = records(study, planned_runs(study))
+    for record in found:
+        record["parameters"] += 100 * (record["memory"] == "elastic")
+    none = [record for record in found if record["memory"] == "none"]
+    config = LawConfig(name="law", title="Law", kind="iso_flop", x=("parameters",), axis="size")
+    one = study.model_copy(update={"laws": (config,)})
+    (mixed,) = fitted_laws(one, [], found)
+    values = "size (small, medium, large, huge) and memory (none, elastic)"
+    said = f"one law through {values}; where their laws may differ make one `per`, or choose under where"
+    assert mixed.notes[0] == said
+    assert together(one, config, none) == ""
+    assert together(one, config.model_copy(update={"per": "memory"}), found) == ""
 
 
 def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
