@@ -20,6 +20,8 @@ from megamem.study.tables import axis_values
 
 SAME_BUDGET = 1.1
 """Largest over smallest training FLOPs of runs that count as one budget."""
+SIZES = {"parameters", "non_embedding_parameters"}
+"""Times tokens they are in proportion to training compute."""
 LINES = 10
 """Curves drawn through a law of several variables."""
 Sized = tuple[float, float, str]
@@ -54,11 +56,21 @@ def fitted_laws(study: StudyConfig, runs: Sequence[PlannedRun], found: Sequence[
     for law in study.laws:
         result = LawResult(law)
         try:
-            kinds[law.kind](study, result, points(study, law, runs, found))
+            kept = points(study, law, runs, found)
+            kinds[law.kind](study, result, kept)
+            result.notes += _decaying(law, runs, kept)
         except FitError as error:
             result.notes.append(f"not fitted: {error}")
         results.append(result)
     return results
+
+
+def _decaying(law: LawConfig, runs: Sequence[PlannedRun], kept: Sequence[Record]) -> list[str]:
+    """Said where validations are not what runs of that length would have reached."""
+    names = {record[RUN] for record in kept} if law.points == "validation" else set()
+    decaying = sum(run.name in names and run.config.optimizer.min_lr_ratio < 1 for run in runs)
+    said = f"the learning rate of {decaying} of {len(names)} runs decays (optimizer.min_lr_ratio below 1)"
+    return [f"{said}: a run that ended at a validation would have had another loss"] if decaying else []
 
 
 def _by_group(study: StudyConfig, law: LawConfig, kept: Sequence[Record]) -> dict[str, list[Record]]:
@@ -89,14 +101,17 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
             result.notes += _said(law, group, f"not fitted: {error}")
     if not fits:
         return
-    columns = []
+    # only of these two compute is the product
+    best = f"best {law.x[0]} by compute"
+    of_compute = len(law.x) == 2 and "training_tokens" in law.x and not SIZES.isdisjoint(law.x)
+    columns: list[dict[str, str]] = []
     for group, (fit, _) in fits.items():
         if fit.undecided:
             names = " and ".join(fit.undecided)
             result.notes += _said(law, group, f"the losses do not decide the exponent of {names}")
         estimates = fit.estimates
-        if len(law.x) == 2:
-            estimates[f"best {law.x[0]} by compute"] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
+        if of_compute and not fit.undecided:
+            estimates[best] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
         columns.append({name: str(e) for name, e in estimates.items()})
         columns[-1] |= {"points": str(fit.points), "residual": f"{fit.residual:.2%}"}
         result.data.append(
@@ -104,14 +119,15 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
             | {name: [e.value, e.low, e.high] for name, e in estimates.items()}
         )
     result.heads = [law.per or "", *(group or law.figure for group in fits)]
-    result.rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    most = max(columns, key=len)
+    result.rows = [[name, *(column.get(name, "") for column in columns)] for name in most]
     terms = " + ".join(f"scale / {name}^exponent" for name in law.x)
     result.notes.insert(0, f"`{law.figure}` = floor + {terms}; 90 % intervals by bootstrap in brackets.")
-    if len(law.x) == 2:
+    if best in most:
         result.notes.insert(
             1,
             f"Where compute is proportional to {law.x[0]} times {law.x[1]}, the best {law.x[0]} grows as compute to "
-            f"the power under `best {law.x[0]} by compute`.",
+            f"the power under `{best}`.",
         )
     if len(law.x) == 1:
         series = [
