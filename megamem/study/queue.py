@@ -41,7 +41,7 @@ def study_lock(study: StudyConfig) -> RunLock:
 
 
 def check_not_submitted(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise RunFolderError if a run is a job that SLURM has not done with, or SLURM does not say.
+    """Raise RunFolderError if a run is a job that SLURM has not done with, or that is not known.
 
     Where squeue is not installed no job of this machine's runs is waited for.
     """
@@ -50,9 +50,7 @@ def check_not_submitted(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
     except DependencyError:
         return
     except MegamemError as error:
-        raise RunFolderError(
-            f"{study_folder(study)}: SLURM may have runs of it and does not answer ({error})"
-        ) from None
+        raise RunFolderError(f"{study_folder(study)}: SLURM may have runs of it: {error}") from None
     for state in states:
         if state.in_queue:
             raise RunFolderError(

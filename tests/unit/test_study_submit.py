@@ -271,7 +271,7 @@ def test_a_cluster_that_does_not_answer(path, cluster, monkeypatch):
     assert cluster.submitted == 2, "nothing is submitted blindly"
     assert {state.state for state in states(path).values()} == {"submitted"}
     study = load_study(path)
-    with pytest.raises(RunFolderError, match=r"SLURM may have runs of it and does not answer .*Unable to contact"):
+    with pytest.raises(RunFolderError, match=r"SLURM may have runs of it: squeue .*Unable to contact"):
         check_not_submitted(study, planned_runs(study))
     (cluster.folder / "squeue").unlink()
     monkeypatch.setenv("PATH", str(cluster.folder))
@@ -303,6 +303,21 @@ def test_what_sbatch_refuses_is_left_for_the_next_call(path, cluster):
     (cluster.folder / "sbatch").write_text(sbatch)
     submit(path)
     assert cluster.submitted == 2
+
+
+def test_a_number_that_was_lost(path, cluster):
+    """The command was killed between sbatch and the file: nobody knows whether SLURM has the job."""
+    submit(path)
+    job = slurm_jobs(states(path)["few-0"].run.folder)[-1].folder / "job"
+    job.write_text("")
+    cluster.show(j42="RUNNING")
+    assert {name: state.state for name, state in states(path).items()} == {"few-0": "submitted", "more-0": "running"}
+    with pytest.raises(MegamemError, match="job: is empty, so SLURM may have the job"):
+        submit(path)
+    assert cluster.submitted == 2
+    job.unlink()
+    submit(path)
+    assert cluster.submitted == 3
 
 
 def test_sbatch_that_gives_no_number(path, cluster):
