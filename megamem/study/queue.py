@@ -187,7 +187,7 @@ class Queue:
         return found
 
     def _given_up(self, task: Task) -> bool:
-        """Whether it failed in earlier calls as often as it may. A run whose folder was removed begins anew."""
+        """Whether it failed in earlier calls as often as it may; those count. A run whose folder is gone begins anew."""
         past = self.before.get((task.run.name, task.reading), History())
         if self.again or not task.run.folder.exists():
             return False
