@@ -106,7 +106,7 @@ class Queue:
         self.split = False
         """Whether runs have devices of their own."""
         self.left: list[Task] = []
-        """Tasks of a queue that was killed, which go on: they take up room."""
+        """Tasks that other processes are at, as those of a queue that was killed: they take up room."""
         self.told: set[Task] = set()
         """Tasks that were said to wait for another process."""
 
@@ -169,10 +169,13 @@ class Queue:
 
     def _next(self, waiting: deque[Task]) -> Task | None:
         """Take the first task whose run nobody writes."""
-        task = next((task for task in waiting if not elsewhere(task)), None)
-        if task is not None:
-            waiting.remove(task)
-        return task
+        for task in waiting:
+            if not elsewhere(task):
+                waiting.remove(task)
+                return task
+            if task not in self.left:  # begun by hand meanwhile
+                self.left.append(task)
+        return None
 
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
         """Those to be started; the others count as done or, as after an earlier call, as failed for good."""
@@ -187,7 +190,7 @@ class Queue:
         return found
 
     def _given_up(self, task: Task) -> bool:
-        """Whether it failed in earlier calls as often as it may; those count. A run whose folder is gone begins anew."""
+        """Whether it failed in earlier calls as often as it may; those count. Without its folder it begins anew."""
         past = self.before.get((task.run.name, task.reading), History())
         if self.again or not task.run.folder.exists():
             return False
