@@ -106,6 +106,7 @@ def watched(stage: Stage) -> Iterator[dict[str, list[Tensor]]]:
 def scores(mixer: AttentionProjections, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Of softmax attention, of each token with itself (which rotations leave as they are)."""
     query, key, _ = projected
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)  # of several queries each
     return (mixer.asking(query) * key).sum(-1) * mixer.width**-0.5
 
 

@@ -27,7 +27,7 @@ class SlurmJob:
     """One job of a run; requeued it is the same one."""
 
     number: str
-    """That SLURM gave it."""
+    """That SLURM gave it. Empty if whoever handed it over was killed before that was written."""
     folder: Path
     """With its script and logs."""
     submitted: float
@@ -57,7 +57,12 @@ def _code(folder: Path) -> int | None:
 
 def submit(folder: Path) -> str:
     """Hand the script in `folder` to sbatch; returns what sbatch said. Raises MegamemError."""
-    said = call(["sbatch", str(folder / "job.sh")])
+    (folder / NUMBER).touch()
+    try:
+        said = call(["sbatch", str(folder / "job.sh")])
+    except MegamemError:
+        (folder / NUMBER).unlink()
+        raise
     if (found := re.search(r"Submitted batch job (\d+)", said)) is None:
         raise MegamemError(f"sbatch {folder / 'job.sh'}: gave no job number, but {' '.join(said.split())!r}")
     (folder / NUMBER).write_text(f"{found[1]}\n", encoding="utf-8")

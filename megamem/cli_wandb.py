@@ -16,6 +16,8 @@ from megamem.errors import DependencyError, MegamemError, RunFolderError
 wandb_app = typer.Typer(help="Offline runs to Weights & Biases.", no_args_is_help=True)
 console = Console(soft_wrap=True)
 COMMAND = [sys.executable, "-m", "wandb", "sync"]
+HEADER_BYTES = 7
+"""Of a .wandb file: that of a run that was killed at its start has nothing else."""
 
 
 @wandb_app.callback()
@@ -27,17 +29,42 @@ def _group() -> None:
 def sync(
     runs: Annotated[list[Path], typer.Argument(help="run folders, or folders of studies", metavar="RUN...")],
 ) -> None:
-    """Upload what runs have written offline, with `wandb sync`; what is uploaded already is left out."""
+    """Upload what runs have written offline, with `wandb sync`; what is uploaded already is left out.
+
+    Runs that go on are left for the next time: `wandb sync` may take what they have for all of them.
+    """
+    from megamem.study.tasks import written
+
     if find_spec("wandb") is None:
         raise DependencyError("megamem wandb sync: the package wandb is missing; pip install wandb")
     folders = [folder for run in runs for folder in offline_folders(run)]
-    waiting = [folder for folder in folders if not any(folder.glob("*.wandb.synced"))]
-    console.print(f"{len(folders)} offline runs, {len(folders) - len(waiting)} uploaded already", highlight=False)
-    if not waiting:
-        return
-    code = subprocess.run([*COMMAND, *map(str, waiting)], check=False).returncode
-    if code:
-        raise MegamemError(f"wandb sync ended with {code}; what it could not upload stays, run the command again")
+    rest = [folder for folder in folders if not _uploaded(folder)]
+    console.print(f"{len(folders)} offline runs, {len(folders) - len(rest)} uploaded already", highlight=False)
+    parts: dict[Path, list[Path]] = {}
+    for folder in rest:
+        parts.setdefault(folder.parent.parent, []).append(folder)
+    left = []
+    for run, these in parts.items():
+        if written(run):
+            console.print(f"{run}: goes on; left for its end", highlight=False)
+            continue
+        empty = [folder for folder in these if not _has_records(folder)]
+        for folder in empty:
+            console.print(f"{folder}: holds no records; left out", highlight=False)
+        # a call for each run: wandb reads all files before it uploads any, and ends with 0 if it cannot read one
+        if ready := [str(folder) for folder in these if folder not in empty]:
+            subprocess.run([*COMMAND, *ready], check=False)
+        left += [folder for folder in ready if not _uploaded(Path(folder))]
+    if left:
+        raise MegamemError(f"wandb sync did not upload {', '.join(left)}; see what it said, and run the command again")
+
+
+def _uploaded(folder: Path) -> bool:
+    return any(folder.glob("*.wandb.synced"))
+
+
+def _has_records(folder: Path) -> bool:
+    return any(file.stat().st_size > HEADER_BYTES for file in folder.glob("*.wandb"))
 
 
 def offline_folders(run: Path) -> list[Path]:

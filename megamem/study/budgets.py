@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megamem.study.laws import QUANTILES, RESAMPLES, Array, Estimate, FitError, widening
+from megamem.study.laws import QUANTILES, RESAMPLES, Array, Estimate, FitError, unpulled, widening
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Parabola:
     """Training FLOPs."""
     sizes: tuple[float, ...]
     losses: tuple[float, ...]
+    runs: tuple[str, ...]
+    """That the losses are of. One run may give losses to several budgets."""
     coefficients: tuple[float, float, float]
     """Of log10(size)^2, log10(size), 1."""
 
@@ -37,18 +39,22 @@ class Parabola:
         return np.asarray(np.polyval(self.coefficients, np.log10(size)))
 
 
-def parabola(budget: float, sizes: Sequence[float], losses: Sequence[float]) -> Parabola:
-    """By least squares. Raises FitError for fewer than three sizes or a curve without a minimum among them."""
+def parabola(budget: float, points: Sequence[tuple[float, float, str]]) -> Parabola:
+    """Through (size, loss, run), by least squares.
+
+    Raises: FitError for fewer than three sizes or a curve without a minimum among them.
+    """
+    sizes, losses = [size for size, _, _ in points], [loss for _, loss, _ in points]
     distinct = sorted(set(sizes))
     if len(distinct) < 3:
         raise FitError(f"budget {budget:.3g}: a parabola needs at least 3 sizes, got {len(distinct)}")
     square, slope, floor = np.polyfit(np.log10(sizes), losses, 2)
-    found = Parabola(budget, tuple(sizes), tuple(losses), (float(square), float(slope), float(floor)))
-    if square <= 0 or not distinct[0] <= found.best_size <= distinct[-1]:
+    if square <= 0 or not np.log10(distinct[0]) <= -slope / (2 * square) <= np.log10(distinct[-1]):
         raise FitError(
             f"budget {budget:.3g}: the loss has no minimum among the sizes {distinct[0]:.3g} to {distinct[-1]:.3g}"
         )
-    return found
+    runs, coefficients = tuple(run for _, _, run in points), (float(square), float(slope), float(floor))
+    return Parabola(budget, tuple(sizes), tuple(losses), runs, coefficients)
 
 
 @dataclass(frozen=True)
@@ -66,25 +72,25 @@ class BestSize:
 def best_size(curves: Sequence[Parabola], resamples: int = RESAMPLES, seed: int = 0) -> BestSize:
     """How the best size grows with the budget, by least squares of the logarithms.
 
-    Interval: the parabolas' residuals, scaled up as in `fit_law`, change their signs by chance.
-    Raises: FitError for fewer than two budgets, without more losses than the parabolas have constants, or where
-        resampled parabolas lose their minimum: then the losses do not decide.
+    Interval: the residuals of each run change their signs by chance, at all budgets together, freed and scaled up as in
+    `fit_law`. Runs are as many as there are losses or fewer, so they are what is counted.
+    Raises: FitError for fewer than two budgets, where one run alone decides a part of a parabola, or where resampled
+        parabolas lose their minimum: then the losses do not decide.
     """
     if len(curves) < 2:
         raise FitError(f"best sizes by budget need at least 2 budgets with a minimum, got {len(curves)}")
-    points, constants = sum(len(curve.losses) for curve in curves), 3 * len(curves)
-    if points <= constants:
-        raise FitError(f"{constants} constants of {len(curves)} parabolas need more than {points} losses: add seeds")
+    runs = sorted({run for curve in curves for run in curve.runs})
+    freed = [_freed(curve) for curve in curves]
+    widened = [residuals * widening(len(runs) - CONSTANTS) for residuals in freed]
+    members = [np.searchsorted(runs, curve.runs) for curve in curves]
     generator = np.random.default_rng(seed)
-    scale_up = np.sqrt(points / (points - constants)) * widening(points - constants)
     budgets = np.log([curve.budget for curve in curves])
     exponents = []
     for _ in range(resamples):
-        best = []
-        for curve in curves:
-            fitted = curve(curve.sizes)
-            signs = generator.choice([-scale_up, scale_up], len(fitted))
-            square, slope, _ = np.polyfit(np.log10(curve.sizes), fitted + signs * (curve.losses - fitted), 2)
+        signs, best = generator.choice([-1.0, 1.0], len(runs)), []
+        for curve, residuals, mine in zip(curves, widened, members, strict=True):
+            losses = curve(curve.sizes) + signs[mine] * residuals
+            square, slope, _ = np.polyfit(np.log10(curve.sizes), losses, 2)
             if square > 0:
                 best.append(-slope / (2 * square))
         if len(best) == len(curves):
@@ -96,6 +102,17 @@ def best_size(curves: Sequence[Parabola], resamples: int = RESAMPLES, seed: int 
     return BestSize(float(np.exp(log_scale)), Estimate(float(exponent), float(low), float(high)))
 
 
+def _freed(curve: Parabola) -> Array:
+    """A parabola's residuals as if no run had pulled it towards its own."""
+    logs = np.log10(curve.sizes)
+    try:
+        return unpulled(curve.losses - curve(curve.sizes), np.vander(logs - logs.mean(), CONSTANTS), curve.runs)
+    except FitError as error:
+        raise FitError(f"budget {curve.budget:.3g}: {error}") from None
+
+
+CONSTANTS = 3
+"""Of a parabola."""
 RESAMPLES_WITH_MINIMUM = 0.95
 """Of all: the interval would be one of those that happen to have a minimum."""
 
@@ -103,7 +120,7 @@ RESAMPLES_WITH_MINIMUM = 0.95
 def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
     """Tokens after which a curve, loss by tokens, first is at or below `target`; None if never.
 
-    Between two points along log tokens. At most that many where already the first point is.
+    Between two points along log tokens. At most that many where already the first point is: see `at_once`.
     """
     before: tuple[float, float] | None = None
     for tokens, loss in sorted(curve.items()):
@@ -111,6 +128,11 @@ def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
             return tokens if before is None else _between(target, before, (tokens, loss))
         before = tokens, loss
     return None
+
+
+def at_once(target: float, curve: Mapping[float, float]) -> bool:
+    """Whether the first point of a curve, loss by tokens, is at or below `target`: when it got there is not known."""
+    return bool(curve) and curve[min(curve)] <= target
 
 
 def loss_at(tokens: float, curve: Mapping[float, float]) -> float | None:

@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from megamem.study.budgets import BestSize, Parabola, best_size, loss_at, parabola, tokens_to
+from megamem.study.budgets import BestSize, Parabola, at_once, best_size, loss_at, parabola, tokens_to
 from megamem.study.collect import RUN, Record
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.grid import PlannedRun, describe
 from megamem.study.laws import Fit, FitError, fit_law
 from megamem.study.plots import Plot, Series
-from megamem.study.points import curves, distinct, grouped, others, points, variable
+from megamem.study.points import curves, distinct, grouped, others, points, together, variable
 from megamem.study.tables import axis_values
 
 SAME_BUDGET = 1.1
 """Largest over smallest training FLOPs of runs that count as one budget."""
+SIZES = {"parameters", "non_embedding_parameters"}
+"""Times tokens they are in proportion to training compute."""
 LINES = 10
 """Curves drawn through a law of several variables."""
+Sized = tuple[float, float, str]
+"""Size, loss and name of a run at a budget."""
 
 
 @dataclass
@@ -52,11 +56,21 @@ def fitted_laws(study: StudyConfig, runs: Sequence[PlannedRun], found: Sequence[
     for law in study.laws:
         result = LawResult(law)
         try:
-            kinds[law.kind](study, result, points(study, law, runs, found))
+            kept = points(study, law, runs, found)
+            kinds[law.kind](study, result, kept)
+            result.notes += _decaying(law, runs, kept)
         except FitError as error:
             result.notes.append(f"not fitted: {error}")
         results.append(result)
     return results
+
+
+def _decaying(law: LawConfig, runs: Sequence[PlannedRun], kept: Sequence[Record]) -> list[str]:
+    """Said where validations are not what runs of that length would have reached."""
+    names = {record[RUN] for record in kept} if law.points == "validation" else set()
+    decaying = sum(run.name in names and run.config.optimizer.min_lr_ratio < 1 for run in runs)
+    said = f"the learning rate of {decaying} of {len(names)} runs decays (optimizer.min_lr_ratio below 1)"
+    return [f"{said}: a run that ended at a validation would have had another loss"] if decaying else []
 
 
 def _by_group(study: StudyConfig, law: LawConfig, kept: Sequence[Record]) -> dict[str, list[Record]]:
@@ -66,8 +80,9 @@ def _by_group(study: StudyConfig, law: LawConfig, kept: Sequence[Record]) -> dic
     return {name: groups[name] for name in order if name in groups}
 
 
-def _unfitted(law: LawConfig, group: str, error: FitError) -> str:
-    return f"{law.per} {group}: not fitted: {error}" if law.per else f"not fitted: {error}"
+def _said(law: LawConfig, group: str, words: str) -> list[str]:
+    """Words about a group; nothing if there are none."""
+    return [f"{law.per} {group}: {words}" if law.per else words] if words else []
 
 
 # --- sums of powers ---
@@ -78,21 +93,25 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
     for group, these in _by_group(study, law, kept).items():
         try:
             distinct(study, law, these)
+            result.notes += _said(law, group, together(study, law, these))
             x = [[variable(record, name) for name in law.x] for record in these]
-            together = [record[RUN] for record in these] if law.points == "validation" else None
-            fits[group] = fit_law(x, [record[law.figure] for record in these], law.x, together), these
+            losses, named = [record[law.figure] for record in these], [record[RUN] for record in these]
+            fits[group] = fit_law(x, losses, law.x, named), these
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
     if not fits:
         return
-    columns = []
+    # only of these two compute is the product
+    best = f"best {law.x[0]} by compute"
+    of_compute = len(law.x) == 2 and "training_tokens" in law.x and not SIZES.isdisjoint(law.x)
+    columns: list[dict[str, str]] = []
     for group, (fit, _) in fits.items():
         if fit.undecided:
-            where = f"{law.per} {group}: " if law.per else ""
-            result.notes.append(f"{where}the losses do not decide the exponent of {' and '.join(fit.undecided)}")
+            names = " and ".join(fit.undecided)
+            result.notes += _said(law, group, f"the losses do not decide the exponent of {names}")
         estimates = fit.estimates
-        if len(law.x) == 2:
-            estimates[f"best {law.x[0]} by compute"] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
+        if of_compute and not fit.undecided:
+            estimates[best] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
         columns.append({name: str(e) for name, e in estimates.items()})
         columns[-1] |= {"points": str(fit.points), "residual": f"{fit.residual:.2%}"}
         result.data.append(
@@ -100,14 +119,15 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
             | {name: [e.value, e.low, e.high] for name, e in estimates.items()}
         )
     result.heads = [law.per or "", *(group or law.figure for group in fits)]
-    result.rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    most = max(columns, key=len)
+    result.rows = [[name, *(column.get(name, "") for column in columns)] for name in most]
     terms = " + ".join(f"scale / {name}^exponent" for name in law.x)
     result.notes.insert(0, f"`{law.figure}` = floor + {terms}; 90 % intervals by bootstrap in brackets.")
-    if len(law.x) == 2:
+    if best in most:
         result.notes.insert(
             1,
             f"Where compute is proportional to {law.x[0]} times {law.x[1]}, the best {law.x[0]} grows as compute to "
-            f"the power under `best {law.x[0]} by compute`.",
+            f"the power under `{best}`.",
         )
     if len(law.x) == 1:
         series = [
@@ -171,24 +191,23 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
         found = []
         try:
             distinct(study, law, these)
+            result.notes += _said(law, group, together(study, law, these))
             budgets = _final_budgets(law, these) if law.axis else _interpolated(law, these)
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
             continue
         for budget, sized in budgets.items():
             try:
-                found.append(parabola(budget, [size for size, _ in sized], [loss for _, loss in sized]))
+                found.append(parabola(budget, sized))
             except FitError as error:
-                result.notes.append(_unfitted(law, group, error))
+                result.notes += _said(law, group, f"not fitted: {error}")
         law_of_size = None
         try:
             law_of_size = best_size(found)
-            result.notes.append(
-                f"{law.per + ' ' + group + ': ' if law.per else ''}best {law.x[0]} = {law_of_size.scale:.3g} x "
-                f"FLOPs^{law_of_size.exponent}"
-            )
+            growing = f"best {law.x[0]} = {law_of_size.scale:.3g} x FLOPs^{law_of_size.exponent}"
+            result.notes += _said(law, group, growing)
         except FitError as error:
-            result.notes.append(_unfitted(law, group, error))
+            result.notes += _said(law, group, f"not fitted: {error}")
         growth[group] = found, law_of_size
     result.heads = [law.per or "law", "FLOPs", f"best {law.x[0]}", f"{law.figure} there", "points"]
     for group, (found, law_of_size) in growth.items():
@@ -211,21 +230,21 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
         result.plots.append(_growth(law, growth))
 
 
-def _final_budgets(law: LawConfig, these: Sequence[Record]) -> dict[float, list[tuple[float, float]]]:
-    """FLOPs -> (size, loss), of runs whose axis says which budget they had."""
+def _final_budgets(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
+    """By FLOPs, of runs whose axis says which budget they had."""
     assert law.axis is not None
-    found: dict[float, list[tuple[float, float]]] = {}
+    found: dict[float, list[Sized]] = {}
     for value in dict.fromkeys(record[law.axis] for record in these):
         here = [record for record in these if record[law.axis] == value]
         flops = [record["training_flops"] for record in here]
         if max(flops) > SAME_BUDGET * min(flops):
             raise FitError(f"{law.axis} {value} is no budget: its runs took {min(flops):.3g} to {max(flops):.3g} FLOPs")
-        found[mean(flops)] = [(variable(record, law.x[0]), record[law.figure]) for record in here]
+        found[mean(flops)] = [(variable(record, law.x[0]), record[law.figure], record[RUN]) for record in here]
     return dict(sorted(found.items()))
 
 
-def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[tuple[float, float]]]:
-    """FLOPs -> (size, loss), of each run whose validations lie on both sides of the budget."""
+def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
+    """By FLOPs, of each run whose validations lie on both sides of the budget."""
     by_run: dict[str, dict[float, float]] = {}
     sizes = {record[RUN]: variable(record, law.x[0]) for record in these}
     for record in these:
@@ -233,7 +252,7 @@ def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[t
     found = {}
     for budget in sorted(law.budgets):
         losses = {run: loss_at(budget, curve) for run, curve in by_run.items()}
-        found[budget] = [(sizes[run], loss) for run, loss in losses.items() if loss is not None]
+        found[budget] = [(sizes[run], loss, run) for run, loss in losses.items() if loss is not None]
     return found
 
 
@@ -277,19 +296,31 @@ def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record
         taken = {
             value: {seed: tokens_to(target, curve) for seed, curve in seeds.items()} for value, seeds in known.items()
         }
+        soon = {value: any(at_once(target, curve) for curve in seeds.values()) for value, seeds in known.items()}
         ratios = {value: _ratios(taken.get(value, {}), taken.get(law.against or "", {})) for value in compared}
-        cells = [_spread(list(taken.get(value, {}).values()), ",.0f") for value in values]
-        cells += [_spread(ratios[value], ".2f") for value in compared]
+        cells = [_bound(soon.get(v, False), False) + _spread(list(taken.get(v, {}).values()), ",.0f") for v in values]
+        for value in compared:
+            sign = _bound(soon.get(value, False), soon.get(law.against or "", False))
+            cells.append(sign + _spread(ratios[value], ".2f"))
         result.rows.append([describe(labels) or "all", f"{target:.4f}", *cells])
-        result.data.append({"labels": labels, "loss": target, "tokens": taken, "ratios": ratios})
+        at_most = [value for value, first in soon.items() if first]
+        result.data.append({"labels": labels, "loss": target, "tokens": taken, "at_most": at_most, "ratios": ratios})
         name = "-".join([law.name, *labels.values()])
         result.plots.append(_curves_plot(law, name, describe(labels), target, known))
     result.notes.append(f"Training tokens until `{law.figure}` is at the loss, mean ± standard deviation over seeds.")
+    if any(row["at_most"] for row in result.data):
+        result.notes.append("≤, ≥, ?: a curve's first point is at the loss already; when it got there is not known.")
 
 
-def _ratios(taken: Mapping[str, float | None], reference: Mapping[str, float | None]) -> list[float]:
-    """Seed by seed, where both got there."""
-    return [tokens / base for seed, tokens in taken.items() if tokens and (base := reference.get(seed))]
+def _ratios(taken: Mapping[str, float | None], reference: Mapping[str, float | None]) -> list[float | None]:
+    """Seed by seed; None where one of the two never got there."""
+    pairs = [(tokens, reference[seed]) for seed, tokens in taken.items() if seed in reference]
+    return [tokens / base if tokens and base else None for tokens, base in pairs]
+
+
+def _bound(above: bool, below: bool) -> str:
+    """Before a figure whose numerator or denominator is known to be at most so much."""
+    return "? " if above and below else "≤ " if above else "≥ " if below else ""
 
 
 def _spread(values: Sequence[float | None], form: str) -> str:

@@ -23,6 +23,8 @@ class History:
     """How often it was begun."""
     code: int | None = None
     """Exit code of the last process; None while it runs, and of one that was killed with the queue."""
+    failures: int = 0
+    """How often it ended otherwise than well or by a stop."""
     began: float = 0.0
     """When the last process began, seconds since 1970."""
 
@@ -72,7 +74,8 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
             found[key] = replace(known, attempts=known.attempts + 1, code=None, began=entry["time"])
         else:
             spent = entry["time"] - known.began
-            found[key] = replace(known, code=entry["code"], seconds=known.seconds + spent)
+            ended = replace(known, code=entry["code"], seconds=known.seconds + spent)
+            found[key] = replace(ended, failures=known.failures + (ended.state == "failed"))
     return found
 
 

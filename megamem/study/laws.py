@@ -29,10 +29,14 @@ LOG_BOUNDS, EXPONENT_BOUNDS = (-20.0, 10.0), (1e-3, 4.0)
 """Of the search: logarithms of floor and terms, exponents."""
 POLISHED = 5
 """Starts that are followed to their minimum."""
+LEAST_SHARE = 0.01
+"""Of the loss at the centre, that floor and terms have where a refit begins: from a floor of 0 it may end at once."""
 LEVEL = 0.9
 """Of all intervals."""
 QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 RESAMPLES = 200
+LEAST_LEFT = 1e-6
+"""Of what a group's losses differ from the fit by: where less is left the group alone decides a part of it."""
 
 
 class FitError(ValueError):
@@ -128,11 +132,13 @@ def fit_law(
         groups: [points], what points come from; those of one run err together, so their signs change together, and
             what differs between runs only is known from so many runs. Each point is its own if not given.
     Raises: FitError where there are not more points (or groups) than constants, a variable has fewer than three
-        values, variables change together only, anything is not positive, or the losses do not decide an exponent.
+        values, variables change together only, anything is not positive, the losses do not decide an exponent, or one
+        group alone decides a part of the law.
     """
     x, loss = np.asarray(x, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     _check(x, loss, names)
-    members = np.unique(list(range(len(loss)) if groups is None else map(str, groups)), return_inverse=True)[1]
+    named = [f"point {i}" for i in range(len(loss))] if groups is None else list(map(str, groups))
+    members = np.unique(named, return_inverse=True)[1]
     count = members.max() + 1
     constants = 1 + 2 * sum(_same_within(column, members) for column in x.T)
     if count <= constants:
@@ -145,23 +151,31 @@ def fit_law(
             raise FitError(f"the losses do not decide the exponent of {name}: {exponent:.3g} ends the search")
     fitted, slopes = log_loss(best, logs)
     residuals = target - fitted
-    widened = _unpulled(residuals, slopes, members) * widening(count - constants)
+    widened = unpulled(residuals, slopes, named) * widening(count - constants)
     generator = np.random.default_rng(seed)
-    again = []
+    begin, again = lifted(best, len(names)), []
     for _ in range(resamples):
         signs = generator.choice([-1.0, 1.0], count)[members]
-        again.append(_law(polish(best, logs, fitted + signs * widened, bend)[0], centre))
+        again.append(_law(polish(begin, logs, fitted + signs * widened, bend)[0], centre))
     error = float(np.sqrt((residuals**2).sum() / (len(loss) - len(best))))
     return Fit(_law(best, centre), tuple(again), tuple(names), len(loss), error)
 
 
-def _unpulled(residuals: Array, slopes: Array, members: npt.NDArray[np.int64]) -> Array:
-    """Residuals as if their own group had not pulled the fit towards it (the jackknife's, to first order)."""
-    basis, found = np.linalg.qr(slopes)[0], np.empty_like(residuals)
-    for group in np.unique(members):
-        here = members == group
-        pull = basis[here] @ basis[here].T
-        found[here] = np.linalg.solve(np.eye(len(pull)) - pull + 1e-9 * np.eye(len(pull)), residuals[here])
+def unpulled(residuals: Array, slopes: Array, groups: Sequence[str]) -> Array:
+    """Residuals [points] as if their own group had not pulled the fit towards it (the jackknife's, to first order).
+
+    Args:
+        slopes: [points, constants], derivatives of the fitted values.
+        groups: [points], what each point comes from.
+    Raises: FitError where a group alone decides a part of the fit: its residuals are rounding errors then.
+    """
+    basis, found, named = np.linalg.qr(slopes)[0], np.empty_like(residuals), np.array(groups)
+    for group in dict.fromkeys(groups):
+        here = named == group
+        left = np.eye(here.sum()) - basis[here] @ basis[here].T
+        if np.linalg.eigvalsh(left)[0] < LEAST_LEFT:
+            raise FitError(f"{group} alone decides a part of the fit, and nothing tells by how much it errs; add seeds")
+        found[here] = np.linalg.solve(left, residuals[here])
     return found
 
 
@@ -225,6 +239,13 @@ def polish(theta: Array, logs: Array, target: Array, bend: float) -> tuple[Array
         bounds=(low, high), loss="huber", f_scale=bend, x_scale="jac", max_nfev=500,
     )  # fmt: skip
     return np.asarray(found.x), float(found.cost)
+
+
+def lifted(theta: Array, variables: int) -> Array:
+    """`theta` with floor and terms of at least `LEAST_SHARE`."""
+    found = theta.copy()
+    found[: 1 + variables] = np.maximum(theta[: 1 + variables], logsumexp(theta[: 1 + variables]) + np.log(LEAST_SHARE))
+    return found
 
 
 def _best(logs: Array, loss: Array) -> tuple[Array, float]:

@@ -68,6 +68,19 @@ def distinct(study: StudyConfig, law: LawConfig, group: Sequence[Record]) -> Non
                 )
 
 
+def together(study: StudyConfig, law: LawConfig, group: Sequence[Record]) -> str:
+    """What is to be said of points that differ in several axes which neither `per` nor x names; empty if in one."""
+    values = {
+        axis: list(dict.fromkeys(record[axis] for record in group))
+        for axis in (*study.axes, READING)
+        if axis not in (law.per, *law.x)
+    }
+    varied = [f"{axis} ({', '.join(found)})" for axis, found in values.items() if len(found) > 1]
+    if len(varied) < 2:
+        return ""
+    return f"one law through {' and '.join(varied)}; where their laws may differ make one `per`, or choose under where"
+
+
 def others(study: StudyConfig, law: LawConfig, record: Record) -> dict[str, str]:
     """A record's labels that tell the rows of `tokens_to_loss` apart: all but `per`, `axis` and the seed."""
     return {axis: record[axis] for axis in study.axes if axis not in (law.per, law.axis)}

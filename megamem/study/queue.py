@@ -6,21 +6,21 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
-from megamem.errors import FINAL, STOPPED, RunFolderError
+from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.study.journal import Journal
+from megamem.study.journal import History, Journal, read_journal
 from megamem.study.states import run_states
-from megamem.study.tasks import Task, keep_figures, partial_file, tasks
+from megamem.study.tasks import Task, elsewhere, keep_figures, open_partial, tasks
 from megamem.training.run_folder import RunLock
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -41,9 +41,18 @@ def study_lock(study: StudyConfig) -> RunLock:
 
 
 def check_not_submitted(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise RunFolderError if a run is a job that SLURM has not done with."""
-    for state in run_states(study, runs):
-        if state.state in ("queued", "running"):
+    """Raise RunFolderError if a run is a job that SLURM has not done with, or that is not known.
+
+    Where squeue is not installed no job of this machine's runs is waited for.
+    """
+    try:
+        states = run_states(study, runs, sure=True)
+    except DependencyError:
+        return
+    except MegamemError as error:
+        raise RunFolderError(f"{study_folder(study)}: SLURM may have runs of it: {error}") from None
+    for state in states:
+        if state.in_queue:
             raise RunFolderError(
                 f"{state.run.folder}: is job {state.jobs[-1].number} of SLURM, {state.state}; "
                 "go on with --on slurm, or scancel it first"
@@ -78,14 +87,26 @@ def shares(devices: Sequence[str], parallel: int, each: int) -> list[str]:
 class Queue:
     """Starts tasks in order, at most `parallel` at a time; a reading waits for its training."""
 
-    def __init__(self, study: StudyConfig, said: Callable[[str], None], moved: Callable[[int, int], None]) -> None:
-        self.study, self.said, self.moved = study, said, moved
+    def __init__(
+        self,
+        study: StudyConfig,
+        said: Callable[[str], None],
+        moved: Callable[[int, int], None],
+        again: bool = False,
+    ) -> None:
+        """said: told what happens; moved: how many are done, of how many. again: start what failed for good too."""
+        self.study, self.said, self.moved, self.again = study, said, moved, again
         self.outcome = Outcome()
         self.journal = Journal(study_folder(study))
+        self.before = read_journal(study_folder(study))
         self.stopping = False
         self.devices: list[str] = []
         """For each run that may be started now, CUDA devices of its own; empty if all see the same ones."""
         self.held: dict[Task, str] = {}
+        self.split = False
+        """Whether runs have devices of their own."""
+        self.left: list[Task] = []
+        """Tasks that other processes are at, as those of a queue that was killed: they take up room."""
         self.told: set[Task] = set()
         """Tasks that were said to wait for another process."""
 
@@ -98,18 +119,23 @@ class Queue:
             lock.take()
             check_not_submitted(self.study, runs)
             self.devices = shares(visible_devices(), self.study.parallel, max(ranks(run) for run in runs))
+            self.split = bool(self.devices)
             return self._run(tasks(self.study, runs))
 
     def _run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
         total = sum(1 + len(after) for _, after in planned)
-        following = {id(training): after for training, after in planned}
+        following = defaultdict(list, {id(training): after for training, after in planned})
         waiting: deque[Task] = deque()
         for training, after in planned:
-            waiting.extend(self._remaining([training]) or self._remaining(after))
+            waiting.extend(self._remaining([training]) or (self._remaining(after) if training.done else []))
+        self.left = [task for task in waiting if elsewhere(task)]
         running: dict[Task, tuple[subprocess.Popen[bytes], BinaryIO]] = {}
         with self._signals(running):
             while running or (waiting and not self.stopping):
-                while len(running) < self.study.parallel and not self.stopping and (task := self._next(waiting)):
+                while self._room(len(running)) and not self.stopping and (task := self._next(waiting)):
+                    if task.done:  # by the process that was waited for
+                        waiting.extendleft(reversed(self._remaining([task]) or self._remaining(following[id(task)])))
+                        continue
                     running[task] = self._start(task)
                     self.journal.began(task.run.name, task.reading)
                     if self.stopping:  # the signal came while it was started
@@ -122,7 +148,7 @@ class Queue:
                         self.devices.append(self.held.pop(task))
                     self.journal.ended(task.run.name, task.reading, job.returncode)
                     if self._finished(task, job.returncode):
-                        waiting.extendleft(reversed(self._remaining(following.get(id(task), []))))
+                        waiting.extendleft(reversed(self._remaining(following[id(task)])))
                     elif not self.stopping and task.failures <= self.study.retries and job.returncode not in FINAL:
                         waiting.appendleft(task)
                     elif not self.stopping:
@@ -132,26 +158,47 @@ class Queue:
         self.outcome.stopped = self.stopping
         return self.outcome
 
+    def _room(self, running: int) -> bool:
+        """Whether one more may be started. Which devices the runs have that a queue left going on is not known."""
+        self.left = [task for task in self.left if elsewhere(task)]
+        for task in self.left:
+            if task not in self.told:
+                self.told.add(task)
+                self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
+        return running + len(self.left) < self.study.parallel and not (self.split and self.left)
+
     def _next(self, waiting: deque[Task]) -> Task | None:
-        """Take the first task whose run nobody writes: a queue that was killed leaves its runs going on."""
+        """Take the first task whose run nobody writes."""
         for task in waiting:
-            try:
-                if (task.run.folder / "lock").exists():
-                    with RunLock(task.run.folder) as lock:
-                        lock.take()
-            except RunFolderError:
-                if task not in self.told:
-                    self.told.add(task)
-                    self.said(f"{task.name}: waits for the end of another process that writes {task.run.folder}")
-                continue
-            waiting.remove(task)
-            return task
+            if not elsewhere(task):
+                waiting.remove(task)
+                return task
+            if task not in self.left:  # begun by hand meanwhile
+                self.left.append(task)
         return None
 
     def _remaining(self, these: Sequence[Task]) -> list[Task]:
-        """Those without a result; the others count as done."""
-        self.outcome.done.extend(task for task in these if task.done)
-        return [task for task in these if not task.done]
+        """Those to be started; the others count as done or, as after an earlier call, as failed for good."""
+        found = []
+        for task in these:
+            if task.done:
+                self.outcome.done.append(task)
+            elif self._given_up(task):
+                self.outcome.failed.append(task)
+            else:
+                found.append(task)
+        return found
+
+    def _given_up(self, task: Task) -> bool:
+        """Whether it failed in earlier calls as often as it may; those count. Without its folder it begins anew."""
+        past = self.before.get((task.run.name, task.reading), History())
+        if self.again or not task.run.folder.exists():
+            return False
+        task.failures = past.failures
+        if past.state != "failed" or not (past.code in FINAL or past.failures > self.study.retries):
+            return False
+        self.said(f"{task.name}: failed ({past.code}) in an earlier call; --again starts it once more")
+        return True
 
     def _start(self, task: Task) -> tuple[subprocess.Popen[bytes], BinaryIO]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -160,9 +207,7 @@ class Queue:
         if self.devices:
             own[DEVICES] = self.held[task] = self.devices.pop()
         log = task.log.open("ab")
-        partial = partial_file(task)
-        partial.unlink(missing_ok=True)  # a reading that a killed queue left behind writes to the old one
-        out: Any = log if task.change is None else partial.open("wb")
+        out = log if task.change is None else open_partial(task)
         job = subprocess.Popen(
             [*processes.COMMAND, *task.command],
             stdout=out,

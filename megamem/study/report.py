@@ -20,19 +20,16 @@ TABLES, RECORDS, PAGE = "tables.md", "records.json", "report.html"
 
 
 def write_report(study: StudyConfig) -> tuple[str, Path]:
-    """(tables and laws in markdown, folder), from what has finished so far.
-
-    Raises: ConfigError where a table does not fit, once the records are written.
-    """
+    """(tables and laws in markdown, folder), from what has finished so far. Raises ConfigError as `places`."""
     folder, runs = study_folder(study), planned_runs(study)
     folder.mkdir(parents=True, exist_ok=True)
-    found = records(study, runs)
+    found, states = records(study, runs), run_states(study, runs)
     data: dict[str, Any] = {"records": found, "tables": [], "laws": []}
     _write_json(folder / RECORDS, data)
     write_table(study, found, folder)
     texts, tables, laws = [], [], []
     for table in study.tables:
-        if known := cells(study, table, found):
+        if known := cells(study, table, states, found):
             words = filled(study, table, known)
             texts.append(markdown(table, words))
             data["tables"].append(as_json(table, known))
@@ -47,7 +44,7 @@ def write_report(study: StudyConfig) -> tuple[str, Path]:
     text = "\n".join(texts)
     (folder / TABLES).write_text(text, encoding="utf-8")
     _write_json(folder / RECORDS, data)
-    (folder / PAGE).write_text(page(study, tables, laws, curves, run_states(study, runs), found), encoding="utf-8")
+    (folder / PAGE).write_text(page(study, tables, laws, curves, states, found), encoding="utf-8")
     return text, folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launchers.slurm_jobs import SlurmJob, in_queue, slurm_jobs
+from launchers.slurm_jobs import NUMBER, SlurmJob, in_queue, slurm_jobs
 from megamem.errors import STOPPED, MegamemError
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.report import METRICS
@@ -84,8 +84,13 @@ def _state(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[str, str]
 
 
 def _in_queue(jobs: Sequence[SlurmJob], sure: bool) -> dict[str, str]:
+    if sure and (lost := next((job for job in jobs if not job.number), None)):
+        raise MegamemError(
+            f"{lost.folder / NUMBER}: is empty, so SLURM may have the job; write its number there "
+            "(squeue --me shows it), or remove the file if there is none"
+        )
     try:
-        return in_queue([job.number for job in jobs])
+        return {**in_queue([job.number for job in jobs if job.number]), "": "submitted"}
     except MegamemError:
         if sure:
             raise

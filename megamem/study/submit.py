@@ -15,7 +15,7 @@ from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.queue import study_lock
 from megamem.study.states import RunState, run_states
-from megamem.study.tasks import Task, keep_figures, partial_file, reading_command, tasks
+from megamem.study.tasks import Task, keep_figures, open_partial, reading_command, tasks
 
 CONFIG, READINGS = "config.yaml", "readings.yaml"
 """In the job's folder: the run, and what is read after training, by name."""
@@ -83,8 +83,7 @@ def read_here(folder: Path) -> int:
         task = Task(run, name, reading_command(run, change), folder, change)
         if task.done:
             continue
-        partial_file(task).unlink(missing_ok=True)  # a job that was killed may have left one
-        with partial_file(task).open("wb") as out:
+        with open_partial(task) as out:
             ended = subprocess.run([*processes.COMMAND, *task.command], stdout=out, check=False).returncode
         if ended == 0:
             keep_figures(task)

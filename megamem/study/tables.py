@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 from typing import Any
 
 from megamem.errors import ConfigError
-from megamem.study.config import READING, SEED, TRAINED, StudyConfig, TableConfig, matches
+from megamem.study.collect import RUN, Record
+from megamem.study.config import READING, SEED, TRAINED, StudyConfig, TableConfig, matches, readings_of
+from megamem.study.grid import PlannedRun
 from megamem.study.plots import Plot, Series
+from megamem.study.states import RunState
+
+NOT_FINITE, NOT_READ = "without a finite figure", "not read"
+"""Why a seed of a finished run has no value."""
 
 
 @dataclass(frozen=True)
@@ -17,14 +24,15 @@ class Cell:
     """One cell: what was measured with each seed."""
 
     values: tuple[float, ...]
+    """None where every seed failed."""
     seeds: tuple[str, ...]
-    missing: int = 0
-    """Seeds without a finite figure."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Planned seeds without a value, and why: the run's state, `NOT_FINITE`, `NOT_READ`."""
 
     @property
-    def mean(self) -> float:
+    def mean(self) -> float | None:
         """Over seeds."""
-        return mean(self.values)
+        return mean(self.values) if self.values else None
 
     @property
     def spread(self) -> float | None:
@@ -32,11 +40,17 @@ class Cell:
         return stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        known = f"{self.mean:.4g}" if self.spread is None else f"{self.mean:.4g} ± {self.spread:.2g}"
-        return f"{known} ({self.missing} not finite)" if self.missing else known
+        known = f"{self.mean:.4g}" if self.values else ""
+        known += f" ± {self.spread:.2g}" if self.spread is not None else ""
+        if not self.missing:
+            return known
+        why = ", ".join(f"{count} {reason}" for reason, count in Counter(self.missing.values()).items())
+        return f"{known} ({len(self.values)} of {len(self.values) + len(self.missing)} seeds; {why})".strip()
 
 
-Cells = dict[tuple[str, str], Cell]
+Place = tuple[str, str]
+"""Row and column."""
+Cells = dict[Place, Cell]
 
 
 def axis_values(study: StudyConfig, axis: str) -> list[str]:
@@ -46,34 +60,48 @@ def axis_values(study: StudyConfig, axis: str) -> list[str]:
     return [str(seed) for seed in study.seeds] if axis == SEED else list(study.axes[axis])
 
 
-def cells(study: StudyConfig, table: TableConfig, records: Sequence[Mapping[str, Any]]) -> Cells:
-    """(row, column) -> cell, of what has been measured.
+def places(study: StudyConfig, table: TableConfig, runs: Sequence[PlannedRun]) -> dict[Place, list[tuple[str, str]]]:
+    """What each cell is to hold: (run, reading) of each seed.
 
-    Raises: ConfigError where records of one cell differ in more than their seed, or none has the figure.
+    Raises: ConfigError where those of one cell differ in more than their seed.
     """
     where = dict(table.where)
     if READING not in where and READING not in (table.rows, table.columns):
         where[READING] = (TRAINED,)
-    axes = [axis for axis in (*study.axes, READING) if axis not in (table.rows, table.columns)]
-    grouped: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for record in records:
-        if matches(where, record):
-            grouped.setdefault((record[table.rows], record[table.columns]), []).append(record)
-    if records and not any(table.figure in record for record in records):
-        raise ConfigError(f"tables.{table.name}.figure: {table.figure!r} is not among a run's figures")
-    found = {}
-    for place, group in grouped.items():
-        for axis in axes:
-            if len(mixed := sorted({record[axis] for record in group})) > 1:
+    grouped: dict[Place, list[tuple[PlannedRun, dict[str, str]]]] = {}
+    for run in runs:
+        for reading in (TRAINED, *readings_of(study, run.labels)):
+            labels = {**run.labels, READING: reading}
+            if matches(where, labels):
+                grouped.setdefault((labels[table.rows], labels[table.columns]), []).append((run, labels))
+    for group in grouped.values():
+        for axis in (*study.axes, READING):
+            if len(mixed := sorted({labels[axis] for _, labels in group})) > 1:
                 raise ConfigError(
                     f"tables.{table.name}: {axis} {', '.join(mixed)} fall into one cell; make it rows or columns, or "
                     f"choose one under where.{axis}"
                 )
-        # a run that diverged has no finite figure
-        values = {record[SEED]: float(record[table.figure]) for record in group if table.figure in record}
-        if values:
-            found[place] = Cell(tuple(values.values()), tuple(values), len(group) - len(values))
-    return found if table.against is None else differences(found, table.against)
+    return {place: [(run.name, labels[READING]) for run, labels in group] for place, group in grouped.items()}
+
+
+def cells(study: StudyConfig, table: TableConfig, states: Sequence[RunState], found: Sequence[Record]) -> Cells:
+    """Cells in which something was measured, or failed for good. Raises ConfigError as `places`."""
+    at = {state.run.name: state for state in states}
+    known = {(record[RUN], record[READING]): record for record in found}
+    made = {}
+    for place, planned in places(study, table, [state.run for state in states]).items():
+        values, missing = {}, {}
+        for run, reading in planned:
+            seed, record = at[run].run.labels[SEED], known.get((run, reading))
+            if record is None:
+                missing[seed] = NOT_READ if at[run].trained else at[run].state
+            elif table.figure in record:
+                values[seed] = float(record[table.figure])
+            else:  # as of a run that diverged
+                missing[seed] = NOT_FINITE
+        if values or {"failed", NOT_FINITE} & set(missing.values()):
+            made[place] = Cell(tuple(values.values()), tuple(values), missing)
+    return made if table.against is None else differences(made, table.against)
 
 
 def differences(found: Cells, reference: str) -> Cells:
@@ -85,8 +113,9 @@ def differences(found: Cells, reference: str) -> Cells:
             continue
         known = dict(zip(base.seeds, base.values, strict=True))
         pairs = {s: v - known[s] for s, v in zip(cell.seeds, cell.values, strict=True) if s in known}
-        if pairs:
-            paired[row, column] = Cell(tuple(pairs.values()), tuple(pairs), cell.missing)
+        missing = {**{s: why for s, why in base.missing.items() if s in cell.seeds}, **cell.missing}
+        if pairs or missing:
+            paired[row, column] = Cell(tuple(pairs.values()), tuple(pairs), missing)
     return paired
 
 
@@ -115,9 +144,10 @@ def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
         measured = [str(found[row, column]) if (row, column) in found else "" for column in columns]
         beside = [f"{table.paper.get(row, {})[c]:g}" if c in table.paper.get(row, {}) else "" for c in published]
         lines.append([row, *measured, *beside])
-    seeds = max((len(cell.values) for cell in found.values()), default=0)
     figure = f"`{table.figure}`" + (f" minus that of {table.against}, seed by seed" if table.against else "")
-    notes = [f"{figure}, mean ± standard deviation over up to {seeds} seeds."]
+    notes = [f"{figure}, mean ± standard deviation over seeds."]
+    if not any(cell.values for cell in found.values()):
+        notes.append(f"No finished run here has `{table.figure}` as a finite figure.")
     notes += [f"Published: {table.source}."] if published and table.source else []
     heads = [table.rows, *columns, *(f"{column}, published" for column in published)]
     return Filled(heads, lines, " ".join(notes))
@@ -138,6 +168,7 @@ def as_json(table: TableConfig, found: Cells) -> dict[str, Any]:
         "against": table.against,
         "cells": [
             {"row": row, "column": column, "mean": cell.mean, "spread": cell.spread, "values": list(cell.values),
+             "seeds": list(cell.seeds), "missing": dict(cell.missing),
              "published": table.paper.get(row, {}).get(column)}
             for (row, column), cell in found.items()
         ],
@@ -150,17 +181,20 @@ def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
     figure = f"{table.figure}, less that of {table.against}" if table.against else table.figure
     measured, published = [], []
     for number, row in enumerate(rows):
-        here = [(column, found[row, column]) for column in columns if (row, column) in found]
-        measured.append(
-            Series(
-                row, [column for column, _ in here], [cell.mean for _, cell in here], number, marks=True,
-                error=[cell.spread or 0.0 for _, cell in here],
-            )
-        )  # fmt: skip
+        here = [(column, cell) for column in columns if (cell := found.get((row, column))) and cell.values]
+        if here:
+            measured.append(
+                Series(
+                    row, [column for column, _ in here], [mean(cell.values) for _, cell in here], number, marks=True,
+                    error=[cell.spread or 0.0 for _, cell in here],
+                )
+            )  # fmt: skip
         paper = table.paper.get(row, {})
         if known := [column for column in columns if column in paper]:
             published.append(Series(row, known, [paper[column] for column in known], number, marks=True, dash="dot"))
-    drawn = [Plot(table.name, table.title, table.columns, figure, tuple(measured), categories=tuple(columns))]
+    drawn = []
+    if measured:
+        drawn.append(Plot(table.name, table.title, table.columns, figure, tuple(measured), categories=tuple(columns)))
     if published:
         title = f"{table.title}, published"
         name = f"{table.name}-published"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 import yaml
 
@@ -15,6 +16,7 @@ from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
+from megamem.training.run_folder import RunLock
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """How a process is started."""
@@ -62,10 +64,17 @@ def reading_file(run: PlannedRun, reading: str) -> Path:
 def figures(run: PlannedRun, reading: str, change: Changes | None) -> dict[str, Any] | None:
     """What a training (`change` None) or a reading found; None if it has not ended, or was defined otherwise."""
     path = reading_file(run, reading)
-    if not path.exists():
+    found = _object(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found if found is None or change is None or found.get(CHANGE) == plain(change) else None
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """None of what is no JSON object: a file that was cut short, words instead of figures."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found if change is None or found.get(CHANGE) == plain(change) else None
+    return found if isinstance(found, dict) else None
 
 
 def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
@@ -124,16 +133,56 @@ def reading_command(run: PlannedRun, change: Changes) -> list[str]:
 
 
 def partial_file(task: Task) -> Path:
-    """Where a reading's figures go until it has ended."""
+    """Where a reading's figures go until it has ended. Locked as long as the process lives that writes it."""
     return task.output.with_suffix(".partial")
 
 
+def open_partial(task: Task) -> BinaryIO:
+    """A new one, for standard output: the process inherits the lock with the file, and holds it after us."""
+    partial_file(task).unlink(missing_ok=True)
+    file = partial_file(task).open("wb")
+    _lock(file)
+    return file
+
+
+def elsewhere(task: Task) -> bool:
+    """Whether a process writes the task's files that a queue which was killed left going on."""
+    if task.change is not None and (partial := partial_file(task)).exists():
+        with partial.open("rb") as file:
+            if not _lock(file):
+                return True
+    return written(task.run.folder)
+
+
+def written(folder: Path) -> bool:
+    """Whether a training writes this run folder."""
+    if not (folder / "lock").exists():
+        return False
+    try:
+        with RunLock(folder) as lock:
+            lock.take()
+    except RunFolderError:
+        return True
+    return False
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """False if another process has it. On file systems that know no locks nobody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def keep_figures(task: Task) -> None:
-    """Make the output of a reading that has ended its result."""
+    """Make the output of a reading that has ended its result, if its last line is one."""
     partial = partial_file(task)
     lines = partial.read_text(encoding="utf-8").splitlines()
-    if lines:
-        partial.write_text(json.dumps({CHANGE: task.change, **json.loads(lines[-1])}) + "\n", encoding="utf-8")
+    if lines and (found := _object(lines[-1])) is not None:
+        partial.write_text(json.dumps({CHANGE: task.change, **found}) + "\n", encoding="utf-8")
         partial.replace(task.output)
 
 

@@ -182,7 +182,7 @@ class Validation(Callback):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`. A validation is a pause: its time is not the training's."""
-        if not self.every or trainer.step % self.every or trainer.step == trainer.config.steps:
+        if not self.every or trainer.step % self.every:
             return
         with trainer.pause(f"validation after step {trainer.step}"):
             losses = self.evaluate()

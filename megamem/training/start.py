@@ -321,7 +321,9 @@ def _evaluate(
         )
     if topology.rank == 0:
         figures = {name: value for name, value in finite(figures).items() if not isinstance(value, dict)}
-        (folder / "result.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        partial = folder / "result.json.partial"  # whoever finds a result finds a whole one
+        partial.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / "result.json")
         console.print(result_table(figures, title=config.name))
         console.print(f"picture: {figures.get('picture')}", highlight=False)
         for sink in sinks:

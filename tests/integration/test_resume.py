@@ -156,8 +156,8 @@ def test_two_halves_are_the_whole_bit_for_bit(form, runs):
         logged = records(runs, name)
         assert [record["step"] for record in logged if "loss" in record] == list(range(1, form.steps + 1))
         validated = [record["step"] for record in logged if "val_loss" in record]
-        every = LAYOUTS[name][1].get("evaluation", {}).get("every", form.steps)
-        assert validated == list(range(every, form.steps, every)), name
+        every = LAYOUTS[name][1].get("evaluation", {}).get("every", form.steps + 1)
+        assert validated == list(range(every, form.steps + 1, every)), name
 
 
 def test_streams_save_their_memory(form, runs):

@@ -148,7 +148,7 @@ class TestCommand:
     def test_validation(self, command):
         folder, _, _ = command
         validated = [record for record in records(folder) if "val_loss" in record]
-        assert [(record["step"], record.keys()) for record in validated] == [(3, VALIDATED)]
+        assert [(record["step"], record.keys()) for record in validated] == [(3, VALIDATED), (6, VALIDATED)]
 
     def test_weights_and_biases_offline(self, command):
         folder, _, _ = command
@@ -161,7 +161,7 @@ class TestCommand:
         events.Reload()
         shown = {event.step: event.value for event in events.Scalars("loss")}
         assert shown == pytest.approx(losses(folder), rel=1e-6)  # event files hold FP32
-        assert [event.step for event in events.Scalars("val_loss")] == [3]
+        assert [event.step for event in events.Scalars("val_loss")] == [3, 6]
 
     def test_a_trace_per_rank(self, command):
         folder, _, _ = command

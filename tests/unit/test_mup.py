@@ -68,6 +68,11 @@ class TestCoordinateCheck:
         found = changes(name, growth, mup=False)
         assert {place for place, value in found.items() if value < GROWS} == set(), found
 
+    def test_keys_that_several_queries_share(self):
+        found = changes("attention", "wider heads", mup=True, kv_heads=2)
+        assert {place for place, value in found.items() if abs(value) > LEVEL} == set(), found
+        assert "scores 1" in found
+
     def test_tied_embeddings(self):
         found = changes("attention", "more heads", mup=True, tie_embeddings=True)
         assert abs(found["logits"]) <= LEVEL, found

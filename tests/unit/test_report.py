@@ -17,13 +17,16 @@ from megamem.errors import ConfigError
 from megamem.planning.flops import flops_per_token
 from megamem.planning.parameters import parameter_counts
 from megamem.planning.state import model_state_bytes
+from megamem.study import fitted
 from megamem.study.collect import memory_floats, records
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.curves import POINTS, loss_plots, thinned
 from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs
 from megamem.study.journal import Journal, last_words, read_journal
+from megamem.study.laws import Fit, Law
 from megamem.study.plots import Plot, Series, plotly_figure
+from megamem.study.points import together
 from megamem.study.states import run_states
 from tests.finished_study import LAWS, STUDY, finished_study, quick_report
 
@@ -161,13 +164,83 @@ def test_laws_of_final_points(study):
     alone = results(study, kind="iso_flop", x=("parameters",), axis="size", per="memory")
     assert "budget 2.34e+08: a parabola needs at least 3 sizes, got 1" in alone.notes[0]
     taken = results(study, kind="tokens_to_loss", per="memory", axis="size", target=9.0)
-    assert taken.rows == [["all", "9.0000", "4,096 ± 0", "4,096 ± 0"]], "every run gets there at once"
+    assert taken.rows == [["all", "9.0000", "≤ 4,096 ± 0", "≤ 4,096 ± 0"]], "every run gets there at once"
     assert results(study, kind="tokens_to_loss", per="memory", axis="size", target=0.1).rows[0][2:] == ["never"] * 2
     missing = results(study, kind="power", x=("parameters",), figure="accuracy")
     assert missing.notes == ["not fitted: 'accuracy' is not among a run's figures"]
     assert results(study, kind="power", x=("depth",)).notes[0].startswith("not fitted: x: 'depth' is neither")
     curve = results(study, kind="power", x=("training_tokens",), points="validation", figure="val_accuracy")
     assert curve.notes == ["not fitted: no line with 'val_accuracy' in metrics.jsonl of a finished run yet"]
+
+
+def test_points_of_several_kinds_of_model_are_said(study):
+    """A memory with parameters of its own: no two models have the same x, and one law would go through all."""
+    found = records(study, planned_runs(study))
+    for record in found:
+        record["parameters"] += 100 * (record["memory"] == "elastic")
+    none = [record for record in found if record["memory"] == "none"]
+    config = LawConfig(name="law", title="Law", kind="iso_flop", x=("parameters",), axis="size")
+    one = study.model_copy(update={"laws": (config,)})
+    (mixed,) = fitted_laws(one, [], found)
+    values = "size (small, medium, large, huge) and memory (none, elastic)"
+    said = f"one law through {values}; where their laws may differ make one `per`, or choose under where"
+    assert mixed.notes[0] == said
+    assert together(one, config, none) == ""
+    assert together(one, config.model_copy(update={"per": "memory"}), found) == ""
+
+
+def test_the_best_size_by_compute_is_of_parameters_and_tokens(study, monkeypatch):
+    """Compute is no product of other figures, and exponents that are left open say nothing of it."""
+    law = Law(1.5, (40.0, 27.0), (0.4, 0.5))
+    found = records(study, planned_runs(study))
+
+    def fitted_with(x, low):
+        other = Law(1.5, (40.0, 27.0), (low, 0.5))
+        monkeypatch.setattr(fitted, "fit_law", lambda *_: Fit(law, (law, other) * 20, x, 16, 0.01))
+        config = LawConfig(name="law", title="Law", kind="power", x=x, per="memory")
+        (result,) = fitted_laws(study.model_copy(update={"laws": (config,)}), [], found)
+        return [row[0] for row in result.rows if "best" in row[0]], len(result.notes)
+
+    assert fitted_with(("parameters", "training_tokens"), 0.4) == (["best parameters by compute"], 2)
+    assert fitted_with(("val_loss", "training_tokens"), 0.4) == ([], 1)
+    undecided = fitted_with(("parameters", "training_tokens"), 0.001)
+    assert undecided == ([], 3), "the law, and what each group leaves open"
+
+
+def test_validations_under_a_decaying_rate_are_said(study):
+    curve = {"kind": "tokens_to_loss", "points": "validation", "per": "memory"}
+    said = "the learning rate of 15 of 15 runs decays (optimizer.min_lr_ratio below 1): "
+    assert [note for note in results(study, **curve).notes if note.startswith(said)]
+    constant = study.model_copy(update={"change": {"optimizer.min_lr_ratio": 1}})
+    runs, config = planned_runs(constant), LawConfig(name="law", title="Law", **curve)
+    (result,) = fitted_laws(constant.model_copy(update={"laws": (config,)}), runs, records(study, planned_runs(study)))
+    assert not any("decays" in note for note in result.notes)
+
+
+def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
+    """Curves of two seeds: with the memory one never gets to the loss, without it one is there at its first point."""
+    constant = {"optimizer.min_lr_ratio": 1}
+    study = finished_study(tmp_path, axes={"memory": STUDY["axes"]["memory"]}, tables=[], laws=[], change=constant)
+    curves = {"none-0": (3.0, 2.0), "none-1": (2.0, 2.0), "elastic-0": (3.0, 2.6), "elastic-1": (3.0, 2.0)}
+    for run in planned_runs(study):
+        lines = [{"step": i + 1, "tokens": 100 * 4**i, "val_loss": loss} for i, loss in enumerate(curves[run.name])]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run.folder / "result.json").write_text('{"val_loss": 2.0}')
+
+    def taken(against, target):
+        return results(study, kind="tokens_to_loss", points="validation", per="memory", against=against, target=target)
+
+    # half way along log tokens between 100 and 400
+    never = taken("none", 2.5)
+    assert never.rows == [["all", "2.5000", "≤ 150 ± 71", "200 (1 never)", "≥ 2.00 (1 never)"]]
+    assert never.data[0]["ratios"] == {"elastic": [None, pytest.approx(2.0)]}
+    assert never.data[0]["at_most"] == ["none"]
+    assert never.notes[1].startswith("≤, ≥, ?: a curve's first point is at the loss already")
+    assert taken("elastic", 2.5).rows[0][-1] == "≤ 0.50 (1 never)"
+    assert taken("none", 3.5).rows[0][2:] == ["≤ 100 ± 0", "≤ 100 ± 0", "? 1.00 ± 0.00"]
+    assert len(taken("none", 2.8).notes) == 2
+    (next(run for run in planned_runs(study) if run.name == "none-1").folder / "metrics.jsonl").unlink()
+    assert len(taken("none", 2.8).notes) == 1, "nothing is a bound"
 
 
 # --- where runs stand ---

@@ -1,8 +1,8 @@
-"""Studies: the grid, the queue of processes, tables over seeds."""
+"""Studies: the grid, the queue of processes."""
 
-import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,10 +20,8 @@ from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.journal import read_journal
 from megamem.study.queue import Queue
-from megamem.study.report import write_report
 from megamem.study.states import run_states
-from megamem.study.tables import cells, filled, markdown
-from megamem.study.tasks import config_file, tasks
+from megamem.study.tasks import config_file, elsewhere, open_partial, tasks
 from megamem.training.run_folder import RunLock
 
 RUN = {
@@ -137,6 +135,7 @@ with open(f"{calls}-devices", "a") as file:
 if verb == "evaluate":
     print("a table")
     print(json.dumps({"val_loss": 7.0}))
+    print(os.environ.get("LAST_LINE", ""), end="")
     sys.exit()
 tree = yaml.safe_load(open(path))
 folder = pathlib.Path(tree["runs_folder"]) / tree["name"]
@@ -206,19 +205,79 @@ def test_one_process_at_a_time(study, fake):
     assert not config_file(study, planned_runs(study)[0]).exists(), "the other's configurations are left alone"
 
 
-def test_a_run_that_a_killed_queue_left_behind_is_waited_for(study, fake):
-    """Its lock is held; the queue goes on with the others, and starts it once the lock is free."""
-    left, said = planned_runs(study)[0], []
-    lock = RunLock(left.folder)
-    lock.take()
-    others_are_done = lambda done, total: lock.__exit__() if done == total - 1 else None  # noqa: E731
-    outcome = Queue(study, said.append, others_are_done).run(planned_runs(study))
+def spans(tmp_path):
+    """(devices, begin, end) of all processes."""
+    lines = [line.split() for line in (tmp_path / "calls-devices").read_text().splitlines()]
+    return [(devices, float(begin), float(end)) for devices, begin, end in lines]
+
+
+def test_runs_that_a_killed_queue_left_take_up_room(study, fake, tmp_path, monkeypatch):
+    """Two go on: the first ends without a result and is started once its lock is free, the second is done then."""
+    monkeypatch.setenv("LASTS", "0.3")
+    one, other = planned_runs(study)[:2]
+    said, locks = [], [RunLock(one.folder), RunLock(other.folder)]
+    for lock in locks:
+        lock.take()
+
+    def end(done: int, total: int) -> None:
+        if done == 5:  # four runs and readings, one after another as one of three places is left
+            (other.folder / "result.json").write_text('{"val_loss": 4}')
+            for lock in locks:
+                lock.__exit__()
+
+    outcome = Queue(study.model_copy(update={"parallel": 3}), said.append, end).run(planned_runs(study))
     assert (len(outcome.done), outcome.failed) == (10, [])
     waiting = [line for line in said if "waits" in line]
-    assert len(waiting) == 1
-    assert waiting[0] == f"plain-narrow-3: waits for the end of another process that writes {left.folder}"
-    trained = [call for call in fake() if call.startswith("train")]
-    assert trained[-1].endswith("plain-narrow-3.yaml"), "last, once it was free"
+    assert waiting == [
+        f"{run.name}: waits for the end of another process that writes {run.folder}" for run in (one, other)
+    ]
+    times = sorted((begin, ended) for _, begin, ended in spans(tmp_path))
+    assert all(ended <= begin for (_, ended), (begin, _) in zip(times[:5], times[1:5], strict=False))
+    trained = [call.split("/")[-1] for call in fake() if call.startswith("train")]
+    assert trained.count(f"{one.name}.yaml") == 1
+    assert trained.count(f"{other.name}.yaml") == 0
+
+
+def test_devices_of_runs_that_a_killed_queue_left_are_given_to_nobody(study, fake, tmp_path, monkeypatch):
+    """Which ones they have is not known."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    lock = RunLock(planned_runs(study)[0].folder)
+    lock.take()
+    ended = []
+
+    def end() -> None:
+        ended.append(time.time())
+        lock.__exit__()
+
+    threading.Timer(1.0, end).start()
+    outcome, _, _ = run(study.model_copy(update={"parallel": 2}))
+    assert len(outcome.done) == 10
+    assert min(begin for _, begin, _ in spans(tmp_path)) > ended[0]
+
+
+def test_a_reading_that_a_killed_queue_left_is_waited_for(study, fake):
+    """Its process holds the file that it writes to, the queue being gone."""
+    _, readings = tasks(study, planned_runs(study))[2]
+    readings[0].run.folder.mkdir(parents=True)
+    with open_partial(readings[0]) as out:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=out)
+    assert elsewhere(readings[0])
+    process.communicate(b"\n")
+    assert not elsewhere(readings[0])
+
+
+def test_words_instead_of_figures_are_a_failure(study, fake, monkeypatch):
+    """Of one reading: the others are made, and a result that was cut short is none."""
+    monkeypatch.setenv("LAST_LINE", "bye")
+    outcome, said, _ = run(study)
+    assert (len(outcome.done), len(outcome.failed)) == (6, 4)
+    assert any("memory-narrow-3, uniform: failed (0); see" in line for line in said)
+    monkeypatch.delenv("LAST_LINE")
+    (planned_runs(study)[0].folder / "result.json").write_text('{"val_loss": 3')
+    assert len(records(study, planned_runs(study))) == 5
+    outcome, said, _ = run(study)
+    assert (len(outcome.done), outcome.failed) == (10, [])
+    assert "plain-narrow-3: done" in said
 
 
 def test_runs_say_in_weights_and_biases_what_they_are(study):
@@ -254,10 +313,10 @@ def test_runs_side_by_side_have_devices_of_their_own(study, fake, monkeypatch, t
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setenv("LASTS", "0.5")
     run(study.model_copy(update={"parallel": 2}))
-    seen = [line.split() for line in (tmp_path / "calls-devices").read_text().splitlines()]
+    seen = spans(tmp_path)
     assert {devices for devices, *_ in seen} == {"4", "5"}
     for device in ("4", "5"):
-        times = sorted((float(begin), float(end)) for devices, begin, end in seen if devices == device)
+        times = sorted((begin, end) for devices, begin, end in seen if devices == device)
         assert all(end <= begin for (_, end), (begin, _) in zip(times, times[1:], strict=False)), "one after another"
 
 
@@ -281,6 +340,13 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     assert (failed.run.name, failed.state, failed.readings) == ("memory-wide-3", "failed", (0, 1))
     assert failed.failures == (f"trained: exit code {code}",)
     assert len(outcome.done) == 8, "everything else, but for its reading"
+    later, said, _ = run(study)
+    assert [task.name for task in later.failed] == ["memory-wide-3"], "still"
+    assert said == [f"memory-wide-3: failed ({code}) in an earlier call; --again starts it once more"]
+    assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
+    monkeypatch.delenv("ALWAYS_FAILS")
+    mended = Queue(study, print, lambda done, total: None, again=True).run(planned_runs(study))
+    assert (len(mended.done), mended.failed) == (10, [])
 
 
 def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
@@ -311,71 +377,3 @@ def test_a_folder_of_another_configuration_is_refused(study, fake):
     changed = study.model_copy(update={"change": {**study.change, "training.steps": 3}})
     with pytest.raises(RunFolderError, match="plain-narrow-3: was begun with another configuration"):
         tasks(changed, planned_runs(changed))
-
-
-# --- tables ---
-
-
-def test_cells_are_means_over_seeds(study, fake):
-    run(study)
-    found = records(study, planned_runs(study))
-    losses = cells(study, study.tables[0], found)
-    assert losses["memory", "wide"].values == (5.0, 6.0)
-    assert losses["memory", "wide"].mean == 5.5
-    assert losses["memory", "wide"].spread == pytest.approx(0.5**0.5)
-    assert ("plain", "wide") not in losses
-    text = markdown(study.tables[0], filled(study, study.tables[0], losses))
-    assert "| model | narrow | wide | wide, published |" in text
-    assert "| memory | 4.5 ± 0.71 | 5.5 ± 0.71 | 1.5 |" in text
-    assert "| plain | 3.5 ± 0.71 |  |  |" in text
-    read = cells(study, study.tables[1], found)
-    assert read["memory", "uniform"].values == (7.0, 7.0)
-
-
-def test_differences_are_paired_by_seed(study, fake):
-    run(study)
-    found = records(study, planned_runs(study))
-    table = study.tables[0].model_copy(update={"against": "plain", "paper": {}})
-    paired = cells(study, table, found)
-    assert set(paired) == {("memory", "narrow")}, "wide has nothing to be compared with"
-    assert paired["memory", "narrow"].values == (1.0, 1.0)
-    assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
-    assert "`val_loss` minus that of plain, seed by seed" in filled(study, table, paired).note
-    # a seed that one of the two has no figure of is in no difference
-    del found[0]["val_loss"]
-    assert cells(study, table, found)["memory", "narrow"].seeds == ("4",)
-
-
-def test_cells_that_mix_axes_or_miss_figures_are_refused(study, fake):
-    run(study)
-    found = records(study, planned_runs(study))
-    mixed = study.tables[1].model_copy(update={"where": {}})
-    with pytest.raises(ConfigError, match="width narrow, wide fall into one cell"):
-        cells(study, mixed, found)
-    with pytest.raises(ConfigError, match="'accuracy' is not among a run's figures"):
-        cells(study, study.tables[0].model_copy(update={"figure": "accuracy"}), found)
-
-
-def test_a_run_that_diverged_is_left_out_and_said(study, fake):
-    run(study)
-    found = records(study, planned_runs(study))
-    del found[0]["val_loss"]
-    cell = cells(study, study.tables[0], found)["plain", "narrow"]
-    assert (cell.values, str(cell)) == ((4.0,), "4 (1 not finite)")
-
-
-def test_the_report(study, fake):
-    assert write_report(study)[0] == "", "nothing has run yet"
-    assert "6 runs: 6 waiting" in (study.folder / "pair" / "report.html").read_text()
-    run(study)
-    text, folder = write_report(study)
-    assert "### Losses" in text
-    assert (folder / "tables.md").read_text() == text
-    data = json.loads((folder / "records.json").read_text())
-    assert len(data["records"]) == 10
-    assert data["tables"][0]["cells"][0] == {
-        "row": "plain", "column": "narrow", "mean": 3.5, "spread": pytest.approx(0.5**0.5), "values": [3.0, 4.0],
-        "published": None,
-    }  # fmt: skip
-    for name in ("losses", "read"):
-        assert (folder / f"{name}.png").stat().st_size > 10_000

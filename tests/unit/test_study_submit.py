@@ -19,7 +19,7 @@ from megamem.errors import ConfigError, DependencyError, MegamemError, RunFolder
 from megamem.study import tasks as processes
 from megamem.study.grid import load_study, planned_runs, study_folder
 from megamem.study.journal import Journal
-from megamem.study.queue import Queue, shares, study_lock, visible_devices
+from megamem.study.queue import Queue, check_not_submitted, shares, study_lock, visible_devices
 from megamem.study.states import run_states
 from megamem.study.submit import read_here
 from tests.integration.commands import run_tree, write_config
@@ -165,6 +165,13 @@ def test_what_is_left_of_a_trained_run_takes_one_node(path, cluster):
     assert "#SBATCH --nodes=1\n" in cluster.script(43)
 
 
+def listed(path, capsys):
+    capsys.readouterr()
+    list_runs(path)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {line["run"]: line for line in lines}
+
+
 def test_where_they_stand(path, cluster, capsys):
     assert {name: state.state for name, state in states(path).items()} == {"few-0": "waiting", "more-0": "waiting"}
     submit(path)
@@ -172,10 +179,7 @@ def test_where_they_stand(path, cluster, capsys):
     found = states(path)
     assert (found["few-0"].state, found["more-0"].state) == ("running", "queued")
     assert found["more-0"].jobs[-1].number == "42"
-    capsys.readouterr()
-    list_runs(path)
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["state"], line["job"], line["done"]) for line in lines] == [
+    assert [(line["state"], line["job"], line["done"]) for line in listed(path, capsys).values()] == [
         ("running", "41", False), ("queued", "42", False)
     ]  # fmt: skip
     REPORT(path, None)
@@ -189,6 +193,8 @@ def test_where_they_stand(path, cluster, capsys):
     assert states(path)["more-0"].state == "running", "at its readings"
     cluster.show()
     assert (states(path)["more-0"].state, states(path)["more-0"].complete) == ("done", False)
+    assert listed(path, capsys)["more-0"].items() >= {"state": "done", "done": False}.items(), "its reading is missing"
+    assert listed(path, capsys)["more-0"]["readings"] == {"done": 0, "of": 1}
 
 
 def test_a_run_that_failed_is_submitted_again_so_often(path, cluster, capsys):
@@ -239,8 +245,8 @@ def test_nothing_is_submitted_if_one_cannot_be(path, cluster, data):
         submit(path, "processes_per_node=3")
     with pytest.raises(ConfigError, match="partitoin"):
         submit(path, "slurm.partitoin=x")
-    with pytest.raises(ConfigError, match="--again: goes with --on slurm only"):
-        run(path, again=True)
+    with pytest.raises(ConfigError, match="--cluster: goes with --on slurm only"):
+        run(path, cluster=Path("slurm.yaml"))
     assert cluster.submitted == 0
 
 
@@ -264,8 +270,12 @@ def test_a_cluster_that_does_not_answer(path, cluster, monkeypatch):
         submit(path)
     assert cluster.submitted == 2, "nothing is submitted blindly"
     assert {state.state for state in states(path).values()} == {"submitted"}
+    study = load_study(path)
+    with pytest.raises(RunFolderError, match=r"SLURM may have runs of it: squeue .*Unable to contact"):
+        check_not_submitted(study, planned_runs(study))
     (cluster.folder / "squeue").unlink()
     monkeypatch.setenv("PATH", str(cluster.folder))
+    check_not_submitted(study, planned_runs(study))  # SLURM is not of this machine
     with pytest.raises(DependencyError, match="squeue is not installed here"):
         in_queue(["41"])
 
@@ -293,6 +303,21 @@ def test_what_sbatch_refuses_is_left_for_the_next_call(path, cluster):
     (cluster.folder / "sbatch").write_text(sbatch)
     submit(path)
     assert cluster.submitted == 2
+
+
+def test_a_number_that_was_lost(path, cluster):
+    """The command was killed between sbatch and the file: nobody knows whether SLURM has the job."""
+    submit(path)
+    job = slurm_jobs(states(path)["few-0"].run.folder)[-1].folder / "job"
+    job.write_text("")
+    cluster.show(j42="RUNNING")
+    assert {name: state.state for name, state in states(path).items()} == {"few-0": "submitted", "more-0": "running"}
+    with pytest.raises(MegamemError, match="job: is empty, so SLURM may have the job"):
+        submit(path)
+    assert cluster.submitted == 2
+    job.unlink()
+    submit(path)
+    assert cluster.submitted == 3
 
 
 def test_sbatch_that_gives_no_number(path, cluster):

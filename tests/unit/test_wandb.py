@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -18,6 +19,7 @@ from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DependencyError, MegamemError, RunFolderError
 from megamem.training import checks
+from megamem.training.run_folder import RunLock
 from megamem.training.sinks import Wandb
 
 RUN = {
@@ -101,22 +103,28 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """A stand-in for `wandb`: notes its arguments, marks folders as W&B does, fails on request."""
+    """A stand-in for `wandb`: notes its arguments and marks folders, as W&B 0.31 none if it cannot read one."""
     script = tmp_path / "fake.py"
     script.write_text(
         "import pathlib, sys\n"
         f"pathlib.Path({str(tmp_path / 'calls')!r}).open('a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        "if any(b'broken' in next(pathlib.Path(folder).glob('*.wandb')).read_bytes() for folder in sys.argv[1:]):\n"
+        "    print('could not read'); sys.exit()\n"
         "for folder in sys.argv[1:]:\n"
-        "    if 'broken' in folder: sys.exit(3)\n"
         "    pathlib.Path(folder, 'run-1.wandb.synced').touch()\n"
     )
     monkeypatch.setattr(cli_wandb, "COMMAND", [sys.executable, str(script)])
     return lambda: (tmp_path / "calls").read_text().split() if (tmp_path / "calls").exists() else []
 
 
+HEADER = b":W&B" + bytes(3)
+
+
 def offline(run, *names):
     for name in names:
-        (run / "wandb" / f"offline-run-{name}").mkdir(parents=True)
+        folder = run / "wandb" / f"offline-run-{name}"
+        folder.mkdir(parents=True)
+        (folder / "run-1.wandb").write_bytes(HEADER + b"records")
     return [str(run / "wandb" / f"offline-run-{name}") for name in names]
 
 
@@ -136,17 +144,43 @@ def test_offline_runs_are_uploaded_once_and_in_order(tmp_path, wandb):
     assert len(wandb()) == 4
 
 
+def test_what_cannot_be_read_keeps_nothing_else_from_being_uploaded(tmp_path, wandb):
+    """A part without a record (its run was killed at its start), and a file that W&B refuses."""
+    runs = tmp_path / "study" / "runs"
+    killed, whole = offline(runs / "x-0", "1-x", "2-x")
+    (Path(killed) / "run-1.wandb").write_bytes(HEADER)
+    (broken,) = offline(runs / "x-1", "1-y")
+    (Path(broken) / "run-1.wandb").write_bytes(HEADER + b"broken")
+    (last,) = offline(runs / "x-2", "1-z")
+    failed = sync(tmp_path / "study")
+    assert isinstance(failed.exception, MegamemError)
+    assert str(failed.exception).startswith(f"wandb sync did not upload {broken}; ")
+    assert f"{killed}: holds no records; left out" in failed.output
+    assert wandb() == [whole, broken, last], "a call for each run"
+    again = sync(tmp_path / "study")
+    assert "4 offline runs, 2 uploaded already" in again.output
+    assert wandb()[3:] == [broken]
+
+
+def test_a_run_that_goes_on_is_left_for_its_end(tmp_path, wandb):
+    """W&B would end it and mark it as uploaded, without what is still to come."""
+    offline(tmp_path / "run", "1-x")
+    with RunLock(tmp_path / "run") as lock:
+        lock.take()
+        done = sync(tmp_path / "run")
+        assert (done.exit_code, wandb()) == (0, [])
+        assert f"{tmp_path / 'run'}: goes on; left for its end" in done.output
+    assert sync(tmp_path / "run").exit_code == 0
+    assert len(wandb()) == 1
+
+
 def test_what_cannot_be_uploaded_is_said(tmp_path, wandb, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert isinstance(sync(empty).exception, RunFolderError)
     assert str(sync(empty).exception).startswith(f"{empty}: no wandb/offline-run-* folder in it")
-    offline(tmp_path / "broken", "1-a")
-    failed = sync(tmp_path / "broken").exception
-    assert isinstance(failed, MegamemError)
-    assert "wandb sync ended with 3" in str(failed)
     monkeypatch.setattr(cli_wandb, "find_spec", lambda name: None)
-    missing = sync(tmp_path / "broken").exception
+    missing = sync(empty).exception
     assert isinstance(missing, DependencyError)
 
 

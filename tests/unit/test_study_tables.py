@@ -1,0 +1,152 @@
+"""Tables of a study: what is refused, and what they say of runs that are missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import typer
+import yaml
+
+from megamem import cli_study
+from megamem.errors import ConfigError
+from megamem.study import tasks as processes
+from megamem.study.collect import records
+from megamem.study.grid import load_study, planned_runs
+from megamem.study.report import write_report
+from megamem.study.states import run_states
+from megamem.study.tables import as_json, cells, filled, markdown, plots
+from megamem.study.tasks import changes_of, plain, reading_file
+from tests.finished_study import STUDY, finished_study, write_study
+from tests.unit.test_study import RUN as PAIR_RUN
+from tests.unit.test_study import STUDY as PAIR
+
+TABLE = STUDY["tables"][0]
+FAILED = "huge-elastic-1"
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(study, states, records): all done but the last run, which failed."""
+    study = finished_study(tmp_path, laws=[])
+    runs = planned_runs(study)
+    return study, run_states(study, runs), records(study, runs)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """The same of a study of two seeds with readings; losses are the seed, one more if wide, one more with a memory."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PAIR_RUN))
+    tree = {**PAIR, "folder": str(tmp_path / "studies")}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    study = load_study(tmp_path / "study.yaml")
+    runs = planned_runs(study)
+    for run in runs:
+        loss = int(run.labels["seed"]) + (run.labels["width"] == "wide") + (run.labels["model"] == "memory")
+        run.folder.mkdir(parents=True)
+        (run.folder / "result.json").write_text(json.dumps({"val_loss": loss, "picture": "x.png", "ok": True}))
+        for name, change in changes_of(study, run).items():
+            reading_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
+    return study, run_states(study, runs), records(study, runs)
+
+
+def test_cells_are_means_over_seeds(pair):
+    study, states, found = pair
+    losses = cells(study, study.tables[0], states, found)
+    assert losses["memory", "wide"].values == (5.0, 6.0)
+    assert losses["memory", "wide"].mean == 5.5
+    assert losses["memory", "wide"].spread == pytest.approx(0.5**0.5)
+    assert ("plain", "wide") not in losses
+    text = markdown(study.tables[0], filled(study, study.tables[0], losses))
+    assert "| model | narrow | wide | wide, published |" in text
+    assert "| memory | 4.5 ± 0.71 | 5.5 ± 0.71 | 1.5 |" in text
+    assert "| plain | 3.5 ± 0.71 |  |  |" in text
+    read = cells(study, study.tables[1], states, found)
+    assert read["memory", "uniform"].values == (7.0, 7.0)
+
+
+def test_differences_are_paired_by_seed(pair):
+    study, states, found = pair
+    table = study.tables[0].model_copy(update={"against": "plain", "paper": {}})
+    paired = cells(study, table, states, found)
+    assert set(paired) == {("memory", "narrow")}, "wide has nothing to be compared with"
+    assert paired["memory", "narrow"].values == (1.0, 1.0)
+    assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
+    assert "`val_loss` minus that of plain, seed by seed" in filled(study, table, paired).note
+    # a seed that one of the two has no figure of is in no difference
+    del found[0]["val_loss"]
+    assert cells(study, table, states, found)["memory", "narrow"].seeds == ("4",)
+
+
+def test_a_report_before_anything_has_run(tmp_path):
+    study = write_study(tmp_path, laws=[])
+    text, folder = write_report(study)
+    assert text == ""
+    assert "16 runs: 16 waiting" in (folder / "report.html").read_text()
+
+
+def test_the_report(pair):
+    study, _, _ = pair
+    text, folder = write_report(study)
+    assert "### Losses" in text
+    assert (folder / "tables.md").read_text() == text
+    data = json.loads((folder / "records.json").read_text())
+    assert len(data["records"]) == 10
+    assert data["tables"][0]["cells"][0] == {
+        "row": "plain", "column": "narrow", "mean": 3.5, "spread": pytest.approx(0.5**0.5), "values": [3.0, 4.0],
+        "seeds": ["3", "4"], "missing": {}, "published": None,
+    }  # fmt: skip
+    for name in ("losses", "read"):
+        assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+def test_cells_that_mix_axes_are_refused_before_anything_runs(tmp_path, monkeypatch):
+    write_study(tmp_path, tables=[{**TABLE, "columns": "seed", "paper": {}}])
+    monkeypatch.setattr(processes, "COMMAND", ["false"])
+    for command in (cli_study.run, cli_study.report):
+        with pytest.raises(ConfigError, match=r"tables\.losses: size huge, large, .* fall into one cell; make it rows"):
+            command(tmp_path / "study.yaml")
+    assert not (tmp_path / "studies" / "scaling" / "journal.jsonl").exists()
+
+
+def test_seeds_that_are_missing_are_counted(made):
+    study, states, found = made
+    losses = cells(study, study.tables[0], states, found)
+    assert str(losses["elastic", "huge"]).endswith(" (1 of 2 seeds; 1 failed)")
+    assert "seeds" not in str(losses["none", "huge"])
+    shown = {(cell["row"], cell["column"]): cell for cell in as_json(study.tables[0], losses)["cells"]}
+    assert (shown["elastic", "huge"]["seeds"], shown["elastic", "huge"]["missing"]) == (["0"], {"1": "failed"})
+    # the reference has not begun with the only seed that the other has
+    first = next(state.run for state in states if state.run.name == "huge-none-0")
+    (first.folder / "result.json").unlink()
+    states = [replace(state, state="waiting") if state.run is first else state for state in states]
+    found = [record for record in found if record["run"] != first.name]
+    assert str(cells(study, study.tables[0], states, found)["none", "huge"]).endswith(" (1 of 2 seeds; 1 waiting)")
+    against = study.tables[0].model_copy(update={"against": "none"})
+    assert str(cells(study, against, states, found)["elastic", "huge"]) == "(0 of 2 seeds; 1 waiting, 1 failed)"
+
+
+def test_a_run_that_diverged_is_left_out_and_said(made):
+    study, states, found = made
+    del found[0]["val_loss"], found[1]["val_loss"]
+    losses = cells(study, study.tables[0], states, found)
+    assert str(losses["none", "small"]) == "(0 of 2 seeds; 2 without a finite figure)", "no empty cell"
+    measured, _published = plots(study, study.tables[0], losses)
+    assert [list(series.x) for series in measured.series] == [
+        ["medium", "large", "huge"], ["small", "medium", "large", "huge"]
+    ]  # fmt: skip
+
+
+def test_a_figure_that_no_run_has_spoils_its_table_only(tmp_path, monkeypatch, capsys):
+    """The command ends as its runs did, and says that before the report."""
+    misspelt = {**TABLE, "name": "other", "title": "Others", "figure": "los"}
+    finished_study(tmp_path, laws=[], tables=[misspelt, TABLE])
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", "raise SystemExit(5)"])
+    with pytest.raises(typer.Exit) as ended:
+        cli_study.run(tmp_path / "study.yaml")
+    assert ended.value.exit_code == 1, "a run failed"
+    said = capsys.readouterr().out
+    assert said.index(f"failed: {FAILED}; see") < said.index("### Others")
+    assert said.index("No finished run here has `los` as a finite figure.") < said.index("### Losses")
