@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -16,7 +15,7 @@ from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.training.run_folder import RunLock
+from megamem.training.run_folder import RunLock, locked
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """How a process is started."""
@@ -141,7 +140,7 @@ def open_partial(task: Task) -> BinaryIO:
     """A new one, for standard output: the process inherits the lock with the file, and holds it after us."""
     partial_file(task).unlink(missing_ok=True)
     file = partial_file(task).open("wb")
-    _lock(file)
+    locked(file)
     return file
 
 
@@ -149,7 +148,7 @@ def elsewhere(task: Task) -> bool:
     """Whether a process writes the task's files that a queue which was killed left going on."""
     if task.change is not None and (partial := partial_file(task)).exists():
         with partial.open("rb") as file:
-            if not _lock(file):
+            if not locked(file):
                 return True
     return written(task.run.folder)
 
@@ -164,17 +163,6 @@ def written(folder: Path) -> bool:
     except RunFolderError:
         return True
     return False
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """False if another process has it. On file systems that know no locks nobody has."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def keep_figures(task: Task) -> None:

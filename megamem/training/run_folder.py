@@ -13,7 +13,7 @@ import time
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from checkpoints.folder import FOLDER, begun_from, checkpoints_in
 from megamem.config.load import config_hash, dump_yaml
@@ -48,7 +48,7 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
         deadline = time.monotonic() + patience_s
-        while not _locked(file):
+        while not locked(file):
             if time.monotonic() >= deadline:
                 file.seek(0)
                 raise RunFolderError(
@@ -75,8 +75,8 @@ def lock_patience() -> float:
     return LEASE_S if any(os.environ.get(count, "0") != "0" for count in RESTARTS) else 0.0
 
 
-def _locked(file: TextIOWrapper) -> bool:
-    """Whether nobody else holds the file now."""
+def locked(file: IO[Any]) -> bool:
+    """Whether this process holds the file's lock now: nobody else did. Where there are no locks everybody does."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
