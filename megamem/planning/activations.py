@@ -8,6 +8,7 @@ say what any other share and number of rows takes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -136,6 +137,7 @@ class _Lines:
         if of.processes > 1 and layers:
             import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
 
+            gc.freeze()  # what there is need not be looked through again and again, nor copied
             with ProcessPoolExecutor(min(of.processes, len(shares)), get_context("fork")) as pool:
                 found = list(pool.map(measure, shares))
         else:
