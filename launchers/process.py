@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from launchers.signals import STOPS, heeded
+from megamem.hardware import cores
 
 SAME_SIGNAL_S = 1.0
 
@@ -97,7 +98,7 @@ def threads_shared(processes: int) -> Iterator[None]:
     """Without OMP_NUM_THREADS, each rank gets its share of the cores."""
     given = "OMP_NUM_THREADS" in os.environ
     if not given:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     try:
         yield
     finally:

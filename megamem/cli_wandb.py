@@ -33,7 +33,7 @@ def sync(
 
     Runs that go on are left for the next time: `wandb sync` may take what they have for all of them.
     """
-    from megamem.study.tasks import written
+    from megamem.training.run_folder import held
 
     if find_spec("wandb") is None:
         raise DependencyError("megamem wandb sync: the package wandb is missing; pip install wandb")
@@ -45,7 +45,7 @@ def sync(
         parts.setdefault(folder.parent.parent, []).append(folder)
     left = []
     for run, these in parts.items():
-        if written(run):
+        if held(run / "lock"):
             console.print(f"{run}: goes on; left for its end", highlight=False)
             continue
         empty = [folder for folder in these if not _has_records(folder)]

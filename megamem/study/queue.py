@@ -15,6 +15,7 @@ from typing import BinaryIO
 import torch
 
 from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
+from megamem.hardware import cores
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
@@ -201,8 +202,7 @@ class Queue:
         return True
 
     def _start(self, task: Task) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = cores // (self.study.parallel * ranks(task.run))
+        share = cores() // (self.study.parallel * ranks(task.run))
         own = {"OMP_NUM_THREADS": str(max(1, share)), **os.environ}
         if self.devices:
             own[DEVICES] = self.held[task] = self.devices.pop()

@@ -15,7 +15,7 @@ from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.training.run_folder import RunLock, locked
+from megamem.training.run_folder import held, locked
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """How a process is started."""
@@ -146,23 +146,7 @@ def open_partial(task: Task) -> BinaryIO:
 
 def elsewhere(task: Task) -> bool:
     """Whether a process writes the task's files that a queue which was killed left going on."""
-    if task.change is not None and (partial := partial_file(task)).exists():
-        with partial.open("rb") as file:
-            if not locked(file):
-                return True
-    return written(task.run.folder)
-
-
-def written(folder: Path) -> bool:
-    """Whether a training writes this run folder."""
-    if not (folder / "lock").exists():
-        return False
-    try:
-        with RunLock(folder) as lock:
-            lock.take()
-    except RunFolderError:
-        return True
-    return False
+    return (task.change is not None and held(partial_file(task))) or held(task.run.folder / "lock")
 
 
 def keep_figures(task: Task) -> None:

@@ -86,6 +86,14 @@ def locked(file: IO[Any]) -> bool:
     return True
 
 
+def held(path: Path) -> bool:
+    """Whether another process holds the lock of a file, if there is one."""
+    if not path.exists():
+        return False
+    with path.open("r+b") as file:  # NFS locks only what may be written
+        return not locked(file)
+
+
 def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
     """Raise RunFolderError if the folder holds a run that cannot be gone on with, cannot be written or has no room.
 

@@ -60,6 +60,7 @@ from megamem.training.loop import Trainer
 from megamem.training.run_folder import RunLock, create_run_folder, lock_patience
 from megamem.training.sinks import Sink, Wandb, open_sinks
 from megamem.training.watchdog import Watchdog, beat_interval
+from tokenization.files import write_bytes
 from tokenization.tokenizer import Tokenizer
 
 
@@ -321,9 +322,7 @@ def _evaluate(
         )
     if topology.rank == 0:
         figures = {name: value for name, value in finite(figures).items() if not isinstance(value, dict)}
-        partial = folder / "result.json.partial"  # whoever finds a result finds a whole one
-        partial.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / "result.json")
+        write_bytes(folder / "result.json", (json.dumps(figures, indent=2) + "\n").encode())  # whole or not at all
         console.print(result_table(figures, title=config.name))
         console.print(f"picture: {figures.get('picture')}", highlight=False)
         for sink in sinks:

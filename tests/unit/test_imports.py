@@ -43,7 +43,7 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
         "tokenization",
     },
-    "launchers": {"megamem.config", "megamem.errors"},
+    "launchers": {"megamem.config", "megamem.errors", "megamem.hardware"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
@@ -55,7 +55,8 @@ ALLOWED = {
     "megamem.preflight": {"megamem.errors", "megamem.planning", "megamem.training"},
     "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
     "megamem.study": {
-        "launchers", "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.planning", "megamem.training",
+        "launchers", "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.hardware", "megamem.planning",
+        "megamem.training",
     },
     "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
