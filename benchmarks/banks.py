@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megamem.memory.hippo_bank import HippoBank, LowerTriangular, MatrixStore
+from megamem.memory.continuous.hippo_bank import HippoBank, LowerTriangular, MatrixStore
 
 BLOCK, SAMPLES, CHANNELS = 2048, 512, 1440
 

@@ -33,8 +33,8 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     from megamem.config.checkpoint import CheckpointConfig
     from megamem.config.load import load_config
     from megamem.config.run import RunConfig
+    from megamem.costs.parameters import parameter_counts
     from megamem.pipeline.engine import build_engine
-    from megamem.planning.parameters import parameter_counts
     from megamem.training.checkpointing import cpu_group
     from megamem.training.start import mock_batches, start_topology
 

@@ -30,7 +30,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import OptimizerConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import Chunk
-from megamem.memory.block_attention import AttentionProjections
+from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.optimizer import parameter_groups

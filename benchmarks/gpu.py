@@ -26,10 +26,10 @@ from benchmarks.common import OUTPUT, ROOT, model_from, publish, random_batch, s
 from benchmarks.gpu_engines import Trainable, build, missing_libraries
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.costs.devices import device_peak
+from megamem.costs.flops import flops_per_token
 from megamem.hardware import avoid_broken_amx
 from megamem.model.compiled import compile_pointwise, restore_pointwise
-from megamem.planning.devices import device_peak
-from megamem.planning.flops import flops_per_token
 
 KINDS = ("transformer", "elastic")
 NAMES = {"transformer": "Transformer++", "elastic": "Elastic Memory"}

@@ -24,13 +24,13 @@ from torch import Tensor
 from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from checkpoints.whole import whole_model
-from megamem.cli_checkpoint import one_checkpoint
+from megamem.cli.checkpoint import one_checkpoint
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
-from megamem.memory.elastic_memory import ElasticMemory
-from megamem.memory.hippo import kernel, reconstruction
+from megamem.memory.continuous.elastic import ElasticMemory
+from megamem.memory.continuous.hippo import kernel, reconstruction
 from megamem.model.stage import Stage
 from megamem.training.start import held_out
 

@@ -12,8 +12,8 @@ from itertools import product
 
 import numpy as np
 
-from megamem.study.budgets import best_size, parabola
-from megamem.study.laws import Array, FitError, Law, fit_law
+from megamem.study.laws.budgets import best_size, parabola
+from megamem.study.laws.fit import Array, FitError, Law, fit_law
 
 CHINCHILLA = Law(1.69, (406.4, 410.7), (0.34, 0.28))
 MEMORY = Law(2.5, (3.0,), (0.5,))

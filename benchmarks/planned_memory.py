@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import OUTPUT, publish, table
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
-from megamem.pipeline.costs import place
+from megamem.pipeline.balancing import place
 from megamem.planning.activations import Activations
 from megamem.planning.plan import rank_plans
 from megamem.planning.step_time import Layout

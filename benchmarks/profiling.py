@@ -15,9 +15,9 @@ from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import megamem.ops.attention as attention
-import megamem.ops.merged_attention as merged
-from megamem.memory.block_attention import AttentionProjections, BlockAttention
+import megamem.ops.attention.merged as merged
+import megamem.ops.attention.softmax as attention
+from megamem.memory.shared.block_attention import AttentionProjections, BlockAttention
 from megamem.model.layers import RMSNorm, SwiGLU
 from megamem.model.stage import Stage
 

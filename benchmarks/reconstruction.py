@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.charts import beside
-from megamem.memory.hippo import kernel, reconstruction
-from megamem.memory.hippo_rules import Rule, backward, bilinear, forward, legs
+from megamem.memory.continuous.hippo import kernel, reconstruction
+from megamem.memory.continuous.hippo_rules import Rule, backward, bilinear, forward, legs
 
 LENGTH = 1024
 

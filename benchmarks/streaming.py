@@ -26,7 +26,7 @@ from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from benchmarks.generation import resident_bytes
 from checkpoints.whole import whole_model
-from megamem.cli_checkpoint import one_checkpoint
+from megamem.cli.checkpoint import one_checkpoint
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument

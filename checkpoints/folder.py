@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megamem.errors import CheckpointError
-from tokenization.files import sha256_file
+from megamem.files import sha256_file
 
 FOLDER = "checkpoints"
 """Where a run folder has them."""

@@ -29,7 +29,7 @@ from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.storage import INDEX, SafeWriter, data_file
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError, MegamemError
-from tokenization.files import sha256_file
+from megamem.files import sha256_file
 
 THREAD = "checkpoint"
 """Name of the thread that writes."""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
-from megamem.study import fitted
 from megamem.study.collect import planned_figures
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, load_study, planned_runs, study_folder
 from megamem.study.journal import Journal
-from megamem.study.laws import Law, fit_law
+from megamem.study.laws import fitted
+from megamem.study.laws.fit import Law, fit_law
 from megamem.study.report import write_report
 
 RUN = {

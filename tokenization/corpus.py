@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megamem.errors import DataError
+from megamem.files import read_json, require_space, sha256_file, write_json
 from tokenization import proofs
-from tokenization.files import read_json, require_space, sha256_file, write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2

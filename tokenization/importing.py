@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from megamem.errors import DataError
-from tokenization.files import read_json
+from megamem.files import read_json
 from tokenization.sentencepiece_model import SentencePieceBackend, converted
 from tokenization.tokenizer import SAMPLES, FastBackend, Tokenizer, save
 

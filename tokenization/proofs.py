@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megamem.errors import DataError
-from tokenization.files import sha256_file
+from megamem.files import sha256_file
 
 PACKAGE, VERSION = "metamath-databases", "0.0.0~20210101.git55fe226-2"
 MEMBER = "./usr/share/metamath/databases/set.mm"

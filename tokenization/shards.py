@@ -26,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from megamem.data.shard_index import (
+from megamem.errors import DataError
+from megamem.files import read_json, require_space, sha256_file, write_bytes, write_json
+from tokenization.shard_format import (
     BLOCK,
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -37,8 +39,6 @@ from megamem.data.shard_index import (
     key_of,
     token_dtype,
 )
-from megamem.errors import DataError
-from tokenization.files import read_json, require_space, sha256_file, write_bytes, write_json
 from tokenization.sources import Document, InputFile, documents, expansion, input_files
 from tokenization.tokenizer import Tokenizer
 
@@ -123,23 +123,6 @@ def write_shards(
             f"{folder}: a worker process died, perhaps for lack of memory; "
             f"run the same command again to continue, with fewer workers"
         ) from None
-
-
-def verify_shards(folder: Path, on_progress: Callable[[int], None] = lambda done: None) -> ShardIndex:
-    """Read every byte of a shard folder and check hashes, token ids and eos. DataError names the bad file."""
-    from megamem.data.readers import ShardStore
-
-    store = ShardStore(str(folder))
-    index = store.index
-    for shard, record in enumerate((*index.shards, index.documents_file)):
-        if sha256_file(folder / record.file) != record.sha256:
-            raise DataError(f"{folder / record.file}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
-        for document in np.flatnonzero(store.shard_ids == shard).tolist():
-            tokens = store.tokens(document, 0, int(store.lengths[document]))
-            if tokens[-1] != index.header.eos_id or tokens.max() >= index.header.vocab_size:
-                raise DataError(f"{folder / record.file}: foreign: document {document} is not of this tokenizer")
-        on_progress(record.size)
-    return index
 
 
 def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:

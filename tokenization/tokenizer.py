@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
 from megamem.errors import DataError
-from tokenization.files import read_json, sha256_file, write_bytes, write_json
+from megamem.files import read_json, sha256_file, write_bytes, write_json
 
 META = "meta.json"
 FORMAT_VERSION = 1

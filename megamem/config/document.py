@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megamem.config.model import MixerConfig
-from megamem.config.registry import mixer_kinds
+from megamem.config.model import MIXERS, MixerConfig
 from megamem.config.run import RunConfig
 
 _HEAD = """\
@@ -41,7 +40,7 @@ def configuration_markdown() -> str:
         "## Mixers\n\n`model.mixer` and `model.memory[].mixer` take the name of a mixer, or a mapping with `kind` and "
         "the fields of that kind.\n"
     )
-    for kind, config in mixer_kinds().items():
+    for kind, config in MIXERS.kinds().items():
         if not config.__module__.startswith("megamem."):
             continue  # of another package, which documents it
         blocks.append(f"### `{kind}`\n\n{_paragraph(inspect.getdoc(config))}\n")

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megamem.config.base import ConfigModel
-from megamem.config.registry import mixer_kinds
+from megamem.config.model import MIXERS
 from megamem.errors import ConfigError
 
 C = TypeVar("C", bound=ConfigModel)
@@ -175,7 +175,7 @@ def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: Any)
             break
         found = models[0]
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    return sorted(mixer_kinds().get(str(kind), found).__pydantic_fields__)
+    return sorted(MIXERS.kinds().get(str(kind), found).__pydantic_fields__)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

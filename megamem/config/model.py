@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.registry import mixer_config_type
-from megamem.errors import ConfigError
+from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
     from megamem.memory.base import Mixer, StateSpec
@@ -59,21 +57,10 @@ class MixerConfig(ConfigModel):
         """The module of layer `layer` (0-based), its projections made by `linears`."""
 
 
-def _parse_mixer(value: Any) -> Any:
-    if isinstance(value, str):
-        value = {"kind": value}
-    if isinstance(value, Mapping):
-        if "kind" not in value:
-            raise ValueError(f"a mixer needs a `kind`; got the keys {sorted(map(str, value))}")
-        try:
-            config_type = mixer_config_type(str(value["kind"]))
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return config_type.model_validate(dict(value))
-    return value
+MIXERS: Registry[MixerConfig] = Registry("mixer", "megamem.memory", "megamem.mixers")
+"""Every mechanism there is. A new one registers its configuration with `@MIXERS.register`."""
 
-
-AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(_parse_mixer)]
+AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(MIXERS.parse)]
 
 
 class LayerMixer(ConfigModel):

@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import fsspec
 
-from megamem.data.shard_index import FileRecord
 from megamem.errors import DataError
+from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
 ATTEMPTS = 3

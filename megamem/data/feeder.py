@@ -12,12 +12,14 @@ import torch
 from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED, Batch, EvaluationDocument
 from megamem.data.cache import ShardCache
+from megamem.data.open_store import open_store
 from megamem.data.order import Mixture, quotas
 from megamem.data.prefetch import Prefetcher
-from megamem.data.readers import DocumentStore, Int64, ShardStore, open_store
 from megamem.data.rows import Piece, SourceReport, fill_row
+from megamem.data.shard_store import ShardStore
+from megamem.data.store import DocumentStore, Int64
 from megamem.data.streams import StreamPlan
-from megamem.data.tasks import TaskStore
+from megamem.data.tasks.store import TaskStore
 from megamem.data.windows import WindowPlan
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer, load_meta

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
-from megamem.data.readers import Int64
+from megamem.data.store import Int64
 from megamem.errors import DataError
 
 HEADER = struct.Struct("<9sQBQQ")

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megamem.data.readers import Int64
+from megamem.data.store import Int64
 from megamem.errors import ConfigError
 
 BLOCK = 1024

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megamem.data.batch import IGNORED
-from megamem.data.readers import DocumentStore, Int64
+from megamem.data.store import DocumentStore, Int64
 
 
 @dataclass(frozen=True)

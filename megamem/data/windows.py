@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 
 from megamem.data.order import epoch_order
-from megamem.data.readers import DocumentStore, Int64
 from megamem.data.rows import Piece, SourceReport, chunks_of
+from megamem.data.store import DocumentStore, Int64
 from megamem.errors import DataError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megamem.config.run import CorruptionConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.probe import memory_layers
-from megamem.memory.block_attention import AttentionProjections
+from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.stage import Stage
 
 SEED = 20_250_625

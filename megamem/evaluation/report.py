@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megamem.evaluation.metrics import read_curves
 from megamem.evaluation.picture import draw
-from tokenization.files import write_bytes, write_json
+from megamem.files import write_bytes, write_json
 
 REPORT, PICTURE, METRICS = "evaluation.json", "evaluation.png", "metrics.jsonl"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megamem.config.model import ModelConfig
-from megamem.planning.parameters import parameter_counts
+from megamem.costs.parameters import parameter_counts
 
 USE = {
     "megamem": "import megamem.hf  # registers the architecture; pip install 'megamem[hf]'\n",

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from checkpoints.weights import write_weights
 from megamem.config.load import apply_override, parse_config
-from megamem.config.model import ModelConfig
-from megamem.config.registry import mixer_kinds
+from megamem.config.model import MIXERS, ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, renamed
@@ -124,7 +123,7 @@ def with_closed_gates(section: dict[str, Any]) -> dict[str, Any]:
 
     def closed(mixer: Any) -> Any:
         named = {"kind": mixer} if isinstance(mixer, str) else mixer
-        known = mixer_kinds().get(named.get("kind", "")) if isinstance(named, dict) else None
+        known = MIXERS.kinds().get(named.get("kind", "")) if isinstance(named, dict) else None
         if known is None or "gate_init" not in known.model_fields:
             return mixer
         return {"gate_init": CLOSED, **named}

@@ -1,10 +1,4 @@
-"""Mixers: attention and memory mechanisms behind one contract (`base.py`), one file each.
+"""Mixers: attention and memory mechanisms behind one contract (`base.py`), one file each, in families.
 
-Importing this package registers every mechanism in it: a new one is a new file here.
+The registry of mixers imports every module below this package: a new mechanism is a new file in one of the families.
 """
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megamem.memory.block_attention import AttentionProjections
+from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.layers import RMSNorm, SwiGLU, gated, rms_norm
 from megamem.model.stage import Stage
 from megamem.ops.rotary import turn

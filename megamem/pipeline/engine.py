@@ -19,9 +19,9 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import State
 from megamem.parallel.topology import Topology
+from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
-from megamem.pipeline.costs import place
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import stage_order, window_schedule

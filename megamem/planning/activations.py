@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Chunk, Growing, State, map_state, state_tensors
 from megamem.model.stage import Stage
-from megamem.planning.devices import Precision
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megamem.config.run import RunConfig
-from megamem.planning.parameters import parameter_counts
+from megamem.costs.parameters import parameter_counts
 
 
 def describe(config: RunConfig, dp_size: int) -> list[str]:

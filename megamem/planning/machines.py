@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import torch
 
+from megamem.costs.devices import Precision, device_peak
 from megamem.errors import ConfigError
-from megamem.planning.devices import Precision, device_peak
 
 ACHIEVED = 0.8
 """Of the rate that data sheets print for links and memory: what large transfers reach."""
@@ -23,7 +23,7 @@ class Machine:
     """A device as plans see it; rates in bytes per second, as data sheets print them."""
 
     name: str
-    """As `megamem.planning.devices` knows it."""
+    """As `megamem.costs.devices` knows it."""
     memory: float
     """Bytes of a device."""
     reserve: float

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
+from megamem.costs.state_bytes import state_bytes, state_sizes
 from megamem.memory.base import DTYPES
 from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
 from megamem.pipeline.schedule import Action, Order, stage_order, window_schedule
 from megamem.planning.activations import Activations, PartBytes, Share
 from megamem.planning.ranks import part_parameters
-from megamem.planning.state import state_bytes, state_sizes
 
 FLAT = 500_000_000
 """Elements that DeepSpeed copies together to sum gradients outside of ZeRO 2 and 3 (`MEMORY_OPT_ALLREDUCE_SIZE`)."""

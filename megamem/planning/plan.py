@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flops_per_token
+from megamem.costs.parameters import parameter_counts
+from megamem.costs.state_bytes import split_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
-from megamem.pipeline.costs import place
+from megamem.pipeline.balancing import place
 from megamem.pipeline.placement import contiguous
 from megamem.planning.activations import Activations
-from megamem.planning.flops import flops_per_token
 from megamem.planning.machines import DISK, Machine
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.peak import StepPeak, step_peak
 from megamem.planning.ranks import RankBytes, held_bytes, stage_parameters
-from megamem.planning.state import split_state_bytes
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, stage_traffic, step_time
 from megamem.planning.traffic import Traffic
 

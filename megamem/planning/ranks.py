@@ -10,13 +10,13 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.state_bytes import state_bytes, state_sizes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.model.stage import Stage
-from megamem.pipeline.costs import planned_costs
+from megamem.pipeline.balancing import planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
-from megamem.planning.state import state_bytes, state_sizes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamem.config.run import RunConfig
-from megamem.pipeline.costs import chunk_flops, planned_costs
+from megamem.pipeline.balancing import chunk_flops, planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.simulate import Cost
 from megamem.planning.activations import Activations

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from rich.table import Table
 
+from megamem.costs.parameters import parameter_counts
 from megamem.planning.arithmetic import describe
 from megamem.planning.machines import DISK
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.plan import Plan, RankPlan
 from megamem.planning.search import Candidate, Found, Search
 

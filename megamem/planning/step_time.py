@@ -8,7 +8,7 @@ from typing import Any
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
-from megamem.pipeline.costs import chunk_flops
+from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, simulate

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megamem.training.run_folder import environment
+from megamem.runs.folder import environment
 
 SECONDS = 0.3
 """Of each measurement of matrix products."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megamem.planning.devices import device_name
+from megamem.costs.devices import device_name
 from megamem.preflight.collect import SharedFolder, free_memory, matmul_rate, versions
 from megamem.preflight.links import SETUP_S, measure_links, measure_reductions
 from megamem.preflight.meeting import LateError, Meeting, within

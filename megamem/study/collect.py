@@ -12,11 +12,11 @@ from pyarrow import csv, parquet
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flops_per_token
+from megamem.costs.parameters import parameter_counts
+from megamem.costs.state_bytes import model_state_bytes
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.report import METRICS
-from megamem.planning.flops import flops_per_token
-from megamem.planning.parameters import parameter_counts
-from megamem.planning.state import model_state_bytes
 from megamem.study.config import READING, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.tasks import changes_of, check_begun, figures

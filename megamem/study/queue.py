@@ -16,13 +16,13 @@ import torch
 
 from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
 from megamem.hardware import cores
+from megamem.runs.folder import RunLock
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import History, Journal, read_journal
 from megamem.study.states import run_states
 from megamem.study.tasks import Task, elsewhere, keep_figures, open_partial, tasks
-from megamem.training.run_folder import RunLock
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -9,8 +9,8 @@ from typing import Any
 from megamem.study.collect import records, write_table
 from megamem.study.config import StudyConfig
 from megamem.study.curves import loss_plots
-from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs, study_folder
+from megamem.study.laws.fitted import fitted_laws
 from megamem.study.page import Section, page
 from megamem.study.plots import draw_png
 from megamem.study.states import run_states

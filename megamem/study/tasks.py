@@ -13,9 +13,9 @@ import yaml
 
 from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
+from megamem.runs.folder import held, locked
 from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
-from megamem.training.run_folder import held, locked
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """How a process is started."""

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,26 +18,8 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.base import StepResult
 from megamem.pipeline.engine import PipelineEngine
 from megamem.pipeline.record import write_record
-from megamem.training.sinks import Sink
-
-if TYPE_CHECKING:
-    from megamem.training.loop import Trainer
-
-
-class Callback:
-    """Override what you need. `trainer.step` counts finished optimizer steps."""
-
-    def start(self, trainer: Trainer) -> None:
-        """Before the first step."""
-
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """After each optimizer step. Must not read device values: that makes the host wait."""
-
-    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """At logging steps, once `record` is filled; may read device values."""
-
-    def finish(self, trainer: Trainer) -> None:
-        """After the last step, also when the run was stopped early."""
+from megamem.runs.sinks import Sink
+from megamem.training.loop import Callback, Trainer
 
 
 class BadSteps(Callback):

@@ -18,8 +18,8 @@ from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
-from megamem.training.callbacks import BadSteps, Callback
-from megamem.training.loop import Trainer
+from megamem.training.callbacks import BadSteps
+from megamem.training.loop import Callback, Trainer
 
 
 def on_rank_0(work: Callable[[], Any], group: ProcessGroup) -> Any:

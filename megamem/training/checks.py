@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from megamem.config.run import RunConfig
+from megamem.costs.parameters import parameter_counts
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError, DependencyError
-from megamem.ops.attention import check_backend
-from megamem.ops.fla_recurrence import check_recurrence
+from megamem.ops.attention.softmax import check_backend
+from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
-from megamem.planning.parameters import parameter_counts
-from megamem.training.run_folder import check_run_folder
+from megamem.runs.folder import check_run_folder
 
 
 def check_kernels(config: RunConfig) -> None:

@@ -18,11 +18,26 @@ from checkpoints.saver import Saver
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.parallel.topology import Topology
-from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.pipeline.optimizer import learning_rate
-from megamem.training.callbacks import Callback
 
 SAME_SIGNAL_S = 1.0
+
+
+class Callback:
+    """Override what you need. `trainer.step` counts finished optimizer steps."""
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        """After each optimizer step. Must not read device values: that makes the host wait."""
+
+    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """At logging steps, once `record` is filled; may read device values."""
+
+    def finish(self, trainer: Trainer) -> None:
+        """After the last step, also when the run was stopped early."""
 
 
 class Trainer:

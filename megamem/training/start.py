@@ -20,24 +20,27 @@ from checkpoints.saver import Saver
 from checkpoints.weights import fresh_names, save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
+from megamem.costs.devices import device_name, device_peak
+from megamem.costs.flops import flops_per_token
 from megamem.data.batch import Batch, EvaluationDocument
 from megamem.data.feeder import evaluation_documents
 from megamem.errors import CheckpointError, NonFiniteError
 from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
+from megamem.files import write_bytes
 from megamem.parallel.topology import Topology
+from megamem.pipeline.balancing import chunk_flops, flop_costs, parameter_costs
 from megamem.pipeline.base import TrainingEngine
-from megamem.pipeline.costs import chunk_flops, flop_costs, parameter_costs
+from megamem.pipeline.comparison import compare
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.schedule import peak_units
 from megamem.planning.arithmetic import describe
-from megamem.planning.devices import device_name, device_peak
-from megamem.planning.flops import flops_per_token
-from megamem.planning.schedules import compare
+from megamem.runs.folder import RunLock, create_run_folder, lock_patience
+from megamem.runs.heartbeat import Heartbeat
+from megamem.runs.sinks import Sink, Wandb, open_sinks
 from megamem.training.callbacks import (
     BadSteps,
-    Callback,
     Metrics,
     Profiler,
     ScheduleRecorder,
@@ -55,12 +58,8 @@ from megamem.training.checkpointing import (
     run_facts,
 )
 from megamem.training.checks import open_feeder
-from megamem.training.heartbeat import Heartbeat
-from megamem.training.loop import Trainer
-from megamem.training.run_folder import RunLock, create_run_folder, lock_patience
-from megamem.training.sinks import Sink, Wandb, open_sinks
+from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
-from tokenization.files import write_bytes
 from tokenization.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 from kubeflow.training import models
 
-from megamem.cli_launch import launch
+from megamem.cli.launch import launch
 from tests.cluster.runs import tiny_run
 
 pytestmark = pytest.mark.cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from megamem.cli_launch import launch
+from megamem.cli.launch import launch
 from tests.cluster.runs import STEPS, losses, megamem, tiny_run, wait_for
 from tests.cluster.slurm import Slurm
 from tests.integration.commands import LENGTH

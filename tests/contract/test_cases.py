@@ -2,17 +2,17 @@
 
 import importlib.util
 
-from megamem.config.registry import mixer_kinds
+from megamem.config.model import MIXERS
 from tests.contract.cases import ALL_CASES
 
 
 def test_every_registered_mixer_has_a_case():
-    missing = set(mixer_kinds()) - {case.kind for case in ALL_CASES}
+    missing = set(MIXERS.kinds()) - {case.kind for case in ALL_CASES}
     assert not missing, f"add cases for {sorted(missing)} to tests/contract/cases.py"
 
 
 def test_every_registered_mixer_has_an_oracle():
-    missing = [k for k in mixer_kinds() if importlib.util.find_spec(f"tests.contract.oracles.{k}") is None]
+    missing = [k for k in MIXERS.kinds() if importlib.util.find_spec(f"tests.contract.oracles.{k}") is None]
     assert not missing, f"write tests/contract/oracles/{missing[0]}.py"
 
 

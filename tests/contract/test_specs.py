@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megamem.costs.state_bytes import model_state_bytes, state_bytes, state_sizes
 from megamem.memory.base import Growing, state_tensors
-from megamem.planning.state import model_state_bytes, state_bytes, state_sizes
 from tests.contract.cases import CHUNK
 from tests.contract.driver import CPU, every, inputs, make, one_grid, run
 

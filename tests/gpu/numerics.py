@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import State, map_state, state_tensors
-from megamem.ops.attention import Past, attention
-from megamem.ops.linear_recurrence import linear_recurrence
+from megamem.ops.attention.softmax import Past, attention
+from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.cases import CHUNK, Case
 from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, Whole, every, make

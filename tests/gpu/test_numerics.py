@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from megamem.ops.fla_recurrence import fla_recurrence
-from megamem.ops.linear_recurrence import linear_recurrence
+from megamem.ops.linear_recurrence.fla import fla_recurrence
+from megamem.ops.linear_recurrence.torch import linear_recurrence
 from tests.contract.cases import CASES, CHUNK
 from tests.contract.driver import LAYOUTS
 from tests.gpu.numerics import attention_errors, mixer_errors, recurrence_errors

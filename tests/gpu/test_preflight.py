@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from megamem.planning.devices import device_peak
+from megamem.costs.devices import device_peak
 from megamem.preflight import run
 from megamem.preflight.findings import findings, healthy
 

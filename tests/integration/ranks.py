@@ -111,7 +111,7 @@ def _rank(rank: int, environment: dict[str, str], folder: Path, function: Callab
 
 def command(*arguments: str) -> None:
     """`megamem ARGUMENTS` in this process."""
-    from megamem.cli import main
+    from megamem.cli.main import main
 
     sys.argv = ["megamem", *arguments]
     main()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megamem import cli
+from megamem.cli import main as cli
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError, DataError, RunFolderError
@@ -256,7 +256,7 @@ class TestRealCommand:
 
     def test_help_is_quick_and_complete(self):
         """Without torch, whose import takes seconds; each verb says what it does."""
-        code = "import megamem.cli, sys; assert not {'torch', 'deepspeed', 'megatron'} & set(sys.modules)"
+        code = "import megamem.cli.main, sys; assert not {'torch', 'deepspeed', 'megatron'} & set(sys.modules)"
         process = megamem("--help")
         out = finish(process, 60)[1]
         for verb in ("train", "demo", "doctor", "mechanisms", "corpus", "tokenizer", "shards"):

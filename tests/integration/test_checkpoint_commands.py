@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from checkpoints.folder import at, checkpoints_in, verify
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.errors import CheckpointError
 from tests.integration.commands import finish, megamem, run_tree, write_config
 from tests.integration.ranks import Job, command

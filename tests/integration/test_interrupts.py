@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from checkpoints.folder import at, checkpoints_in, folder_name, verify
 from checkpoints.read import compare
 from megamem.errors import STOPPED, NonFiniteError
-from megamem.training.heartbeat import read_beat
+from megamem.runs.heartbeat import read_beat
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config
 from tests.integration.ranks import Job, command
 from tests.integration.test_agent import Nodes
@@ -279,7 +279,7 @@ class TestBadSteps:
 def slow_to_end(config: str) -> None:
     """On a rank: as `with_bad_steps`; rank 0 takes a second to write the weights and one to close its sinks."""
     from checkpoints import weights
-    from megamem.training.heartbeat import Heartbeat
+    from megamem.runs.heartbeat import Heartbeat
 
     write = weights.write_weights
 

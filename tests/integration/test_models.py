@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoints.folder import checkpoints_in
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.errors import MegamemError
 from tests.integration.commands import CHUNK, LENGTH, run_tree, write_config
 from tests.integration.model_cases import TASKS, figures, tasks_under, write_tasks

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.errors import ConfigError, ContractError
 from megamem.pipeline.record import read_record
 from megamem.pipeline.schedule import stage_order
@@ -111,7 +111,7 @@ def test_bf16_through_a_pipeline_follows_bf16_without(runs):
 
 def swelling(*arguments: str) -> None:
     """On a rank: the command, with an Elastic Memory that gains a coefficient with every chunk."""
-    from megamem.memory.elastic_memory import ElasticMemory
+    from megamem.memory.continuous.elastic import ElasticMemory
 
     forward = ElasticMemory.forward
 

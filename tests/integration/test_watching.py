@@ -9,8 +9,8 @@ import time
 import pytest
 
 from megamem.errors import STOPPED, StuckRankError
-from megamem.training.heartbeat import NAME
-from megamem.watching import Run, look, runs_below
+from megamem.runs.heartbeat import NAME
+from megamem.runs.status import Run, look, runs_below
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megamem.cli_launch import _job, _load, _script
+from megamem.cli.launch import _job, _load, _script
 from tests.integration.commands import run_tree, write_config
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megamem.ops.attention import Past, attention, unmasked_attention
+from megamem.ops.attention.softmax import Past, attention, unmasked_attention
 
 HEADS, WIDTH, BATCH = 4, 8, 2
 

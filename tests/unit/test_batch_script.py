@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launchers.slurm import batch_script
-from megamem.cli_launch import _job, _load
+from megamem.cli.launch import _job, _load
 from megamem.errors import FINAL, STOPPED, ConfigError, NodesMissingError
 from tests.unit.launch_helpers import option, script, small_run
 

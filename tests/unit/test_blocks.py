@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.memory.base import Chunk
-from megamem.memory.blocks import Span, phase_positions, spans, waiting_visible
+from megamem.memory.shared.blocks import Span, phase_positions, spans, waiting_visible
 
 CPU = torch.device("cpu")
 

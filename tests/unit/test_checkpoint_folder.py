@@ -19,7 +19,7 @@ from checkpoints.resume import MUST_AGREE, check_identity, choose
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
-from tokenization.files import sha256_file
+from megamem.files import sha256_file
 
 
 def write(folder, step, val_loss=None):

@@ -7,7 +7,7 @@ import typer
 from data_helpers import make_tokenizer, text_of, write_corpus
 from typer.testing import CliRunner
 
-from megamem import cli_data
+from megamem.cli import data as cli_data
 from megamem.errors import MegamemError
 
 app = typer.Typer()

@@ -11,10 +11,10 @@ import torch
 from megamem.config.load import load_config, parse_config, read_yaml
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.parameters import parameter_counts
 from megamem.memory.base import TensorSpec
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears
-from megamem.planning.parameters import parameter_counts
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))

@@ -8,8 +8,8 @@ from collections import namedtuple
 import pytest
 
 from megamem.errors import DataError
+from megamem.files import sha256_file
 from tokenization import corpus, proofs
-from tokenization.files import sha256_file
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory import Pace, Weights, deep_memory, gelu_slope, read_memory
+from megamem.ops.deep_memory.network import Pace, Weights, deep_memory, gelu_slope, read_memory
 
 BATCH, HEADS, GROUPS, WIDTH, INNER = 2, 2, 2, 5, 7
 FORMS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megamem.planning.devices import device_peak
+from megamem.costs.devices import device_peak
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": (989.5, 67.0),

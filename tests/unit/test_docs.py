@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from megamem.cli import app
+from megamem.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -15,8 +15,8 @@ import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from megamem import doctor
-from megamem.doctor import Finding
+from megamem.cli import doctor
+from megamem.cli.doctor import Finding
 from megamem.parallel import self_test
 from megamem.parallel.self_test import SelfTestError, run_self_test
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field, PositiveInt
 
 from megamem.config.document import _type_name, configuration_markdown
-from megamem.config.registry import mixer_kinds
+from megamem.config.model import MIXERS
 from megamem.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def models(model: type[BaseModel]) -> list[type[BaseModel]]:
 
 def test_every_field_has_help_and_a_row() -> None:
     page = configuration_markdown()
-    ours = [config for config in mixer_kinds().values() if config.__module__.startswith("megamem.")]
+    ours = [config for config in MIXERS.kinds().values() if config.__module__.startswith("megamem.")]
     for model in [*models(RunConfig), *ours]:
         for name, field in model.__pydantic_fields__.items():
             assert field.description, f"{model.__name__}.{name} has no docstring"

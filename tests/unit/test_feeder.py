@@ -14,7 +14,7 @@ from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED, Batch
 from megamem.data.feeder import Feeder, evaluation_documents
 from megamem.data.prefetch import Prefetcher
-from megamem.data.readers import ShardStore
+from megamem.data.shard_store import ShardStore
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megamem.errors import ConfigError
-from megamem.ops.fla_recurrence import check_recurrence, fla_recurrence
-from megamem.ops.linear_recurrence import linear_recurrence
+from megamem.ops.linear_recurrence.fla import check_recurrence, fla_recurrence
+from megamem.ops.linear_recurrence.torch import linear_recurrence
 
 
 def loop(

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.costs.flops import flops_by_part, flops_per_token
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.planning.flops import flops_by_part, flops_per_token
 
 CHUNK, CHUNKS, ROWS = 64, 8, 2
 MIXERS = {
@@ -121,9 +121,9 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
 
 
 def test_every_registered_mixer_is_compared() -> None:
-    from megamem.config.registry import mixer_kinds
+    from megamem.config.model import MIXERS
 
-    ours = {kind for kind, config in mixer_kinds().items() if config.__module__.startswith("megamem.")}
+    ours = {kind for kind, config in MIXERS.kinds().items() if config.__module__.startswith("megamem.")}
     assert ours == {mixer["kind"] for mixer in MIXERS.values()}
 
 

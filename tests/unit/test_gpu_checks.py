@@ -6,8 +6,8 @@ Tensors on `meta` have a device and a shape but no values: code that mixes devic
 import pytest
 import torch
 
-import megamem.memory.elastic_memory as elastic_memory
-from megamem.ops.attention import _padded
+import megamem.memory.continuous.elastic as elastic_memory
+from megamem.ops.attention.softmax import _padded
 from tests.contract.cases import CASES
 from tests.gpu.loop import memory_after_steps, run_without_waiting, train
 from tests.gpu.numerics import attention_errors, mixer_errors

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megamem.memory.hippo import kernel, legendre_basis, reconstruction, sample_points, transition
+from megamem.memory.continuous.hippo import kernel, legendre_basis, reconstruction, sample_points, transition
 
 CPU = torch.device("cpu")
 ORDERS = [8, 16, 32, 64, 128]

@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megamem.errors import ConfigError
-from megamem.memory import hippo_bank, matrix_cache
-from megamem.memory.elastic_memory import ElasticMemoryConfig
-from megamem.memory.hippo import kernel, reconstruction, sample_points, transition
-from megamem.memory.hippo_bank import HippoBank, LowerTriangular, MatrixStore, bands, store_bound
-from megamem.memory.hippo_rules import RULES, legs, stepped
+from megamem.memory.continuous import hippo_bank, matrix_cache
+from megamem.memory.continuous.elastic import ElasticMemoryConfig
+from megamem.memory.continuous.hippo import kernel, reconstruction, sample_points, transition
+from megamem.memory.continuous.hippo_bank import HippoBank, LowerTriangular, MatrixStore, bands, store_bound
+from megamem.memory.continuous.hippo_rules import RULES, legs, stepped
 
 CPU = torch.device("cpu")
 DOUBLE = {"dtype": torch.float64}

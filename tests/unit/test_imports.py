@@ -20,63 +20,53 @@ EVERYTHING = SOURCES + sorted(path for folder in ("tests", "benchmarks") for pat
 ALLOWED = {
     "megamem.errors": set(),
     "megamem.hardware": set(),
+    "megamem.files": {"megamem.errors"},
     "megamem.config": {"megamem.errors"},
     "megamem.ops": {"megamem.errors"},
     "megamem.parallel": {"megamem.errors"},
     "megamem.memory": {"megamem.config", "megamem.errors", "megamem.ops", "megamem.parallel"},
     "megamem.model": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.ops", "megamem.parallel"},
+    "megamem.costs": {"megamem.config", "megamem.errors", "megamem.memory"},
+    "tokenization": {"megamem.errors", "megamem.files"},
+    "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
     "megamem.pipeline": {
         "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {
-        "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
+        "megamem.config", "megamem.costs", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
+        "megamem.pipeline",
     },
-    # shards are written by one and read by the other
-    "megamem.data": {"megamem.config", "megamem.errors", "tokenization"},
-    "tokenization": {"megamem.data", "megamem.errors"},
     "megamem.evaluation": {
-        "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
-        "megamem.pipeline", "tokenization",
+        "megamem.config", "megamem.data", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model",
+        "megamem.parallel", "megamem.pipeline", "tokenization",
     },
     "checkpoints": {
-        "megamem.config", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel", "megamem.pipeline",
-        "tokenization",
+        "megamem.config", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel",
+        "megamem.pipeline",
     },
     "launchers": {"megamem.config", "megamem.errors", "megamem.hardware"},
+    "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors"},
     "megamem.training": {
-        "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
-        "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "tokenization",
+        "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
+        "megamem.files", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "megamem.runs",
+        "tokenization",
     },
     "megamem.hf": {
-        "checkpoints", "megamem.config", "megamem.data", "megamem.errors", "megamem.evaluation", "megamem.memory",
-        "megamem.model", "megamem.parallel", "megamem.planning", "tokenization",
+        "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
+        "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization",
     },
-    "megamem.preflight": {"megamem.errors", "megamem.planning", "megamem.training"},
-    "megamem.watching": {"checkpoints", "megamem.errors", "megamem.training"},
+    "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
-        "launchers", "megamem.config", "megamem.errors", "megamem.evaluation", "megamem.hardware", "megamem.planning",
-        "megamem.training",
+        "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",
+        "megamem.runs", "megamem.training",
     },
-    "megamem.doctor": {"megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning"},
 }  # fmt: skip
-# the command line may import everything
-COMMANDS = {
-    "megamem.cli",
-    "megamem.cli_data",
-    "megamem.cli_plan",
-    "megamem.cli_checkpoint",
-    "megamem.cli_models",
-    "megamem.cli_study",
-    "megamem.cli_preflight",
-    "megamem.cli_watch",
-    "megamem.cli_launch",
-    "megamem.cli_wandb",
-    "megamem.verify_resume",
-    "megamem.demo",
-    "megamem.__main__",
-    "megamem.__init__",
-}
+# the command line may import everything, and nobody imports it
+COMMANDS = {"megamem.cli", "megamem.__main__", "megamem.__init__"}
+# a family of mechanisms imports these besides its own folder; only composites import other families
+SHARED_BY_FAMILIES = {"megamem.memory.base", "megamem.memory.shared"}
+COMPOSITES = {"megamem.memory.composite"}
 OPTIONAL = {"flash_attn", "apex", "transformer_engine", "fla", "triton", "mamba_ssm", "causal_conv1d"}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
@@ -86,17 +76,24 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
+MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES}
+
+
 def part_of(module: str) -> str:
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "megamem" else parts[0]
 
 
-def imports(path: Path, module_level: bool = False) -> Iterator[str]:
-    """Names of imported modules; those for type checkers only are left out. module_level: skip function bodies."""
+def imports(path: Path, module_level: bool = False, types: bool = False) -> Iterator[str]:
+    """Names of imported modules.
+
+    module_level: skip function bodies. types: with those that only type checkers see. A module that is imported by
+    name from its package is named whole.
+    """
 
     def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not types:
                 continue
             if module_level and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 continue
@@ -104,9 +101,10 @@ def imports(path: Path, module_level: bool = False) -> Iterator[str]:
                 yield from (alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: relative import"
-                if child.module == "megamem":
-                    yield from (f"megamem.{alias.name}" for alias in child.names)
-                else:
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+                modules = [name for name in names if name in MODULES]
+                yield from modules
+                if len(modules) < len(names) and child.module != "megamem":
                     yield child.module or ""
             yield from walk(child)
 
@@ -127,10 +125,31 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not forbidden
 
 
-def test_no_cycles_but_the_shards() -> None:
+def test_families_of_mechanisms_stand_by_themselves() -> None:
+    for path in SOURCES:
+        name = module_name(path)
+        family = ".".join(name.split(".")[:3])
+        if not name.startswith("megamem.memory.") or family in SHARED_BY_FAMILIES | COMPOSITES | {
+            "megamem.memory.__init__"
+        }:
+            continue
+        found = {".".join(other.split(".")[:3]) for other in imports(path) if other.startswith("megamem.memory.")}
+        assert not found - SHARED_BY_FAMILIES - {family}, name
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Circles among modules, imports inside functions and those for type checkers included."""
+    edges = {module_name(path).removesuffix(".__init__"): set(imports(path, types=True)) for path in SOURCES}
+    remaining = {name: {other for other in found if other in edges and other != name} for name, found in edges.items()}
+    while remaining:
+        free = {name for name, found in remaining.items() if not found & remaining.keys()}
+        assert free, f"circle among {sorted(remaining)}"
+        remaining = {name: found for name, found in remaining.items() if name not in free}
+
+
+def test_no_cycles() -> None:
     """The table itself is layered: parts can be put in an order in which each imports earlier ones only."""
     remaining = {part: set(allowed) for part, allowed in ALLOWED.items()}
-    remaining["tokenization"].discard("megamem.data")  # both sides of the shard format
     while remaining:
         free = {part for part, allowed in remaining.items() if not allowed & remaining.keys()}
         assert free, f"cycle among {sorted(remaining)}"
@@ -149,14 +168,21 @@ def test_model_code_knows_layers_but_no_processes(part: str) -> None:
 
 def test_configuration_and_schedule_import_no_torch() -> None:
     quiet = [path for path in SOURCES if part_of(module_name(path)) == "megamem.config"]
-    pure = [ROOT / f"megamem/pipeline/{name}.py" for name in ("schedule", "simulate", "placement")]
-    for path in [*quiet, *pure, ROOT / "megamem/errors.py", ROOT / "megamem/cli.py"]:
+    pure = [ROOT / f"megamem/pipeline/{name}.py" for name in ("schedule", "simulate", "placement", "gantt")]
+    for path in [*quiet, *pure, ROOT / "megamem/errors.py", ROOT / "megamem/cli/main.py"]:
         assert not [name for name in imports(path, module_level=True) if name.split(".")[0] == "torch"], path
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_optional_packages_are_not_needed_to_import(path: Path) -> None:
     assert not OPTIONAL & {name.split(".")[0] for name in imports(path, module_level=True)}
+
+
+def test_only_files_so_named_import_kernels() -> None:
+    """Triton's and flash-linear-attention's, so that what runs without them is seen from the names of the files."""
+    for path in SOURCES:
+        kernels = {"triton", "fla"} & {name.split(".")[0] for name in imports(path)}
+        assert kernels <= {path.stem}, path
 
 
 @pytest.mark.parametrize("path", EVERYTHING, ids=module_name)
@@ -175,7 +201,7 @@ def test_rules_see_what_they_forbid(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import hidden\n"
         "try:\n    import guarded.inner\nexcept ImportError:\n    pass\n"
-        "def f():\n    from megamem import doctor\n    import flash_attn\n"
+        "def f():\n    from megamem import errors\n    import flash_attn\n"
     )
-    assert set(imports(file)) == {"typing", "guarded.inner", "megamem.doctor", "flash_attn"}
+    assert set(imports(file)) == {"typing", "guarded.inner", "megamem.errors", "flash_attn"}
     assert set(imports(file, module_level=True)) == {"typing", "guarded.inner"}

@@ -8,13 +8,13 @@ import torch
 from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.memory.attention import AttentionConfig
+from megamem.costs.parameters import parameter_counts
+from megamem.costs.state_bytes import model_state_bytes, state_sizes
+from megamem.memory.attention.local import AttentionConfig
 from megamem.memory.base import Chunk
-from megamem.memory.blocks import Span
-from megamem.memory.infini_attention import InfiniAttention, InfiniAttentionConfig, features, retrieve
+from megamem.memory.compressive.infini import InfiniAttention, InfiniAttentionConfig, features, retrieve
+from megamem.memory.shared.blocks import Span
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
-from megamem.planning.parameters import parameter_counts
-from megamem.planning.state import model_state_bytes, state_sizes
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 BLOCK, HEADS, WIDTH = 8, 4, 6

@@ -15,11 +15,11 @@ import yaml
 from launchers import ssh
 from launchers.config import LaunchConfig
 from launchers.snapshot import environment
-from megamem.cli_launch import _job, _load, launch
+from megamem.cli.launch import _job, _load, launch
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
-from megamem.ops import attention
+from megamem.ops.attention import softmax as attention
 from tests.unit.launch_helpers import option, script, small_run
 
 CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))

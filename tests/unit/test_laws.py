@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megamem.study.budgets import Parabola, best_size, loss_at, parabola, tokens_to
-from megamem.study.laws import Fit, FitError, Law, fit_law, lifted, log_loss, polish
+from megamem.study.laws.budgets import Parabola, best_size, loss_at, parabola, tokens_to
+from megamem.study.laws.fit import Fit, FitError, Law, fit_law, lifted, log_loss, polish
 
 CHINCHILLA = Law(1.69, (406.4, 410.7), (0.34, 0.28))
 """Hoffmann et al. 2022, equation 10."""

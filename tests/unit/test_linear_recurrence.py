@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.ops.linear_recurrence import linear_recurrence
+from megamem.ops.linear_recurrence.torch import linear_recurrence
 
 BATCH, HEADS, GROUPS, KEYS, VALUES = 2, 2, 2, 5, 7
 FORMS = {"additive": (False, False), "decay": (True, False), "delta": (False, True), "gated delta": (True, True)}

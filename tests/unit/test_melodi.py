@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State
-from megamem.memory.melodi import MelodiConfig
+from megamem.memory.compressive.melodi import MelodiConfig
 from megamem.parallel.linears import PlainLinears, info
 from tests.contract.cases import CHUNK, Case
 

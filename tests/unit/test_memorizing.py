@@ -11,13 +11,13 @@ import torch
 from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.parameters import parameter_counts
+from megamem.memory.attention.memorizing import INITIAL_SCALE, MemorizingAttention
 from megamem.memory.base import Chunk, TensorSpec, detach
-from megamem.memory.memorizing_attention import INITIAL_SCALE, MemorizingAttention
-from megamem.ops import nearest as search
-from megamem.ops.attention import Past, past_attention
-from megamem.ops.nearest import nearest, nearest_attention
+from megamem.ops.attention import nearest as search
+from megamem.ops.attention.nearest import nearest, nearest_attention
+from megamem.ops.attention.softmax import Past, past_attention
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.planning.parameters import parameter_counts
 
 CHUNK, CPU = 8, torch.device("cpu")
 

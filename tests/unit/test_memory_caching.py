@@ -13,9 +13,9 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
-from megamem.memory.memory_caching import MemoryCaching
-from megamem.memory.recurrent import RecurrentMixer
-from megamem.ops.kept_memory import Rows, selected_answer, shared_networks, shared_product
+from megamem.memory.composite.memory_caching import MemoryCaching
+from megamem.memory.recurrent.base import RecurrentMixer
+from megamem.ops.deep_memory.kept import Rows, selected_answer, shared_networks, shared_product
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, TOKENS, ROWS = 16, 48, 2

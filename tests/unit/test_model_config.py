@@ -7,8 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from megamem.config.model import ModelConfig
-from megamem.config.registry import mixer_config_type, mixer_kinds
+from megamem.config.model import MIXERS, ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
@@ -69,9 +68,9 @@ def test_an_unknown_mixer_names_the_nearest_one(kind, near):
 
 def test_a_mixer_like_no_other_lists_the_valid_ones():
     with pytest.raises(ConfigError, match="'xyz' is no mixer") as caught:
-        mixer_config_type("xyz")
+        MIXERS.find("xyz")
     assert "did you mean" not in str(caught.value)
-    assert all(kind in str(caught.value) for kind in mixer_kinds())
+    assert all(kind in str(caught.value) for kind in MIXERS.kinds())
 
 
 def test_defaults_follow_from_the_sizes():

@@ -11,14 +11,14 @@ import torch
 from megamem.config.load import merge, parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flops_by_part, flops_per_token
+from megamem.costs.parameters import parameter_counts
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears
-from megamem.pipeline import costs
-from megamem.pipeline.costs import PartCosts, chunk_flops, flop_costs, measured_costs, parameter_costs, place
+from megamem.pipeline import balancing as costs
+from megamem.pipeline.balancing import PartCosts, chunk_flops, flop_costs, measured_costs, parameter_costs, place
 from megamem.pipeline.placement import balance, contiguous
 from megamem.pipeline.schedule import Action
-from megamem.planning.flops import flops_by_part, flops_per_token
-from megamem.planning.parameters import parameter_counts
 from megamem.training.checkpointing import placed_as_before
 
 CHUNK = 16

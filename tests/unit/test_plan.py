@@ -9,16 +9,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError, DataError, MegamemError
-from megamem.pipeline.costs import flop_costs
+from megamem.pipeline.balancing import flop_costs
+from megamem.pipeline.comparison import compare, compare_for
+from megamem.pipeline.gantt import SEQUENCE_COLOURS, draw_schedules, note
 from megamem.pipeline.record import read_record, write_record
 from megamem.pipeline.schedule import chunk_schedule
 from megamem.pipeline.simulate import even_cost, simulate
-from megamem.planning.gantt import SEQUENCE_COLOURS, draw_schedules, note
-from megamem.planning.schedules import compare, compare_for
 
 mpl.use("Agg")
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"

@@ -7,19 +7,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flops_per_token
+from megamem.costs.parameters import parameter_counts
+from megamem.costs.state_bytes import model_state_bytes, split_state_bytes
 from megamem.errors import ConfigError, LayoutError, MegamemError
-from megamem.pipeline.costs import chunk_flops, place
+from megamem.pipeline.balancing import chunk_flops, place
 from megamem.pipeline.schedule import chunk_schedule
 from megamem.pipeline.simulate import even_cost, simulate
-from megamem.planning.flops import flops_per_token
 from megamem.planning.machines import ACHIEVED, Machine, machine
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.plan import data_parallel, make_plan
 from megamem.planning.search import Search
-from megamem.planning.state import model_state_bytes, split_state_bytes
 from megamem.planning.step_time import Layout, step_time
 from megamem.planning.traffic import traffic
 

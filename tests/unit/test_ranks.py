@@ -9,12 +9,12 @@ import torch
 from megamem.config.load import load_config, parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import ParallelConfig, RunConfig
+from megamem.costs.parameters import parameter_counts
 from megamem.errors import LayoutError
 from megamem.model.stage import Stage
 from megamem.parallel.linears import info
-from megamem.pipeline.costs import parameter_costs
+from megamem.pipeline.balancing import parameter_costs
 from megamem.pipeline.placement import contiguous
-from megamem.planning.parameters import parameter_counts
 from megamem.planning.rank_linears import RankLinears
 from megamem.planning.ranks import fullest, layouts, part_parameters, rank_bytes, stage_parameters
 

@@ -14,9 +14,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megamem.data import cache as cache_module
 from megamem.data.cache import ShardCache
 from megamem.data.megatron import MegatronStore
-from megamem.data.readers import ShardStore, open_store
-from megamem.data.shard_index import FileRecord, padded, token_dtype
+from megamem.data.open_store import open_store
+from megamem.data.shard_store import ShardStore
 from megamem.errors import DataError
+from tokenization.shard_format import FileRecord, padded, token_dtype
 
 
 @pytest.fixture(scope="module")

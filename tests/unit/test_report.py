@@ -13,20 +13,20 @@ from pyarrow import parquet
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.costs.flops import flops_per_token
+from megamem.costs.parameters import parameter_counts
+from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
-from megamem.planning.flops import flops_per_token
-from megamem.planning.parameters import parameter_counts
-from megamem.planning.state import model_state_bytes
-from megamem.study import fitted
 from megamem.study.collect import memory_floats, records
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.curves import POINTS, loss_plots, thinned
-from megamem.study.fitted import fitted_laws
 from megamem.study.grid import planned_runs
 from megamem.study.journal import Journal, last_words, read_journal
-from megamem.study.laws import Fit, Law
+from megamem.study.laws import fitted
+from megamem.study.laws.fit import Fit, Law
+from megamem.study.laws.fitted import fitted_laws
+from megamem.study.laws.points import together
 from megamem.study.plots import Plot, Series, plotly_figure
-from megamem.study.points import together
 from megamem.study.states import run_states
 from tests.finished_study import LAWS, STUDY, finished_study, quick_report
 

@@ -13,7 +13,7 @@ import pytest
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
-from megamem.training.run_folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
+from megamem.runs.folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_job_that_is_started_again_waits_for_the_lock_of_a_lost_host(config, m
 
 def test_a_killed_job_holds_nothing(config):
     code = (
-        "import os; from pathlib import Path; from megamem.training.run_folder import RunLock; "
+        "import os; from pathlib import Path; from megamem.runs.folder import RunLock; "
         f"lock = RunLock(Path({str(config.run_folder)!r})); lock.take(); "
         "print('held', flush=True); os.kill(os.getpid(), 9)"
     )

@@ -15,11 +15,12 @@ import pytest
 import webdataset
 from data_helpers import make_shards, make_tokenizer, write_corpus
 
-from megamem.data.readers import ShardStore
-from megamem.data.shard_index import ShardIndex
+from megamem.data.shard_store import ShardStore
+from megamem.data.verify import verify_shards
 from megamem.errors import DataError
 from tokenization import shards
-from tokenization.shards import verify_shards, write_shards
+from tokenization.shard_format import ShardIndex
+from tokenization.shards import write_shards
 from tokenization.tokenizer import Tokenizer
 
 SIZES = (40, 700, 5, 300, 1200, 90)

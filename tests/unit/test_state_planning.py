@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megamem.config.model import ModelConfig
+from megamem.costs.state_bytes import model_state_bytes, state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import Growing, TensorSpec
-from megamem.planning.state import model_state_bytes, state_bytes
 
 SIZES = {"batch": 3, "heads": 8, "kv_heads": 4, "hidden": 64, "chunk": 16, "open": 5}
 

@@ -13,6 +13,7 @@ import yaml
 
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError, RunFolderError
+from megamem.runs.folder import RunLock
 from megamem.study import queue
 from megamem.study import tasks as processes
 from megamem.study.collect import records
@@ -22,7 +23,6 @@ from megamem.study.journal import read_journal
 from megamem.study.queue import Queue
 from megamem.study.states import run_states
 from megamem.study.tasks import config_file, elsewhere, open_partial, tasks
-from megamem.training.run_folder import RunLock
 
 RUN = {
     "name": "small",

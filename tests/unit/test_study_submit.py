@@ -13,8 +13,8 @@ import yaml
 
 from launchers import snapshot
 from launchers.slurm_jobs import in_queue, slurm_jobs
-from megamem import cli_study
-from megamem.cli_study import list_runs, run
+from megamem.cli import study as cli_study
+from megamem.cli.study import list_runs, run
 from megamem.errors import ConfigError, DependencyError, MegamemError, RunFolderError
 from megamem.study import tasks as processes
 from megamem.study.grid import load_study, planned_runs, study_folder

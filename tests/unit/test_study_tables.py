@@ -10,7 +10,7 @@ import pytest
 import typer
 import yaml
 
-from megamem import cli_study
+from megamem.cli import study as cli_study
 from megamem.errors import ConfigError
 from megamem.study import tasks as processes
 from megamem.study.collect import records

@@ -9,8 +9,8 @@ from data_helpers import make_tokenizer, text_of
 from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED
 from megamem.data.feeder import Feeder, evaluation_documents
-from megamem.data.needle import ADJECTIVES, NOISE, NOUNS
-from megamem.data.tasks import TaskStore, read_task
+from megamem.data.tasks.needle import ADJECTIVES, NOISE, NOUNS
+from megamem.data.tasks.store import TaskStore, read_task
 from megamem.errors import DataError
 from tokenization.shards import write_shards
 from tokenization.tokenizer import Tokenizer

@@ -13,14 +13,14 @@ from PIL import Image
 from typer.testing import CliRunner
 from wandb.proto import wandb_internal_pb2
 
-from megamem import cli_wandb
-from megamem.cli import app
+from megamem.cli import wandb as cli_wandb
+from megamem.cli.main import app
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DependencyError, MegamemError, RunFolderError
+from megamem.runs.folder import RunLock
+from megamem.runs.sinks import Wandb
 from megamem.training import checks
-from megamem.training.run_folder import RunLock
-from megamem.training.sinks import Wandb
 
 RUN = {
     "name": "small",

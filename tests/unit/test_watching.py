@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megamem.cli import app
+from megamem.cli.main import app
 from megamem.errors import CheckpointError, ConfigError
-from megamem.training.heartbeat import NAME, Beat, Heartbeat, RankBeat, read_beat, state_of
-from megamem.watching import STALE_BEATS, judge, look, process_gone, run_page, runs_below, runs_table, span
+from megamem.runs.heartbeat import NAME, Beat, Heartbeat, RankBeat, read_beat, state_of
+from megamem.runs.status import STALE_BEATS, judge, look, process_gone, run_page, runs_below, runs_table, span
 
 GONE_PID = 2**22 + 1
 """Above the kernel's largest."""
@@ -266,7 +266,7 @@ class TestHeartbeat:
 
     def test_a_disk_that_does_not_answer_keeps_no_run_from_ending(self, tmp_path, monkeypatch):
         answers = threading.Event()
-        monkeypatch.setattr("megamem.training.heartbeat.LAST_S", 0.1)
+        monkeypatch.setattr("megamem.runs.heartbeat.LAST_S", 0.1)
         with Heartbeat(tmp_path, 4, interval_s=0.01) as heart:
             heart.begin()
             monkeypatch.setattr("pathlib.Path.replace", lambda path, target: answers.wait(30))

@@ -1,0 +1,1 @@
+"""The `megamem` command: one file per verb."""

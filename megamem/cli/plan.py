@@ -1,0 +1,245 @@
+"""`megamem plan`: what a configuration will cost, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megamem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megamem.pipeline.comparison import ScheduleReport
+
+console = Console(soft_wrap=True)
+
+
+def plan(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of a run; its layout, costs and batch")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")] = None,
+    schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
+    devices: Annotated[int | None, typer.Option(min=1, help="how many; as configured if not given")] = None,
+    device: Annotated[str, typer.Option(help="h100, h200, a100 or cpu")] = "h100",
+    efficiency: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="share of a device's peak that ranks reach; 0.4 if not given"),
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="the best layouts on the devices")] = False,
+    layouts: Annotated[bool, typer.Option("--layouts", help="bytes a rank holds, by TP and PP")] = False,
+    draw_schedule: Annotated[Path | None, typer.Option(help="draw the schedule beside 1F1B to this picture")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="run folder whose recorded step (logging.record_step) is drawn too")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="pipeline stages, if no configuration is given")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a sequence")] = None,
+    bptt_chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a window; all if not given")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """What a run will cost on given devices: bytes, traffic, time; the best layouts; its schedule and its picture."""
+    if layouts:
+        others = (
+            schedule,
+            draw_schedule,
+            recorded,
+            stages,
+            sequences,
+            chunks,
+            bptt_chunks,
+            devices,
+            efficiency,
+            search,
+        )
+        if config is None or any(others):
+            raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
+        _print_layouts(config, overrides or [], dp, as_json)
+        return
+    if not (schedule or draw_schedule):
+        if config is None:
+            raise ConfigError("plan: nothing to plan; give a configuration, or --schedule and sizes")
+        if any((stages, sequences, chunks, bptt_chunks, dp, recorded)):
+            raise ConfigError(
+                "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
+            )
+        _print_plan(config, overrides or [], devices, device, efficiency, search, as_json)
+        return
+    if devices or efficiency or search:
+        raise ConfigError("plan: --devices, --efficiency and --search go with a whole plan, not with a schedule")
+    if draw_schedule is not None and not draw_schedule.name:
+        raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
+    if recorded is not None and draw_schedule is None:
+        raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
+    report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
+    figures: dict[str, Any] = report.as_dict()
+    pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
+    figures |= {name: str(path) for name, path in pictures.items()}
+    if as_json:
+        console.file.write(json.dumps(figures) + "\n")
+        return
+    console.print(_table(report))
+    for name, path in pictures.items():
+        console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
+
+
+def _print_plan(
+    config: Path,
+    overrides: list[str],
+    devices: int | None,
+    device: str,
+    efficiency: float | None,
+    search: bool,
+    as_json: bool,
+) -> None:
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.hardware import cores
+    from megamem.planning.activations import Activations
+    from megamem.planning.machines import machine
+    from megamem.planning.plan import data_parallel, make_plan
+    from megamem.planning.search import Search
+    from megamem.planning.show import show_found, show_plan
+    from megamem.planning.step_time import EFFICIENCY
+
+    settings = load_config(RunConfig, config, overrides)
+    efficiency = efficiency or EFFICIENCY
+    # this process is nothing but a plan: it can be forked
+    processes = cores() if sys.platform == "linux" else 1
+    activations = Activations(settings.model, settings.training.precision, settings.chunks, processes)
+    if search:
+        if devices is None:
+            raise ConfigError("plan: --search needs --devices N")
+        looking = Search(settings, devices, machine(device, devices), efficiency, activations)
+        found = looking.run()
+        figures = {
+            "name": settings.name,
+            "devices": devices,
+            "device": looking.machine.name,
+            "usable_bytes": looking.machine.usable,
+            "efficiency": efficiency,
+            "possible": found.possible,
+            "tried": found.tried,
+            "layouts": [candidate.as_dict() for candidate in found.best],
+            "least": found.least.as_dict() if found.least else None,
+        }
+        shown = show_found(looking, found)
+    else:
+        dp_size = data_parallel(settings, devices)
+        ranks = dp_size * settings.parallel.tp * settings.parallel.pp
+        made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
+        figures, shown = made.as_dict(), show_plan(made)
+    if as_json:
+        console.file.write(json.dumps(figures) + "\n")
+        return
+    for part in shown:
+        console.print(part, highlight=False)
+
+
+def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: bool) -> None:
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.planning.ranks import layouts
+
+    settings = load_config(RunConfig, config, overrides)
+    dp = dp or settings.parallel.dp or 1
+    found = layouts(settings, dp)
+    if as_json:
+        rows = [
+            {
+                "tp": tp,
+                "pp": pp,
+                **({"error": rank} if isinstance(rank, str) else {**asdict(rank), "total": rank.total}),
+            }
+            for (tp, pp), rank in found.items()
+        ]
+        console.file.write(json.dumps({"name": settings.name, "dp": dp, "layouts": rows}) + "\n")
+        return
+    read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
+    table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")
+    parts = ("weights", "gradients", "optimizer", "states", "total")
+    for column in ("TP", "PP", "parameters", *parts):
+        table.add_column(column, justify="right")
+    for (tp, pp), rank in found.items():
+        if not isinstance(rank, str):
+            sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
+            table.add_row(str(tp), str(pp), f"{rank.parameters:,}", *sizes)
+    console.print(table)
+    for (tp, pp), rank in found.items():
+        if isinstance(rank, str):
+            console.print(f"not TP {tp} x PP {pp}: {rank}", highlight=False)
+
+
+def _report(
+    config: Path | None,
+    overrides: list[str],
+    stages: int | None,
+    sequences: int | None,
+    chunks: int | None,
+    bptt_chunks: int | None,
+    dp: int | None,
+) -> ScheduleReport:
+    from megamem.pipeline.comparison import compare, compare_for
+
+    sizes = {"--stages": stages, "--sequences": sequences, "--chunks": chunks}
+    try:
+        if config is not None:
+            if given := [name for name, size in {**sizes, "--bptt-chunks": bptt_chunks}.items() if size is not None]:
+                raise ConfigError(f"plan: {given[0]} does not go with a configuration, which says it itself")
+            from megamem.config.load import load_config
+            from megamem.config.run import RunConfig
+
+            settings = load_config(RunConfig, config, overrides)
+            return compare_for(settings, dp or settings.parallel.dp or 1)
+        if dp is not None:
+            raise ConfigError("plan: --dp divides a configuration's batch; without one give --sequences")
+        if stages is None or sequences is None or chunks is None:
+            missing = next(name for name, size in sizes.items() if size is None)
+            raise ConfigError(f"plan: {missing} is missing; give a configuration or --stages, --sequences and --chunks")
+        return compare(stages, sequences, chunks, bptt_chunks or chunks)
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> dict[str, Path]:
+    """Draw the planned schedules and, to a picture of its own, a recorded step; paths by what they show."""
+    from megamem.pipeline.gantt import draw_schedules, note
+    from megamem.pipeline.record import read_record
+
+    ours = f"chunk by chunk, gradients over {report.bptt_chunks} chunks"
+    timelines = {ours: report.ours, "1F1B over whole sequences": report.one_f_one_b}
+    notes = {
+        ours: note(report.ours.bubble, report.peaks()),
+        "1F1B over whole sequences": note(report.one_f_one_b.bubble, report.one_f_one_b_peaks()),
+    }
+    path = path if path.suffix else path.with_suffix(".png")
+    timeline = read_record(recorded) if recorded is not None else None
+    draw_schedules(timelines, notes, path)
+    if timeline is None:
+        return {"picture": path}
+    # seconds and simulated time share no axis
+    title = f"recorded in {recorded}, in seconds"
+    peaks = [timeline.peak_units(stage) for stage in range(timeline.stages)]
+    other = path.with_stem(f"{path.stem}-recorded")
+    draw_schedules({title: timeline}, {title: note(timeline.bubble, peaks)}, other)
+    return {"picture": path, "recorded_picture": other}
+
+
+def _table(report: ScheduleReport) -> Table:
+    table = Table(title=f"{report.stages} stages, {report.sequences} micro-batches of {report.chunks} chunks")
+    for column in ("", "chunk by chunk", "1F1B over whole sequences"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = report.as_dict()
+    table.add_row("bubble", f"{rows['bubble']:.1%}", f"{rows['1f1b']['bubble']:.1%}")
+    for stage in range(report.stages):
+        table.add_row(
+            f"most chunks in flight, stage {stage}",
+            str(rows["peak_units"][stage]),
+            str(rows["1f1b"]["peak_units"][stage]),
+        )
+    return table

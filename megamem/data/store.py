@@ -1,0 +1,38 @@
+"""The interface of stores of tokenised documents: random access to the tokens of each."""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+class DocumentStore(Protocol):
+    """Random access to the tokens of documents."""
+
+    path: str
+    lengths: Int64
+    """[documents] tokens of each document, its eos included."""
+    shard_ids: Int64
+    """[documents] file each document lies in, ascending."""
+    text_bytes: Int64 | None
+    """[documents] UTF-8 bytes of each document's text, where known."""
+    fingerprint: str
+    """SHA-256 that identifies the tokens."""
+    vocab_size: int | None
+    """Bound of the token ids, where known."""
+    tokenizer_hash: str | None
+    """SHA-256 of the tokenizer's file, where known."""
+
+    def __len__(self) -> int:
+        """Number of documents."""
+
+    def tokens(self, document: int, start: int, stop: int) -> Int64:
+        """Tokens [stop - start] of a document from `start` on."""
+
+    def labels(self, document: int, start: int, stop: int) -> Int64:
+        """What is to be predicted after each of these tokens: the next one, or what a task asks for."""
+
+    def name(self, document: int) -> str:
+        """The document's name."""

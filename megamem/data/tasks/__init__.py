@@ -1,0 +1,1 @@
+"""Synthetic tasks as data sources: examples made when they are read."""

@@ -1,0 +1,56 @@
+"""What a synthetic task is: a configuration with a `kind`, and a maker of examples.
+
+A new task is one file in this package; other packages bring theirs through the entry-point group `megamem.tasks`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Protocol
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from megamem.config.base import ConfigModel
+from megamem.config.registry import Registry
+from megamem.data.store import Int64
+
+
+class Task(Protocol):
+    """Makes examples."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what examples are made of, besides the configuration."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids."""
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """SHA-256 of the tokenizer's file, if there is one."""
+
+    def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
+        """Tokens and labels [length] of one example; labels that are not asked for are `IGNORED`."""
+
+
+class TaskConfig(ConfigModel):
+    """A task's description, as a YAML file gives it. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the task."""
+    length: PositiveInt = 256
+    """Tokens of an example."""
+    examples: PositiveInt = 100_000
+    """Examples of an epoch."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the examples."""
+
+    @abstractmethod
+    def open(self) -> Task:
+        """The maker of examples. Raises DataError where what it is made of is missing or does not fit."""
+
+
+TASKS: Registry[TaskConfig] = Registry("task", "megamem.data.tasks", "megamem.tasks")
+"""Every task there is. A new one registers its configuration with `@TASKS.register`."""

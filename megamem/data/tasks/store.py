@@ -1,0 +1,73 @@
+"""Synthetic tasks as sources: each example is a document made when it is read, a pure function of seed and number.
+
+A source whose path ends in .yaml describes one (docs/tasks.md). Training and held-out examples differ in their `seed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megamem.config.load import parse_config, read_yaml
+from megamem.data.store import Int64
+from megamem.data.tasks.base import TASKS, Task, TaskConfig
+from megamem.errors import ConfigError, DataError
+
+
+class TaskStore:
+    """A `DocumentStore` of a task's examples, each one token longer than is read, as windows need a token after it."""
+
+    text_bytes: Int64 | None = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.config = read_task(Path(path))
+        try:
+            self.task: Task = self.config.open()
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
+        self.lengths = np.full(self.config.examples, self.config.length + 1)
+        self.shard_ids = np.zeros(self.config.examples, np.int64)
+        self.vocab_size: int | None = self.task.vocab_size
+        self.tokenizer_hash: str | None = self.task.tokenizer_hash
+        made_of = self.config.model_dump_json() + self.task.fingerprint
+        self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+        # tokens and labels are asked for one after the other
+        self._example = lru_cache(2)(self._make_example)
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return self.config.examples
+
+    def tokens(self, document: int, start: int, stop: int) -> Int64:
+        """Tokens [stop - start] of an example from `start` on."""
+        return np.append(self._example(document)[0], 0)[start:stop]
+
+    def labels(self, document: int, start: int, stop: int) -> Int64:
+        """What is asked for at each of these tokens."""
+        return self._example(document)[1][start:stop]
+
+    def name(self, document: int) -> str:
+        """Kind and number of the example."""
+        return f"{self.config.kind}:{document}"
+
+    def _make_example(self, document: int) -> tuple[Int64, Int64]:
+        return self.task.make(np.random.default_rng((self.config.seed, document)))
+
+
+def read_task(path: Path) -> TaskConfig:
+    """A task's description. Raises DataError in one line naming file and field."""
+    try:
+        tree = read_yaml(path)
+        if "kind" not in tree:
+            raise ConfigError(f"{path}: kind: required, but not given; valid: {', '.join(TASKS.kinds())}")
+        try:
+            config_type = TASKS.find(str(tree["kind"]))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        return parse_config(config_type, tree, str(path))
+    except ConfigError as error:
+        raise DataError(str(error)) from None

@@ -1,0 +1,1 @@
+"""Mixers made of other mixers."""

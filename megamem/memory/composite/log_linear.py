@@ -1,0 +1,211 @@
+"""Log-linear attention: memories of segments that double in length, merged as a counter carries (Fenwick levels).
+
+Guo et al., "Log-Linear Attention", 2025, and its form over deep memories in paper 004's comparison (Memory Caching).
+After n segments, level l holds the memory of 2^l of them if bit l of n is set; the open segment is read besides:
+
+    y_t = g_t M_t(q_t) + sum_l g_t^(l) M^(l)(q_t),   g_t^(l) = softplus(c_l w_l . x_t), per head
+
+A segment that ends is merged with the levels it carries into. Memories that began alike add up,
+change(both) = change(later) + kept(later) change(earlier), kept the product of the later one's decays: exactly what
+reading both in one go gives a linear memory; for a deep one the gradients of each were taken at its own weights.
+Segments of one token over linear attention are the published mechanism.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops, product
+from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
+from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, to_device
+from megamem.memory.recurrent.base import RecurrentConfig, RecurrentMixer, SegmentedConfig
+from megamem.memory.shared.blocks import Span, spans
+from megamem.parallel.linears import Linears, constant, declare, normal
+
+
+@MIXERS.register
+class LogLinearConfig(SegmentedConfig):
+    """Log-linear attention: a recurrent memory's segments, merged into ever longer ones, each level with a gate."""
+
+    kind: Literal["log_linear"] = "log_linear"
+    """`log_linear`"""
+    unfit: ClassVar[str] = "cannot be merged"
+    memory: AnyMixer
+    """The recurrent memory: linear_attention, dla or titans, with its own fields."""
+    segment: PositiveInt = 64
+    """Tokens of the shortest segments. Divides model.chunk_size."""
+    levels: PositiveInt = 8
+    """Lengths of merged segments: 1, 2, 4 ... times `segment`; the last level takes in all that is older."""
+
+    @classmethod
+    def fits(cls, memory: type[MixerConfig]) -> bool:
+        """See `SegmentedConfig.fits`."""
+        return issubclass(memory, RecurrentConfig) and memory.mergeable
+
+    def merged(self, model: ModelConfig) -> list[str]:
+        """State tensors of the memory that segments leave behind: what is written, momentum left out."""
+        return list(self.recurrent.snapshot_shapes(model))
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """The open memory and the levels, with the sums of the logarithms of the decays that each has seen."""
+        own = self.recurrent.state_specs(model)
+        specs: dict[str, TensorSpec] = {}
+        for name in self.merged(model):
+            spec = own[name]
+            assert isinstance(spec, TensorSpec)
+            specs[f"level_{name}"] = TensorSpec(
+                (*spec.shape[:2], self.levels, *spec.shape[2:]), spec.dtype, spec.shard
+            )  # fmt: skip
+        return {
+            **own,
+            **specs,
+            "log_kept": TensorSpec(("batch", "kv_heads"), "float32", shard="kv_heads"),
+            "level_log_kept": TensorSpec(("batch", "kv_heads", self.levels), "float32", shard="kv_heads"),
+        }
+
+    def occupied(self, segments: int) -> list[int]:
+        """Levels that hold something after so many segments."""
+        last = self.levels - 1
+        return [n for n in range(self.levels) if (segments >> n) & 1 or (n == last and segments >> n)]
+
+    def projection_parameters(self, model: ModelConfig) -> int:
+        """The memory's, and the gates'."""
+        gates = model.hidden_size * model.heads * (self.levels + 1)
+        return self.recurrent.projection_parameters(model) + gates
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """The memory's, and the factors of the gates."""
+        return self.recurrent.extra_parameters(model) + model.heads * (self.levels + 1)
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """The memory's; `memory_levels`, what merged segments answer."""
+        parts = self.recurrent.memory_flops(model, sequence_length, causal, min(self.segment, sequence_length))
+        segments = -(-sequence_length // self.segment)
+        read = sum(len(self.occupied(n)) for n in range(segments)) / segments
+        sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
+        return {**parts, "memory_levels": product(2 * model.heads * sizes * read)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> LogLinear:
+        """See `MixerConfig.build`."""
+        return LogLinear(self, model, linears, layer)
+
+
+class LevelGates(nn.Module):
+    """softplus(c_l w_l . x) per token, head and level, the open segment's first."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, count: int) -> None:
+        super().__init__()
+        self.weight = linears.column(model.hidden_size, model.heads * count, normal(model.init_std))
+        local = model.heads // linears.tp_size
+        self.factor = declare(nn.Parameter(torch.empty(local, count)), constant(1.0), shard_axis=0)
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[tokens, batch, hidden_size] -> [batch, local heads, tokens, count] in `dtype`."""
+        projected = self.weight(x).to(dtype).unflatten(-1, self.factor.shape)
+        return F.softplus(self.factor.to(dtype) * projected).permute(1, 2, 0, 3)
+
+
+class LogLinear(Mixer):
+    """A recurrent memory of the open segment, and merged ones of those before it."""
+
+    def __init__(self, config: LogLinearConfig, model: ModelConfig, linears: Linears, layer: int) -> None:
+        memory = config.recurrent.build(model, linears, layer)
+        assert isinstance(memory, RecurrentMixer)
+        super().__init__(config.state_specs(model), memory.sizes, linears.tp_size)
+        self.config = config
+        self.linears = linears
+        self.memory = memory
+        self.names = config.merged(model)
+        self.level_gates = LevelGates(model, linears, config.levels + 1)
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        x = self.linears.enter(hidden)
+        inputs, after = self.memory.inputs(x, state, chunk)
+        state = {**state, **after}
+        gates = self.level_gates(x, state["log_kept"].dtype).unflatten(1, (-1, self.memory.groups))
+        reads = []
+        for span in spans(chunk.starts, inputs.tokens, self.config.segment):
+            part = slice(span.begin, span.end)
+            here = inputs.part(part)
+            read, memory = self.memory.recur(here, state, Chunk(span.starts))
+            own = gates[..., part, :1] * read
+            read = own + self._levels(here.query.to(read.dtype), gates[..., part, 1:], state, span)
+            state = {**state, **memory}
+            if "log_decay" in here.gates:
+                state["log_kept"] = state["log_kept"] + here.gates["log_decay"].sum(2)
+            if any(span.closing):
+                state = self._close(state, span)
+            reads.append(read)
+        read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
+        return self.memory.finish(read, x, inputs), state, {}
+
+    def _finished(self, span: Span) -> list[int]:
+        """Per row: segments before the open one."""
+        return [max(start, 0) // self.config.segment for start in span.starts]
+
+    def _levels(self, query: Tensor, gates: Tensor, state: State, span: Span) -> Tensor:
+        """What the levels answer, weighted; gates [batch, kv_heads, groups, tokens, levels]."""
+        holding = [self.config.occupied(count) for count in self._finished(span)]
+        answers = query.new_zeros(())
+        for level in sorted({level for row in holding for level in row}):
+            share = gates[..., level, None]
+            if not all(level in row for row in holding):
+                share = share * to_device([level in row for row in holding], share.device, share.dtype).view(
+                    -1, *[1] * (share.ndim - 1)
+                )
+            kept = self.memory.snapshot({name: state[f"level_{name}"][:, :, level] for name in self.names})
+            answers = answers + self.memory.answer(query, [matrix[:, :, None] for matrix in kept], share)
+        return answers
+
+    def _close(self, state: State, span: Span) -> State:
+        """Merge the memory of rows whose segment ends into their levels, and begin their next one."""
+        counts = self._finished(span)
+        last = self.config.levels - 1
+        # the level each row's segment comes to lie in, once those below are merged with it
+        target = [min((~count & (count + 1)).bit_length() - 1, last) for count in counts]
+        target = [level if closing else -1 for level, closing in zip(target, span.closing, strict=True)]
+        device = state["log_kept"].device
+        own = {name: state[name][:, :, None] for name in self.names} | {"log_kept": state["log_kept"][:, :, None]}
+        new: dict[str, list[Tensor]] = {name: [] for name in own}
+        for level in range(last + 1):
+            held = {name: state[f"level_{name}"][:, :, level : level + 1] for name in own}
+            here, below = [t == level for t in target], [t > level for t in target]
+            # what this level held goes into the segment on its way up, or in at the last level, where it stays
+            merging = [b or (h and level == last) for h, b in zip(here, below, strict=True)]
+            if any(merging):
+                own = _where(merging, self._merged(held, own), own, device)
+            kept = _where(below, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
+            for name, tensor in _where(here, own, kept, device).items():
+                new[name].append(tensor)
+        closing = list(span.closing)
+        fresh = {name: torch.zeros_like(state[name]) for name in ("log_kept", *self.memory.renewed())}
+        return {
+            **state,
+            **{f"level_{name}": torch.cat(parts, dim=2) for name, parts in new.items()},
+            **_where(closing, fresh, {name: state[name] for name in fresh}, device),
+        }
+
+    def _merged(self, earlier: State, later: State) -> State:
+        """Of two segments, one after the other."""
+        kept = later["log_kept"].exp()
+        found = {
+            name: later[name] + kept.view(*kept.shape, *[1] * (later[name].ndim - kept.ndim)) * earlier[name]
+            for name in self.names
+        }
+        return {**found, "log_kept": earlier["log_kept"] + later["log_kept"]}
+
+
+def _where(rows: list[bool], yes: State, no: State, device: torch.device) -> State:
+    """`yes` in rows that are true, `no` in others."""
+    if all(rows):
+        return yes
+    if not any(rows):
+        return no
+    mask = to_device(rows, device, torch.bool)
+    return {name: torch.where(mask.view(-1, *[1] * (x.ndim - 1)), x, no[name]) for name, x in yes.items()}

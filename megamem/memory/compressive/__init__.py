@@ -1,0 +1,1 @@
+"""Memories that compress past blocks into a state of fixed size."""

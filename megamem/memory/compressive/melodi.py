@@ -1,0 +1,284 @@
+"""Melodi: what a block leaves behind is summarised into a fixed number of hidden vectors, layer by layer.
+
+Chen et al., "MELODI: Exploring memory compression for long contexts" (2025), in the form that paper 000 compares
+with: memory passes from block to block within a layer, not from layer to layer. The original's long-term memory is an
+option: a queue to which each block's memory adds a few entries, read through a gate.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt, model_validator
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops, attention_flops
+from megamem.config.model import MIXERS, MixerConfig, ModelConfig
+from megamem.memory.base import State, StateSpec, TensorSpec, to_device
+from megamem.memory.shared.block_attention import (
+    BlockAttention,
+    last_columns,
+    local_attention_flops,
+    open_specs,
+    resolve_block,
+)
+from megamem.memory.shared.blocks import Span, phase_tables, waiting_visible
+from megamem.memory.shared.queue import entry_counts, gated, push, readable
+from megamem.ops.attention.softmax import Past, attention, past_attention, unmasked_attention
+from megamem.ops.rotary import run_tables
+from megamem.parallel.linears import Initializer, Linears, constant, declare, normal
+
+
+@MIXERS.register
+class MelodiConfig(MixerConfig):
+    """Summary tokens read each finished block and leave a short memory in front of the next one."""
+
+    kind: Literal["melodi"] = "melodi"
+    """`melodi`"""
+    block: PositiveInt | None = None
+    """Tokens summarised at once and attended locally; the chunk if not given. Divides model.chunk_size."""
+    summaries: PositiveInt = 45
+    """Summary tokens U of the layer, and vectors of its memory (45 is the paper's 1x)."""
+    long_memory: PositiveInt | None = None
+    """Entries of a long-term memory besides, the oldest dropped first; none if not given. The original has 4096."""
+    long_increment: PositiveInt = 32
+    """Entries that each block adds to the long-term memory."""
+    long_gate_init: float = 0.0
+    """Initial gate of each channel before its sigmoid: 0 gives the long-term memory one half of what heads put out."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MelodiConfig:
+        if self.long_memory is not None and self.long_increment > self.long_memory:
+            raise ValueError(
+                f"long_increment {self.long_increment} is more than long_memory {self.long_memory}; at most as many fit"
+            )
+        return self
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        resolve_block(self.block, model)
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """The memory; keys, values and attention outputs of the open block.
+
+        Hidden vectors instead of their keys and values, so that a window that only reads a memory still trains the
+        projections it is read by. In the activations' dtype: each block makes the memory anew, nothing adds up. The
+        long-term memory holds keys and values: projected again in every block it would cost more than the block.
+        """
+        specs = {
+            "memory": TensorSpec((self.summaries, "batch", "hidden")),
+            **open_specs(model),
+            "open_outputs": TensorSpec(("open", "batch", "heads", model.head), shard="heads", kind="open"),
+        }
+        if self.long_memory is not None:
+            entry = TensorSpec((self.long_memory, "batch", "kv_heads", model.head), shard="kv_heads")
+            specs |= {"long_keys": entry, "long_values": entry}
+        return specs
+
+    def training_window(self, model: ModelConfig) -> int:
+        """See `MixerConfig.training_window`: what writes a memory learns from the block that reads it."""
+        return 2 if resolve_block(self.block, model) == model.chunk_size else 1
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Attention to the memory, its projection and summaries in each block, the first one's mask included.
+
+        The last block's memory is read by nobody and has no gradient (for a window that spans the sequence); the first
+        block's is a constant, so that its projection has a gradient of the weights only.
+        """
+        block, count = resolve_block(self.block, model), self.summaries
+        blocks = -(-sequence_length // block)
+        written = (blocks - 1) / blocks
+        queries, keys = model.heads * model.head, model.kv * model.head
+        projections = 2 * model.hidden_size * (2 * queries + 2 * keys)
+        attending, attending_memory = 4 * queries * (block + count), 4 * queries * count
+        mixing = 2 * queries * (block + count)
+        per_token = count / block
+        always = per_token * (projections + attending + mixing)
+        recalled = per_token * attending_memory
+        retrieval = per_token * 2 * model.hidden_size * 2 * keys
+        parts = {
+            **local_attention_flops(block, model, sequence_length, causal),
+            "memory_attention": attention_flops(model.heads, model.head, count),
+            "memory_retrieval": Flops(retrieval, retrieval * (1 + written)),
+            "memory_update": Flops(always + recalled, 2 * (always + recalled) * written),
+        }
+        return parts if self.long_memory is None else {**parts, **self._long_flops(model, block, blocks)}
+
+    def _long_flops(self, model: ModelConfig, block: int, blocks: int) -> dict[str, Flops]:
+        """Attention of tokens and summaries to the entries there are at each block, and what makes new ones."""
+        entries = [min(i * self.long_increment, self.long_memory or 0) for i in range(blocks)]
+        tokens = 4 * model.heads * model.head * sum(entries) / blocks
+        summaries = tokens * self.summaries / block
+        learning = summaries * sum(entries[:-1]) / (sum(entries) or 1)
+        entry = 2 * model.hidden_size * (self.summaries + 2 * model.kv * model.head)
+        made = entry * self.long_increment / block
+        return {
+            "long_memory_attention": Flops(tokens + summaries, 2 * (tokens + learning)),
+            "long_memory_update": Flops(made, 2 * made * (blocks - 1) / blocks),
+        }
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Summary tokens and mixing weights; what makes the long-term memory's entries, and its gate."""
+        short = self.summaries * (model.hidden_size + resolve_block(self.block, model) + self.summaries)
+        long = self.summaries * self.long_increment + model.heads * model.head
+        return short + long * (self.long_memory is not None)
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> Melodi:
+        """See `MixerConfig.build`."""
+        return Melodi(self, model, linears)
+
+
+class SummaryTokens(nn.Module):
+    """The learned tokens u that read a block when it is finished.
+
+    A module of its own, as is `TokenMixing`: ZeRO-3 gathers parameters for the modules that are called.
+    """
+
+    def __init__(self, count: int, width: int, init: Initializer) -> None:
+        super().__init__()
+        self.weight = declare(nn.Parameter(torch.empty(count, width)), init)
+
+    def forward(self) -> Tensor:
+        """The same for every row: [summaries, 1, hidden]."""
+        return self.weight[:, None]
+
+
+class TokenMixing(nn.Module):
+    """Linear mixing over the tokens of a block and its summaries; channels are left apart."""
+
+    def __init__(self, tokens: int, summaries: int, init: Initializer, linears: Linears) -> None:
+        super().__init__()
+        self.linears = linears
+        self.weight = declare(nn.Parameter(torch.empty(tokens + summaries, summaries)), init, fan_in=0)
+
+    def forward(self, tokens: Tensor, summaries: Tensor) -> Tensor:
+        """M^T [tokens; summaries], from [block, ...] and [summaries, ...] to [summaries, ...]."""
+        # a rank mixes its own heads only
+        of_tokens, of_summaries = self.linears.shared(self.weight).split((tokens.shape[0], summaries.shape[0]))
+        mixed = of_tokens.T @ tokens.flatten(1) + of_summaries.T @ summaries.flatten(1)
+        return mixed.view(summaries.shape)
+
+
+class LongEntries(nn.Module):
+    """What a short memory adds to the long one: again linear mixing over tokens, on every rank the same."""
+
+    def __init__(self, summaries: int, entries: int, init: Initializer) -> None:
+        super().__init__()
+        self.weight = declare(nn.Parameter(torch.empty(summaries, entries)), init, fan_in=0)
+
+    def forward(self, memory: Tensor) -> Tensor:
+        """N^T m: [summaries, batch, hidden] -> [entries, batch, hidden]."""
+        return (self.weight.T @ memory.flatten(1)).unflatten(1, memory.shape[1:])
+
+
+class Melodi(BlockAttention):
+    """Block attention whose queries also see the memory that the block before left."""
+
+    def __init__(self, config: MelodiConfig, model: ModelConfig, linears: Linears) -> None:
+        block = resolve_block(config.block, model)
+        super().__init__(model, linears, config.state_specs(model), block)
+        self.config = config
+        self.eps = model.norm_eps
+        init = normal(model.init_std)
+        self.summaries = SummaryTokens(config.summaries, model.hidden_size, init)
+        self.mixing = TokenMixing(block, config.summaries, init, linears)
+        self.gate: nn.Parameter | None = None
+        if config.long_memory is not None:
+            self.long_entries = LongEntries(config.summaries, config.long_increment, init)
+            shape = (model.heads // linears.tp_size, model.head)
+            self.gate = declare(nn.Parameter(torch.empty(shape)), constant(config.long_gate_init), shard_axis=0)
+
+    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
+        """Keys and values of the memory, not rotated; rows in the first block of their document see none.
+
+        They are made in every block: where documents begin differs by rank, and ZeRO-3 gathers the projections from all
+        ranks whenever one uses them.
+        """
+        written = [start > phase for start, phase in zip(span.starts, span.phases, strict=True)]
+        # one memory on every rank, read by each rank's heads
+        memory = self.linears.shared(state["memory"])
+        visible = None if all(written) else to_device(written, like.device, torch.bool)
+        return [Past(self._heads(self.key, memory), self._heads(self.value, memory), visible)]
+
+    def join(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
+        """g A_long + (1 - g) output, g of each channel; `output` alone where there is no long-term memory yet.
+
+        output, query (before rotation): [tokens or summaries, batch, local heads, width].
+        """
+        if self.gate is None:
+            return output
+        entries = entry_counts(span, self.config.long_increment, state["long_keys"].shape[0])
+        retrieved = output  # with no entries the gate mixes equals: ZeRO 3 wants a gradient from each backward pass
+        if any(entries):
+            past = readable(state["long_keys"], state["long_values"], entries)
+            retrieved = past_attention(self.asking(query), past, self.backend)
+        return gated(retrieved, output, self.gate.sigmoid(), entries)
+
+    def summarise(self, seen: list[Past], outputs: Tensor, state: State, span: Span) -> Tensor:
+        """The memory that a finished block leaves: norm(u + W_o (z_u + M^T [z; z_u])), [summaries, batch, hidden].
+
+        seen: the memory before, and the block's rotated keys and values. outputs: z, what its tokens' heads put out,
+        [block, batch, local heads, width].
+        """
+        u = self.summaries()
+        x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
+        query, key, value = (self._heads(layer, x) for layer in (self.query, self.key, self.value))
+        # a set without an order: all of them follow the block's last token
+        after = run_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
+        turned, key = (self.turn(part, *after) for part in (query, key))
+        own = unmasked_attention(self.asking(turned), [*seen, Past(key, value)], self.backend)
+        own = self.join(own, query, state, span)
+        # mixing acts on tokens, the output projection on channels: mixed first, few rows are projected, and
+        # no rank needs the others' heads
+        mixed = own + self.mixing(outputs, own)
+        return self._normed(u + self.linears.whole(self.output, mixed.flatten(2)))
+
+    def remember_long(self, state: State, memory: Tensor, span: Span) -> State:
+        """Keys and values of a few mixtures of the new memory join the queue, in rows whose block ends."""
+        if self.gate is None:
+            return {}
+        entries = self.linears.shared(self._normed(self.long_entries(memory)))
+        return {
+            "long_keys": push(state["long_keys"], self._heads(self.key, entries), span.closing),
+            "long_values": push(state["long_values"], self._heads(self.value, entries), span.closing),
+        }
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
+        waiting = state["open_keys"].shape[0]
+        keys = torch.cat((state["open_keys"], key)) if waiting else key
+        values = torch.cat((state["open_values"], value)) if waiting else value
+        cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
+        seen_keys, seen_values = self.local(keys, values)
+        rotated = self.turn(seen_keys, cos, sin)
+        memory = self.recall(state, span, query)
+        past = memory
+        if waiting:
+            visible = waiting_visible(span, waiting, key.device)
+            past = [*memory, Past(rotated[:waiting], seen_values[:waiting], visible)]
+        turned = self.turn(query, cos[waiting:], sin[waiting:])
+        output = attention(self.asking(turned), rotated[waiting:], seen_values[waiting:], past, self.backend)
+        output = self.join(output, query, state, span)
+        outputs = torch.cat((state["open_outputs"], output)) if waiting else output
+        new = dict(state)
+        if any(span.closing):
+            # only closing rows hold a whole block
+            block = slice(-self.block, None)
+            seen = [*memory, Past(rotated[block], seen_values[block])]
+            new["memory"] = self.summarise(seen, outputs[block], state, span)
+            new |= self.remember_long(state, new["memory"], span)
+            if not all(span.closing):
+                rows = to_device(span.closing, key.device, torch.bool).view(-1, 1)
+                new["memory"] = torch.where(rows, new["memory"], state["memory"])
+        kept = {"open_keys": keys, "open_values": values, "open_outputs": outputs}
+        return output, new | {name: last_columns(tensor, span.remaining) for name, tensor in kept.items()}
+
+    def _heads(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """[rows, batch, hidden] -> [rows, batch, local heads, width]."""
+        out: Tensor = layer(x)
+        return out.unflatten(-1, (-1, self.width))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Of the scale of normalised tokens; without weights of its own."""
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps)

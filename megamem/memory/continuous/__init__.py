@@ -1,0 +1,1 @@
+"""Memories that keep the past as a function of time."""

@@ -1,0 +1,59 @@
+"""HiPPO-LegS under approximate discretisations, for study: the matrices of a block by stepping through its tokens.
+
+Forward, backward and bilinear rules freeze A/t and B/t of c' = -(A/t) c + (B/t) f over a step, at its start t = k; the
+first step, where t = 0, stores the first value. Source: "Elastic Memory", appendix E.2 and Table 12. They cost a
+triangular solve per token where zero-order hold (`hippo.py`) has closed forms, and are less accurate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def legs(order: int) -> tuple[Tensor, Tensor]:
+    """A [N, N] and B [N, 1] of HiPPO-LegS, float64."""
+    B = (2 * torch.arange(order, dtype=torch.float64, device="cpu") + 1).sqrt()[:, None]
+    return (B * B.T).tril(-1) + torch.diag(torch.arange(1, order + 1, dtype=torch.float64, device="cpu")), B
+
+
+def forward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
+    """Explicit Euler: c' = c - (A/t) c + (B/t) f. Unstable where the order exceeds the tokens seen."""
+    return state - rate @ state + drive
+
+
+def backward(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
+    """Implicit Euler: (I + A/t) c' = c + (B/t) f."""
+    identity = torch.eye(len(rate), dtype=rate.dtype, device="cpu")
+    return torch.linalg.solve_triangular(identity + rate, state + drive, upper=False)
+
+
+def bilinear(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
+    """Tustin's rule: half a step explicit, half implicit."""
+    return backward(rate / 2, forward(rate / 2, state, drive), torch.zeros_like(drive))
+
+
+RULES: dict[str, Rule] = {"forward": forward, "backward": backward, "bilinear": bilinear}
+
+
+@lru_cache(maxsize=1)
+def stepped(rule: str, order: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """P [N, N] and K [N, stop - start], float64, of the rule's recurrence over tokens start .. stop - 1."""
+    A, B = legs(order)
+    # columns: what each unit of the old state, then each token so far, has become
+    columns = torch.eye(order, dtype=torch.float64, device="cpu")
+    token = torch.zeros(order, 1, dtype=torch.float64, device="cpu")
+    for t in range(start, stop):
+        if t == 0:
+            columns = torch.cat((torch.zeros_like(columns), token), dim=1)
+            columns[0, -1] = 1.0
+        else:
+            drive = torch.zeros(order, columns.shape[1] + 1, dtype=torch.float64, device="cpu")
+            drive[:, -1:] = B / t
+            columns = RULES[rule](A / t, torch.cat((columns, token), dim=1), drive)
+    return columns[:, :order].contiguous(), columns[:, order:].contiguous()

@@ -1,0 +1,1 @@
+"""Recurrent memories: matrices and small networks that every token writes and reads."""

@@ -1,0 +1,321 @@
+"""Deep memories: a small network per head, trained on the text's keys and values while it is read.
+
+    M(x) = x + W1 gelu(W2 x), or x + W x;   S_t = e_t S_{t-1} - b_t grad l(M; k_t, v_t),   M_t = a_t M_{t-1} + S_t
+    y_t = M_t(q_t)
+
+All gradients of an inner chunk are taken at the weights it starts from (`megamem/ops/deep_memory/`), so the inner
+chunk is a part of the definition; tokens of an unfinished one wait in an open buffer. The state is what has been added
+to the learned weights that every document starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
+from megamem.memory.recurrent.base import Inputs, Join, RecurrentConfig, RecurrentMixer, TokenGate
+from megamem.memory.shared.blocks import Span, spans, waiting_visible
+from megamem.ops.deep_memory.kept import Matrix, Rows, shared_networks, shared_product
+from megamem.ops.deep_memory.network import Loss, Pace, Weights, deep_memory
+from megamem.ops.unit import unit
+from megamem.parallel.linears import Linears, declare, normal
+
+FIRST_DECAY = 4.6
+"""Before the sigmoid: a memory fades by 1 % per token."""
+
+
+class DeepConfig(RecurrentConfig):
+    """Fields of every deep memory."""
+
+    loss: ClassVar[Loss]
+    network: Literal["mlp", "linear"] = "mlp"
+    """The memory of a head: two layers with a GELU between, or one matrix."""
+    expansion: PositiveInt = 4
+    """Inner width of an `mlp` over the width of a head."""
+    residual: bool = True
+    """Whether the memory adds its input to its output."""
+    inner_chunk: PositiveInt = 64
+    """Tokens whose gradients are taken at the same weights. Divides model.chunk_size."""
+    rate: Literal["token", "fixed"] = "token"
+    """The size of a gradient step: `max_rate` times the sigmoid of a projection of the token, or `max_rate` itself."""
+    max_rate: PositiveFloat | None = None
+    """Largest step; 1 / head_dim if not given, as though the loss were a mean over channels."""
+    start: Literal["learned", "zero"] = "learned"
+    """The weights every document starts from; `zero` is for `linear` alone, as an `mlp` of zeros never learns."""
+    normalize: bool = True
+    """Divide queries and keys by their lengths."""
+    decay: bool = False
+    """Fade the network's weights at a pace of each token and head."""
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        super().check(model)
+        if model.chunk_size % self.inner_chunk:
+            raise ValueError(f"inner_chunk {self.inner_chunk} does not divide model.chunk_size {model.chunk_size}")
+        if self.start == "zero" and self.network == "mlp":
+            raise ValueError("start zero does not go with network mlp, whose gradients would be zero for ever")
+
+    def gate_starts(self) -> dict[str, float]:
+        """The gates that each token has by projection: their value before the sigmoid at the start."""
+        starts = {"rate": 0.0} if self.rate == "token" else {}
+        return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
+
+    def token_gates(self) -> int:
+        """See `RecurrentConfig.token_gates`."""
+        return len(self.gate_starts())
+
+    def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """What each gate is of a token and head: one number, ()."""
+        return ()
+
+    def has_momentum(self) -> bool:
+        """Whether past gradients go on acting."""
+        return False
+
+    def matrices(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Shapes of a head's weights, by name, first to last."""
+        width = model.head
+        if self.network == "linear":
+            return {"matrix": (width, width)}
+        return {"up": (self.expansion * width, width), "down": (width, self.expansion * width)}
+
+    def memory_specs(self, model: ModelConfig) -> StateSpec:
+        """What was added to the weights, their momentum, and the open inner chunk."""
+        shapes = self.matrices(model)
+        if self.has_momentum():
+            shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
+        waiting = TensorSpec(("batch", "kv_heads", "open", model.head), shard="kv_heads", kind="open")
+        gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
+        gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
+        return {
+            **{
+                n: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads") for n, shape in shapes.items()
+            },
+            "open_key": waiting,
+            "open_value": waiting,
+            **{f"open_{name}": gate for name in ("rate", *self.gate_starts())},
+        }
+
+    def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
+        """The matrices; the second of two transposed, so that those of many memories stand one upon the other."""
+        shapes = self.matrices(model)
+        return {name: shape[::-1] if name == "down" else shape for name, shape in shapes.items()}
+
+    def block(self) -> int:
+        """See `RecurrentConfig.block`."""
+        return self.inner_chunk
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Convolutions and norm, start values of the gates, and the weights that documents start from."""
+        start = sum(rows * columns for rows, columns in self.matrices(model).values())
+        learned = model.kv * (self.token_gates() + (start if self.start == "learned" else 0))
+        return super().extra_parameters(model) + learned
+
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
+        """See `deep_flops`."""
+        return deep_flops(self, model, sequence_length, causal, begun)
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
+        """See `MixerConfig.build`."""
+        return DeepMemory(self, model, linears)
+
+
+def deep_flops(
+    config: DeepConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int
+) -> dict[str, Flops]:
+    """`memory_attention` within inner chunks, `memory_retrieval` and `memory_update` through the weights.
+
+    The last inner chunk's update is read by nobody and has no backward pass; the momentum a memory begins with is zero
+    and has no gradient, and that it ends with is read by nobody. causal: a token counts itself and those before it in
+    its inner chunk.
+    """
+    inner = min(config.inner_chunk, begun)
+    newer, momentum = 1 - inner / sequence_length, 1 - inner / begun
+    seen = (inner + 1) / 2 if causal else inner
+    sizes = [rows * columns for rows, columns in config.matrices(model).values()]
+    spans_of = [rows + columns for rows, columns in config.matrices(model).values()]
+    through = 2 * model.heads * sum(sizes)
+    within = 2 * model.heads * seen * sum(spans_of)
+    # of keys: all layers but the last forwards, the last one for the error of l2, and back through it for the slope
+    last = len(sizes) - 1
+    gradients = 2 * model.kv * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
+    write = 2 * model.kv * sum(sizes)
+    # weights of zeros that a memory begins with have no gradient
+    taught = 2.0 if config.start == "learned" else 1 + momentum
+    read, update = Flops(through, taught * through), Flops(gradients + write, taught * gradients + 2 * write * newer)
+    attention = Flops(within, 2 * within)
+    if config.has_momentum():
+        read += Flops(through, through * (1 + momentum))
+        update += Flops(write, 2 * write * momentum)
+        # the weights of gradients, two triangles of inner x inner in each head, and of the first momentum
+        coefficients = 2 * model.kv * (seen * inner + seen)
+        attention += Flops(coefficients, coefficients * (1 + config.decay))
+    return {"memory_attention": attention, "memory_retrieval": read, "memory_update": update}
+
+
+class StartWeights(nn.Module):
+    """The weights of each head's memory before a document's first token."""
+
+    def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__()
+        local = model.kv // linears.tp_size
+        for name, (rows, columns) in config.matrices(model).items():
+            # each layer keeps the variance of its input
+            start = nn.Parameter(torch.empty(local, rows, columns))
+            self.register_parameter(name, declare(start, normal(columns**-0.5), shard_axis=0, fan_in=2))
+
+    def forward(self) -> dict[str, Tensor]:
+        """[local kv_heads, rows, columns] each."""
+        return dict(self.named_parameters())
+
+
+class DeepMemory(RecurrentMixer):
+    """A small network per head that learns what it reads."""
+
+    def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(config, model, linears)
+        self.config = config
+        self.unit_keys = config.normalize
+        self.names = list(config.matrices(model))
+        self.max_rate = config.max_rate or 1 / model.head
+        self.start = StartWeights(config, model, linears) if config.start == "learned" else None
+        self.token_gates = nn.ModuleDict(
+            {name: self.make_gate(model, linears, value) for name, value in config.gate_starts().items()}
+        )
+        self.gate_shape = config.gate_shape(model)
+
+    def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
+        """The projection that makes a gate of each token, of `DeepConfig.gate_shape`."""
+        return TokenGate(model, linears, start)
+
+    def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """See `RecurrentMixer.prepare`."""
+        return (unit(query), unit(key)) if self.config.normalize else (query, key)
+
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """`rate`; by others of the name, the logarithm of each gate's sigmoid."""
+        found = {name: gate(x) for name, gate in self.token_gates.items()}
+        if "rate" in found:
+            rate = self.max_rate * found.pop("rate").sigmoid()
+        else:
+            shape = (x.shape[1], self.sizes["kv_heads"] // self.tp_size, x.shape[0], *self.gate_shape)
+            rate = torch.full(shape, self.max_rate, dtype=state_dtype(x.dtype), device=x.device)
+        return {"rate": rate, **{name: nn.functional.logsigmoid(value) for name, value in found.items()}}
+
+    def learned(self, memory: State) -> Weights:
+        """Of a state: what the memory learns, [batch, local kv_heads, rows, columns] each."""
+        added = [memory[name] for name in self.names]
+        if self.start is not None:
+            start = self.start()
+            added = [start[name].to(tensor.dtype) + tensor for name, tensor in zip(self.names, added, strict=True)]
+        return tuple(added)
+
+    def weights(self, memory: State) -> Weights:
+        """Of a state: the network's."""
+        return self.learned(memory)
+
+    def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
+        """See `RecurrentMixer.recur`."""
+        reads = []
+        for span in spans(chunk.starts, inputs.tokens, self.config.inner_chunk):
+            read, memory = self._read_span(inputs.part(slice(span.begin, span.end)), memory, span, join)
+            reads.append(read)
+        return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
+
+    def snapshot(self, memory: State) -> tuple[Tensor, ...]:
+        """See `RecurrentMixer.snapshot`."""
+        weights = self.weights(memory)
+        return weights if len(weights) == 1 else (weights[0], weights[1].mT)
+
+    def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.answer`."""
+        query = query.to(kept[0].dtype)
+        read = (
+            self.product(0, query, kept, shares) if len(kept) == 1 else shared_networks(query, kept[0], kept[1], shares)
+        )
+        return read + shares.sum(-1, keepdim=True) * query if self.config.residual else read
+
+    def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
+        """See `RecurrentMixer.answer_rows`."""
+        read = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
+        if len(kept) == 2:
+            read = rows.times(nn.functional.gelu(read), kept[1])
+        return x + read if self.config.residual else read
+
+    def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.product`."""
+        matrices = kept[matrix] if matrix else kept[matrix].mT
+        return shared_product(x.to(matrices.dtype), matrices, shares)
+
+    def _read_span(self, inputs: Inputs, memory: State, span: Span, join: Join | None) -> tuple[Tensor, State]:
+        waiting = memory["open_key"].shape[2]
+        new = {"key": inputs.key, "value": inputs.value, **inputs.gates}
+        whole = {
+            name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if waiting else tensor
+            for name, tensor in new.items()
+        }
+        read, learned = self.learn(inputs.query, whole, memory, span, waiting, join)
+        kept = span.remaining
+        rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in whole.items()}
+        memory = {**memory, **rest}
+        if all(span.closing):
+            return read, {**memory, **learned}
+        if any(span.closing):
+            closing = to_device(span.closing, read.device, torch.bool)[:, None, None, None]
+            memory |= {name: torch.where(closing, value, memory[name]) for name, value in learned.items()}
+        return read, memory
+
+    def learn(
+        self, query: Tensor, tokens: dict[str, Tensor], memory: State, span: Span, waiting: int, join: Join | None
+    ) -> tuple[Tensor, State]:
+        """Of the tokens of one inner chunk, `waiting` ones first: what the queries read, the memory after them."""
+        weights = self.weights(memory)
+        momentum = None
+        if self.config.has_momentum():
+            momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
+        read, after, pushed = deep_memory(
+            query, tokens["key"], tokens["value"], weights, momentum, self._pace(tokens, span, waiting),
+            self.config.loss, self.config.residual, join,
+        )  # fmt: skip
+        pushed_by_name = zip(self.names, pushed or (), strict=pushed is not None)
+        return read, {
+            **self.added(memory, weights, after),
+            **{f"{name}_momentum": value for name, value in pushed_by_name},
+        }
+
+    def added(self, memory: State, before: Weights, after: Weights) -> State:
+        """What was added to the learned start: the state so far and the change, which is small beside them."""
+        return {
+            name: memory[name] + (last - first)
+            for name, first, last in zip(self.names, before, after, strict=True)
+        }  # fmt: skip
+
+    def _pace(self, tokens: dict[str, Tensor], span: Span, waiting: int) -> Pace:
+        pace = Pace(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
+        seen = seen_tokens(span, waiting, pace.rate)
+        if seen is None:
+            return pace
+        decay, momentum = (None if gate is None else gate * seen for gate in (pace.log_decay, pace.log_momentum))
+        return Pace(pace.rate * seen, decay, momentum, seen.expand_as(pace.rate))
+
+
+def seen_tokens(span: Span, waiting: int, like: Tensor) -> Tensor | None:
+    """Which tokens, `waiting` ones first, belong to each row's inner chunk: [batch, 1, tokens] ones and zeros in the
+    dtype of `like` [batch, heads, tokens, ...]; None if all do."""
+    visible = waiting_visible(span, waiting, like.device) if waiting else None
+    if visible is None:
+        return None
+    new = visible.new_ones((like.shape[2] - waiting, visible.shape[1]))
+    return torch.cat((visible, new)).mT[:, None].to(like.dtype)
+
+
+def _last(x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of [batch, heads, tokens, ...]; none of x's memory is kept alive for an empty answer."""
+    return x[:, :, x.shape[2] - count :] if count else x.new_zeros((*x.shape[:2], 0, *x.shape[3:]))

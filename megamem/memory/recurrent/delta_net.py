@@ -1,0 +1,87 @@
+"""DeltaNet: a matrix per head that takes back what it held for a key before it writes the key's new value.
+
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024; with `decay` Gated DeltaNet (Yang et al.,
+2025).
+
+    S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,   y_t = S_t^T q_t / sqrt(d),   |k_t| = |q_t| = 1
+    b_t = sigmoid(w_b . x_t);   a_t = exp(-exp(A) softplus(w_a . x_t + c)), or 1
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.base import Chunk
+from megamem.memory.recurrent.base import TokenGate
+from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer, matrix_flops
+from megamem.ops.unit import unit
+from megamem.parallel.linears import Linears, constant, declare
+
+FIRST_DECAY = math.log(math.expm1(0.01))
+"""c at the start: with A = 0 a memory fades by 1 % per token."""
+
+
+@MIXERS.register
+class DeltaNetConfig(MatrixConfig):
+    """DeltaNet: outer products written by the delta rule, at a rate of each token and head; or Gated DeltaNet."""
+
+    kind: Literal["delta_net"] = "delta_net"
+    """`delta_net`"""
+    decay: bool = False
+    """Forget at a pace of each token and head: Gated DeltaNet."""
+
+    def token_gates(self) -> int:
+        """Rate, and decay."""
+        return 2 if self.decay else 1
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Convolutions and norm, and the start values of the gates, with A of the decay."""
+        return super().extra_parameters(model) + model.kv * (3 if self.decay else 1)
+
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
+        """See `matrix_flops`."""
+        return matrix_flops(self, model, sequence_length, causal, begun, delta=True)
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeltaNet:
+        """See `MixerConfig.build`."""
+        return DeltaNet(self, model, linears)
+
+
+class Decay(nn.Module):
+    """log a_t = -exp(A) softplus(w . x_t + c) per token and head, A and c per head."""
+
+    def __init__(self, model: ModelConfig, linears: Linears) -> None:
+        super().__init__()
+        self.token = TokenGate(model, linears, FIRST_DECAY)
+        self.log_pace = declare(nn.Parameter(torch.empty(model.kv // linears.tp_size)), constant(0.0), shard_axis=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens]."""
+        token: Tensor = self.token(x)
+        return -self.log_pace.to(token.dtype).exp()[:, None] * F.softplus(token)
+
+
+class DeltaNet(MatrixMixer):
+    """The delta rule, with or without decay."""
+
+    def __init__(self, config: DeltaNetConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(config, model, linears)
+        self.unit_keys = True
+        self.rate = TokenGate(model, linears, 0.0)
+        self.decay = Decay(model, linears) if config.decay else None
+
+    def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """See `RecurrentMixer.prepare`."""
+        return super().prepare(unit(query), unit(key), chunk)
+
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """`rate`, and `log_decay`."""
+        found = {"rate": self.rate(x).sigmoid()}
+        return found if self.decay is None else {**found, "log_decay": self.decay(x)}

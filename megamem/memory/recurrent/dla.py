@@ -1,0 +1,23 @@
+"""Deep linear attention (DLA): a network per head that moves towards each value along the dot product.
+
+Paper 004 (Memory Caching), equation 10, with the loss -<M(k), v>: its sign there would unlearn. With a matrix of zeros
+for a network, no residual and rate 1 it is linear attention.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from megamem.config.model import MIXERS
+from megamem.memory.recurrent.deep import DeepConfig
+from megamem.ops.deep_memory.network import Loss
+
+
+@MIXERS.register
+class DLAConfig(DeepConfig):
+    """Deep linear attention: a small network per head, trained on the dot product of its answer and the value."""
+
+    kind: Literal["dla"] = "dla"
+    """`dla`"""
+    mergeable: ClassVar[bool] = True
+    loss: ClassVar[Loss] = "dot"

@@ -1,0 +1,110 @@
+"""Recurrent memories that are one matrix per head: every token adds an outer product.
+
+    S_t = a_t S_{t-1} + k_t w_t^T,   y_t = S_t^T q_t
+
+Tokens are read one by one by definition: inner chunks change the order of sums alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.cost import Flops
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
+from megamem.memory.recurrent.base import Inputs, Join, RecurrentConfig, RecurrentMixer
+from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.linear_recurrence.fla import fla_recurrence
+from megamem.ops.linear_recurrence.torch import linear_recurrence
+from megamem.parallel.linears import Linears
+
+
+class MatrixConfig(RecurrentConfig):
+    """Fields of every matrix memory."""
+
+    expand_v: PositiveInt = 1
+    """Width of a head's values over that of its keys."""
+    inner_chunk: PositiveInt = 64
+    """Tokens computed in one set of matrix products. The result does not depend on it."""
+
+    def values(self, model: ModelConfig) -> int:
+        """See `RecurrentConfig.values`."""
+        return self.expand_v * model.head
+
+    def memory_specs(self, model: ModelConfig) -> StateSpec:
+        """S."""
+        shape = ("batch", "kv_heads", model.head, self.values(model))
+        return {"memory": TensorSpec(shape, "float32", shard="kv_heads")}
+
+    def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
+        """S."""
+        return {"memory": (model.head, self.values(model))}
+
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
+        """See `matrix_flops`."""
+        return matrix_flops(self, model, sequence_length, causal, begun)
+
+
+def matrix_flops(
+    config: MatrixConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int, delta: bool = False
+) -> dict[str, Flops]:
+    """`memory_attention` within inner chunks; `memory_retrieval` and `memory_update` of the matrix between them.
+
+    The matrix a memory begins with is zero and has no gradient, nor has what the last inner chunk writes.
+    causal: a token counts itself and those before it in its inner chunk, the triangular solve of the delta rule alike.
+    """
+    inner = min(config.inner_chunk, model.chunk_size, begun)
+    seen = (inner + 1) / 2 if causal else inner
+    # shares of inner chunks: those that have one before them, those whose writing somebody reads
+    older, newer = 1 - inner / begun, 1 - inner / sequence_length
+    keys, values = model.head, config.values(model)
+    within = 2 * model.heads * seen * (keys + values)
+    read, write = 2 * model.heads * keys * values, 2 * model.kv * keys * values
+    parts = {
+        "memory_attention": Flops(within, 2 * within),
+        "memory_retrieval": Flops(read, read * (1 + older)),
+        "memory_update": Flops(write, write * 2 * newer),
+    }
+    if delta:
+        overlap, solve = 2 * model.kv * seen * keys, model.kv * seen * values
+        parts["memory_attention"] += Flops(overlap + solve, 2 * overlap + 3 * solve)
+        parts["memory_update"] += Flops(write, write * (1 + older))
+    return parts
+
+
+class MatrixMixer(RecurrentMixer):
+    """A matrix per head, written by `linear_recurrence` with the gates of that name."""
+
+    def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(config, model, linears)
+        self.inner_chunk = config.inner_chunk
+        self.backend = model.recurrence
+
+    def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
+        """See `RecurrentMixer.recur`."""
+        given = (inputs.query, inputs.key, inputs.value, memory["memory"])
+        if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
+            read, after = fla_recurrence(*given, **inputs.gates)
+        else:
+            read, after = linear_recurrence(*given, **inputs.gates, inner=self.inner_chunk)
+        return (read if join is None else join(0, inputs.query, read)), {"memory": after}
+
+    def snapshot(self, memory: State) -> tuple[Tensor, ...]:
+        """See `RecurrentMixer.snapshot`."""
+        return (memory["memory"],)
+
+    def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.answer`."""
+        return self.product(0, query, kept, shares)
+
+    def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
+        """See `RecurrentMixer.answer_rows`."""
+        return rows.times(x.to(kept[0][0].dtype), kept[0])
+
+    def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.product`."""
+        return shared_product(x.to(kept[0].dtype), kept[0], shares)

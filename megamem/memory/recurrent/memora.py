@@ -1,0 +1,122 @@
+"""Memora: a network per head whose weights are distributions over their inputs, learned by descent in the logarithms.
+
+Behrouz et al., "It's All Connected" (Miras), 2025: l = |M(k) - v|^2 with retention by the Kullback-Leibler divergence,
+W_t = c softmax(a_t log W_{t-1} - b_t grad l) for each row of each matrix; rate b and decay a of each token and channel,
+through a low rank. `megamem/ops/deep_memory/simplex.py` says what is computed within an inner chunk. The state is what
+has been added to the logarithms that every document starts from.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops, product
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.base import State, state_dtype, to_device
+from megamem.memory.recurrent.base import Join
+from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, seen_tokens
+from megamem.memory.shared.blocks import Span
+from megamem.ops.deep_memory.network import Loss, Weights
+from megamem.ops.deep_memory.simplex import ChannelPace, on_simplex, simplex_memory
+from megamem.parallel.linears import Linears, constant, declare, normal
+
+
+@MIXERS.register
+class MemoraConfig(DeepConfig):
+    """Memora (Miras): a small network per head with rows on the simplex, whose logarithms learn values from keys."""
+
+    kind: Literal["memora"] = "memora"
+    """`memora`"""
+    loss: ClassVar[Loss] = "l2"
+    decay: bool = True
+    """Flatten the distributions at a pace of each token and channel."""
+    gate_rank: PositiveInt = 8
+    """Numbers per head through which a token's rates, or decays, of all channels of the head pass."""
+    scale: PositiveFloat | None = None
+    """Sum of a row's weights; the root of their number if not given, as in a row of normal weights."""
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        super().check(model)
+        if self.start == "zero":
+            raise ValueError("start zero is not for memora, whose rows would be alike for ever; use learned")
+
+    def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """A number per channel."""
+        return (model.head,)
+
+    def token_gates(self) -> int:
+        """Numbers of the low ranks."""
+        return self.gate_rank * len(self.gate_starts())
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """As of the other deep memories, and from the low rank to channels, with a start value of each."""
+        gates, per_gate = len(self.gate_starts()), model.kv * (self.gate_rank + 1) * model.head
+        return super().extra_parameters(model) - model.kv * self.token_gates() + gates * per_gate
+
+    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
+        """See `deep_flops`; also the low ranks, and the first token of each inner chunk, which is written twice."""
+        parts = super().memory_flops(model, sequence_length, causal, begun)
+        sizes = sum(rows * columns for rows, columns in self.matrices(model).values())
+        parts["memory_update"] += product(2 * model.kv * sizes / min(self.inner_chunk, begun))
+        ranks = 2 * model.kv * self.gate_rank * model.head * len(self.gate_starts())
+        return {**parts, "memory_gates": product(ranks)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> Memora:
+        """See `MixerConfig.build`."""
+        return Memora(self, model, linears)
+
+
+class ChannelGate(nn.Module):
+    """A number per token and channel: a projection of the input through a few numbers per head, with start values."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, rank: int, start: float) -> None:
+        super().__init__()
+        local = model.kv // linears.tp_size
+        self.weight = linears.column(model.hidden_size, model.kv * rank, normal(model.init_std))
+        self.channels = declare(
+            nn.Parameter(torch.empty(local, rank, model.head)), normal(rank**-0.5), shard_axis=0, fan_in=1
+        )
+        self.start = declare(nn.Parameter(torch.empty(local, model.head)), constant(start), shard_axis=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens, width], float32 (float64 of float64)."""
+        exact = state_dtype(x.dtype)
+        low = self.weight(x).to(exact).unflatten(-1, (self.channels.shape[0], -1)).permute(1, 2, 0, 3)
+        return low @ self.channels.to(exact) + self.start[:, None].to(exact)
+
+
+class Memora(DeepMemory):
+    """Distributions that follow the text."""
+
+    config: MemoraConfig
+
+    def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
+        """See `DeepMemory.make_gate`."""
+        assert isinstance(self.config, MemoraConfig)
+        return ChannelGate(model, linears, self.config.gate_rank, start)
+
+    def weights(self, memory: State) -> Weights:
+        """See `DeepMemory.weights`."""
+        return on_simplex(self.learned(memory), self.config.scale)
+
+    def learn(
+        self, query: Tensor, tokens: dict[str, Tensor], memory: State, span: Span, waiting: int, join: Join | None
+    ) -> tuple[Tensor, State]:
+        """See `DeepMemory.learn`."""
+        rate = tokens["rate"]
+        decay = tokens.get("log_decay", torch.zeros_like(rate))
+        seen = seen_tokens(span, waiting, rate)
+        if seen is not None:
+            rate, decay = rate * seen[..., None], decay * seen[..., None]
+        first = to_device([waiting - phase for phase in span.phases], rate.device)
+        logs = self.learned(memory)
+        read, after = simplex_memory(
+            query, tokens["key"], tokens["value"], logs, ChannelPace(rate, decay, first),
+            self.config.scale, self.config.residual, join,
+        )  # fmt: skip
+        return read, self.added(memory, logs, after)

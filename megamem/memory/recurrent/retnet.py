@@ -1,0 +1,62 @@
+"""RetNet's retention: linear attention that forgets, each head at its own fixed pace.
+
+Sun et al., "Retentive Network", 2023, with the rotation of queries and keys for its complex exponential.
+
+    S_t = a_h S_{t-1} + k_t v_t^T,   y_t = S_t^T q_t / sqrt(d),   a_h = 1 - 2^(-5 - h), h = 0, 1, ...
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.base import Chunk, state_dtype, to_device
+from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
+from megamem.memory.shared.blocks import position_tables
+from megamem.ops.rotary import turn
+from megamem.parallel.linears import Linears
+
+
+@MIXERS.register
+class RetNetConfig(MatrixConfig):
+    """RetNet: a decaying sum of outer products, the decay fixed per head; rotary positions, no convolution."""
+
+    kind: Literal["retnet"] = "retnet"
+    """`retnet`"""
+    convolution: PositiveInt = 1
+    """Tokens that the short convolutions of queries, keys and values span, the present one included; a SiLU follows.
+    1: neither convolution nor SiLU, as in the paper."""
+    expand_v: PositiveInt = 2
+    """Width of a head's values over that of its keys."""
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> RetNet:
+        """See `MixerConfig.build`."""
+        return RetNet(self, model, linears)
+
+
+class RetNet(MatrixMixer):
+    """Retention with one decay per head."""
+
+    def __init__(self, config: RetNetConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(config, model, linears)
+        self.theta = model.rope_theta
+        local = model.kv // linears.tp_size
+        # of all heads, wherever they are: rank 1 does not begin with the first decay again
+        self.first = linears.tp_rank * local
+        self.local = local
+
+    def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """See `RecurrentMixer.prepare`; turned by their positions in the document."""
+        tables = position_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        return super().prepare(turn(query, *tables), turn(key, *tables), chunk)
+
+    def gates(self, x: Tensor) -> dict[str, Tensor]:
+        """The logarithm of each head's decay, the same for every token: [1, local kv_heads, tokens]."""
+        heads = range(self.first, self.first + self.local)
+        logs = torch.log1p(-torch.exp2(torch.tensor([-5.0 - head for head in heads], dtype=torch.float64)))
+        decay = to_device(logs, x.device, state_dtype(x.dtype))
+        return {"log_decay": decay[None, :, None].expand(1, -1, x.shape[0])}

@@ -1,0 +1,221 @@
+"""Softmax attention over a visible past and a causal present: the one attention every mixer calls.
+
+    keys =  [ past 1 | past 2 | ... | own ]
+             seen by every query      causal: query i sees own keys 0..i
+
+Retrieved memory tokens, a cache of earlier chunks and the unfinished block of token-by-token decoding are all pasts.
+Backends: `eager` materialises the scores (tests, odd masks), `sdpa` is torch's fused kernel (on CPU one call per part,
+merged exactly, see `megamem.ops.attention.merged`), `flex` is FlexAttention, `flash_attn` the package.
+
+Shapes: query [tokens, batch, heads, width]; keys and values [keys, batch, kv_heads, width].
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamem.errors import ConfigError
+from megamem.ops.attention.merged import merged_attention
+
+FLEX_SHAPES = 64
+"""Shapes FlexAttention may be compiled for: chunks of a document, with and without a graph."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """Keys and values that every query may see, [keys, batch, kv_heads, width], unless `visible` says otherwise.
+
+    `visible`: None (all), [batch] bool (whole rows), [keys, batch] bool, or [batch, heads, tokens, keys] bool (each
+    query its own).
+    """
+
+    key: Tensor
+    value: Tensor
+    visible: Tensor | None = None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = (), backend: str = "sdpa") -> Tensor:
+    """Attend from each query to the past and, causally, to its own keys; scale 1 / sqrt(width).
+
+    Returns: [tokens, batch, heads, width] in the query's dtype.
+    """
+    past = [part for part in past if part.key.shape[0]]
+    masked = any(part.visible is not None for part in past)
+    if backend == "eager" or masked:
+        return _masked(query, key, value, past, fused=backend != "eager")
+    if backend == "sdpa" and past and query.device.type == "cpu":
+        groups = query.shape[2] // key.shape[2]
+        parts = [*((p.key, p.value) for p in past), (key, value)]
+        return _heads_last(
+            merged_attention(_heads_first(query), [tuple(map(_repeated(groups), part)) for part in parts])
+        )
+    if past:
+        key = torch.cat([*(part.key for part in past), key])
+        value = torch.cat([*(part.value for part in past), value])
+    return _BACKENDS[backend](query, key, value)
+
+
+def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdpa") -> Tensor:
+    """Attend from each query to everything visible in `parts`; scale 1 / sqrt(width).
+
+    For few queries: every backend but `eager` is torch's fused kernel here.
+    Returns: [tokens, batch, heads, width] in the query's dtype.
+    """
+    if backend == "eager" or any(part.visible is not None for part in parts):
+        none = parts[0].key[:0]
+        return _masked(query, none, none, parts, fused=backend != "eager")
+    repeat = _repeated(query.shape[2] // parts[0].key.shape[2])
+    keys, values = (torch.cat(columns) for columns in zip(*((p.key, p.value) for p in parts), strict=True))
+    return _heads_last(_scaled_dot_product(_heads_first(query), repeat(keys), repeat(values)))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1, 3)
+
+
+def _repeated(groups: int) -> Callable[[Tensor], Tensor]:
+    def repeat(x: Tensor) -> Tensor:
+        x = _heads_first(x)
+        return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+    return repeat
+
+
+def past_attention(query: Tensor, past: Past, backend: str = "sdpa") -> Tensor:
+    """Attend from each query to the past alone, a softmax of its own; every query must see a key of it.
+
+    Returns: as `attention`.
+    """
+    mask = None if past.visible is None else _seen(past, query)
+    return _rectangle(query, past.key, past.value, mask, fused=backend != "eager")
+
+
+def _seen(part: Past, query: Tensor) -> Tensor:
+    """`visible` as boolean [batch, heads or 1, tokens, keys]."""
+    tokens, batch = query.shape[:2]
+    seen = torch.ones((), dtype=torch.bool, device=query.device) if part.visible is None else part.visible
+    if seen.ndim == 4:
+        return seen
+    return seen.expand(part.key.shape[0], batch).T[:, None, None].expand(batch, 1, tokens, -1)
+
+
+def _mask(query: Tensor, own: int, past: Sequence[Past]) -> Tensor:
+    """Boolean [batch, heads or 1, tokens, keys]: True where a query may look."""
+    tokens, batch = query.shape[:2]
+    causal = torch.ones(tokens, own, dtype=torch.bool, device=query.device).tril(own - tokens)
+    parts = [*(_seen(part, query) for part in past), causal[None, None]]
+    heads = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(batch, heads, tokens, -1) for part in parts], dim=-1)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fused: bool) -> Tensor:
+    mask = _mask(query, key.shape[0], past)
+    key = torch.cat([*(part.key for part in past), key])
+    value = torch.cat([*(part.value for part in past), value])
+    return _rectangle(query, key, value, mask, fused)
+
+
+def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fused: bool) -> Tensor:
+    """Attend where `mask` [batch, heads or 1, tokens, keys] allows it; everywhere if it is None."""
+    groups = query.shape[2] // key.shape[2]
+    q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
+    if fused:
+        return _heads_last(_scaled_dot_product(q, k, v, attn_mask=mask))
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = (q.to(compute) @ k.to(compute).transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return _heads_last((scores.softmax(dim=-1) @ v.to(compute)).to(query.dtype))
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    groups = query.shape[2] // key.shape[2]
+    q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
+    if q.shape[2] == k.shape[2]:
+        return _heads_last(_scaled_dot_product(q, k, v, is_causal=True))
+    from torch.nn.attention.bias import causal_lower_right
+
+    return _heads_last(_scaled_dot_product(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])))
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+    """torch's attention; on CUDA its fused kernels want widths in multiples of 8 (a head of 90 is padded to 96)."""
+    return _padded(q, k, v, **mask) if q.is_cuda else F.scaled_dot_product_attention(q, k, v, **mask)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, multiple: int = 8, **mask: Any) -> Tensor:
+    width = q.shape[-1]
+    if width % multiple:
+        q, k, v = (F.pad(x, (0, -width % multiple)) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=width**-0.5, **mask)[..., :width]
+
+
+@lru_cache(maxsize=64)
+def _flex_mask(tokens: int, keys: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    past = keys - tokens
+
+    def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return column <= row + past
+
+    return create_block_mask(visible, None, None, tokens, keys, device=str(device))
+
+
+@lru_cache(maxsize=1)
+def _flex_kernel(compiled: bool) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not compiled:
+        return flex_attention
+    # each length of the past is a shape of its own; beyond the limit, attention would materialise its scores
+    limits: Any = importlib.import_module("torch._dynamo").config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+    setattr(limits, name, max(getattr(limits, name), FLEX_SHAPES))
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = _flex_mask(query.shape[0], key.shape[0], query.device)
+    kernel = _flex_kernel(query.is_cuda)
+    q, k, v = (_heads_first(x) for x in (query, key, value))
+    return _heads_last(kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    # [batch, tokens, heads, width]; its causal mask is aligned to the last key, as ours
+    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    out: Tensor = flash_attn_func(q, k, v, causal=True)
+    return out.transpose(0, 1)
+
+
+_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sdpa": _sdpa,
+    "flex": _flex,
+    "flash_attn": _flash,
+}
+
+
+def check_backend(backend: str) -> None:
+    """Raise ConfigError if the backend cannot run here."""
+    if backend != "flash_attn":
+        return
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError("model.attention: flash_attn is not installed; `pip install flash-attn` or choose sdpa, flex")
+    if not torch.cuda.is_available():
+        raise ConfigError("model.attention: flash_attn needs a CUDA device; choose sdpa, flex or eager")

@@ -1,0 +1,1 @@
+"""Memories that are small networks, trained while they read."""

@@ -1,0 +1,82 @@
+"""What a pipeline's schedule costs: chunk by chunk as here, and over whole sequences (1F1B) for comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megamem.config.run import RunConfig
+from megamem.pipeline.balancing import chunk_flops, place
+from megamem.pipeline.schedule import Action, chunk_schedule
+from megamem.pipeline.simulate import Cost, Timeline, even_cost, simulate
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """Both schedules of one step, simulated with the same costs."""
+
+    stages: int
+    sequences: int
+    """Micro-batches of a step on one data-parallel rank."""
+    chunks: int
+    bptt_chunks: int
+    ours: Timeline
+    one_f_one_b: Timeline
+    """Its units are whole sequences."""
+
+    def peaks(self) -> list[int]:
+        """Per stage, most chunks held at once."""
+        return [self.ours.peak_units(stage) for stage in range(self.stages)]
+
+    def one_f_one_b_peaks(self) -> list[int]:
+        """The same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
+        return [self.chunks * self.one_f_one_b.peak_units(stage) for stage in range(self.stages)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "stages": self.stages,
+            "sequences": self.sequences,
+            "chunks": self.chunks,
+            "bptt_chunks": self.bptt_chunks,
+            "bubble": self.ours.bubble,
+            "makespan": self.ours.makespan,
+            "peak_units": self.peaks(),
+            "1f1b": {
+                "bubble": self.one_f_one_b.bubble,
+                "makespan": self.one_f_one_b.makespan,
+                "peak_units": self.one_f_one_b_peaks(),
+            },
+        }
+
+
+def compare(stages: int, sequences: int, chunks: int, bptt_chunks: int, cost: Cost | None = None) -> ScheduleReport:
+    """Simulate both schedules. cost: of an action on a stage; 1 forward and 2 backward per chunk if not given.
+
+    Raises: ValueError unless bptt_chunks divides chunks.
+    """
+    cost = cost or even_cost()
+
+    def sequence_cost(stage: int, action: Action) -> float:
+        return sum(cost(stage, Action(action.kind, action.sequence, chunk)) for chunk in range(chunks))
+
+    return ScheduleReport(
+        stages,
+        sequences,
+        chunks,
+        bptt_chunks,
+        simulate(chunk_schedule(stages, sequences, chunks, bptt_chunks), bptt_chunks, cost),
+        simulate(chunk_schedule(stages, sequences, 1, 1), 1, sequence_cost),
+    )
+
+
+def compare_for(config: RunConfig, dp_size: int = 1) -> ScheduleReport:
+    """Both schedules of a run's step, with the operations of its layers as they are placed."""
+    counts = place(config)
+    return compare(
+        len(counts),
+        config.accumulation_steps(dp_size),
+        config.chunks,
+        config.bptt_chunks,
+        chunk_flops(config.model, config.chunks, counts),
+    )

@@ -1,0 +1,1 @@
+"""Runs on disk: folder, heartbeat, metrics, status."""

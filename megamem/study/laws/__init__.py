@@ -1,0 +1,1 @@
+"""Scaling laws fitted to a study's losses."""
