@@ -9,7 +9,7 @@ from pathlib import Path
 def beside(
     path: Path, title: str, label: str, series: Mapping[str, Mapping[str, float]], logarithmic: bool = False
 ) -> None:
-    """Points by category, one colour and line per series; categories that a series does not have are left out."""
+    """Points by category, one color and line per series; categories that a series does not have are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

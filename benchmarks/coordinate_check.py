@@ -5,7 +5,7 @@
 For each mechanism, with and without `model.mup`, and with either more heads or wider heads: small models of growing
 width take AdamW steps on one batch of random tokens. Of each block's mixer, of the residual stream after it and of the
 logits, the mean magnitude of what changed since the start is taken, and its slope over the width, both logarithmic. In
-muP it is 0: no part of the model learns faster or slower for being wider. In the standard parametrisation it grows.
+muP it is 0: no part of the model learns faster or slower for being wider. In the standard parametrization it grows.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def slopes(widths: Sequence[int], found: Sequence[Sizes]) -> Sizes:
 
 
 def draw(path: Path, widths: Sequence[int], curves: Mapping[str, Mapping[str, list[Sizes]]]) -> None:
-    """Changes by width: a row of panels for each mechanism, a panel for each parametrisation, a line for each place."""
+    """Changes by width: a row of panels for each mechanism, a panel for each parametrization, a line for each place."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -222,9 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             line = f"{name}, {growth}"
             for mup in (True, False):
                 _, changes = measured(MECHANISMS[name], growth, mup, given.widths, given.steps, given.lr, given.seeds)
-                parametrisation = "muP" if mup else "standard"
-                curves.setdefault(line, {})[parametrisation] = changes
-                record.setdefault(line, {})[parametrisation] = slopes(given.widths, changes)
+                parametrization = "muP" if mup else "standard"
+                curves.setdefault(line, {})[parametrization] = changes
+                record.setdefault(line, {})[parametrization] = slopes(given.widths, changes)
             found = record[line].values()
             rows.append((line, *(f"{min(made.values()):.2f} to {max(made.values()):.2f}" for made in found)))
             print("; ".join(rows[-1]), flush=True)

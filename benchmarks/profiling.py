@@ -23,7 +23,7 @@ from megamem.model.stage import Stage
 
 PREFIX = "part: "
 LOCAL, MEMORY, RETRIEVAL, UPDATE = "local attention", "memory attention", "memory retrieval", "memory update"
-HOOKS = {"recall": RETRIEVAL, "mix": RETRIEVAL, "remember": UPDATE, "summarise": UPDATE}
+HOOKS = {"recall": RETRIEVAL, "mix": RETRIEVAL, "remember": UPDATE, "summarize": UPDATE}
 """Methods in which mechanisms read and write their memory."""
 PARTS = (
     LOCAL, MEMORY, RETRIEVAL, UPDATE, "projections", "MLP", "head and loss", "norms", "rotary",

@@ -90,7 +90,7 @@ def write_shards(
     shard_text_bytes: int | None = None,
     on_progress: Callable[[int], None] = lambda source_bytes: None,
 ) -> ShardIndex:
-    """Tokenise every document of `inputs` into `folder`, each ended by eos, and return the index.
+    """Tokenize every document of `inputs` into `folder`, each ended by eos, and return the index.
 
     A killed run is continued by the same call; finished shards are verified and kept. A finished folder is left
     as it is. `shard_text_bytes` closes a shard; by default it is 1/64 of the inputs, between 1 and 32 MiB.
@@ -263,7 +263,7 @@ def _kept(folder: Path, value: dict[str, Any], content: str) -> ShardRecord | No
 
 
 def _write_tar(file: Any, task: ShardTask) -> Rows:
-    """Tokenise the documents into an uncompressed tar; returns their rows of the document table."""
+    """Tokenize the documents into an uncompressed tar; returns their rows of the document table."""
     tokenizer = _tokenizers["current"]
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     rows: Rows = []

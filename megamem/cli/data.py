@@ -108,9 +108,9 @@ def write(
         typer.Option(min=0.001, help="MiB of text that close a shard. Default: 1/64 of the inputs, 1 to 32 MiB."),
     ] = None,
 ) -> None:
-    """Tokenise documents into shards. Run the same command again to continue after an interruption."""
+    """Tokenize documents into shards. Run the same command again to continue after an interruption."""
     total = sum(file.path.stat().st_size for file in sources.input_files(inputs))
-    with _progress("tokenising", total) as advance:
+    with _progress("tokenizing", total) as advance:
         index = shards.write_shards(
             inputs,
             tokenizer,

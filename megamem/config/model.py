@@ -73,9 +73,9 @@ class LayerMixer(ConfigModel):
 
 
 class MupConfig(ConfigModel):
-    """Maximal update parametrisation (Tensor Programs V, Yang et al. 2022): what a narrower base model looks like.
+    """Maximal update parametrization (Tensor Programs V, Yang et al. 2022): what a narrower base model looks like.
 
-    At the base model's shape nothing differs from the standard parametrisation.
+    At the base model's shape nothing differs from the standard parametrization.
     """
 
     base_width: PositiveInt
@@ -137,7 +137,7 @@ class ModelConfig(ConfigModel):
     output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""
     mup: MupConfig | None = None
     """Scale start values, learning rates, attention and logits by the width over that of a base model
-    (docs/mup.md); the standard parametrisation if not given."""
+    (docs/mup.md); the standard parametrization if not given."""
     attention: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
     """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
     recurrence: Literal["torch", "fla"] = "torch"
@@ -186,7 +186,7 @@ class ModelConfig(ConfigModel):
 
     @property
     def base(self) -> ModelConfig:
-        """The base model of `mup`, in the standard parametrisation; this one if there is none.
+        """The base model of `mup`, in the standard parametrization; this one if there is none.
 
         Raises: ValueError naming the field if its sizes are no whole numbers.
         """

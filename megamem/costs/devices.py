@@ -1,4 +1,4 @@
-"""Peak arithmetic of accelerators: what model FLOPs utilisation (MFU) is measured against."""
+"""Peak arithmetic of accelerators: what model FLOPs utilization (MFU) is measured against."""
 
 from __future__ import annotations
 

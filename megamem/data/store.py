@@ -1,4 +1,4 @@
-"""The interface of stores of tokenised documents: random access to the tokens of each."""
+"""The interface of stores of tokenized documents: random access to the tokens of each."""
 
 from typing import Protocol
 

@@ -153,7 +153,7 @@ class Mixer(nn.Module, ABC):
         """Mix the tokens of one call.
 
         Args:
-            hidden: [tokens, batch, hidden_size], any number of tokens; normalised already.
+            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
             state: as `initial_state` or as the previous call left it.
             chunk: where the tokens lie in their documents.
         Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.

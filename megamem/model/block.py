@@ -1,4 +1,4 @@
-"""One transformer block: a mixer and an MLP, each normalised before and added to the residual stream."""
+"""One transformer block: a mixer and an MLP, each normalized before and added to the residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maximal update parametrisation for Adam: start values and learning rates that follow the width (docs/mup.md).
+"""Maximal update parametrization for Adam: start values and learning rates that follow the width (docs/mup.md).
 
 Which rule a parameter follows is read off the shapes it has in the whole model and in the base model, and the axis it
 is declared to sum over. So it holds for every mechanism, whatever grows in it, and for any part of a model on a rank.
@@ -19,7 +19,7 @@ def follow_width(part: nn.Module, whole: nn.Module, base: nn.Module) -> None:
 
     Args:
         part: what a rank holds of the model; its shapes do not matter.
-        whole: the model with global shapes in the standard parametrisation; base: likewise the base model.
+        whole: the model with global shapes in the standard parametrization; base: likewise the base model.
     """
     wide, narrow = dict(whole.named_parameters()), dict(base.named_parameters())
     for name, parameter in part.named_parameters():

@@ -34,7 +34,7 @@ class ParameterInfo:
 
 
 def normal(std: float) -> Initializer:
-    """Start from a centred normal distribution."""
+    """Start from a centered normal distribution."""
     return lambda shape, generator: torch.randn(shape, generator=generator) * std
 
 

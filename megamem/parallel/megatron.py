@@ -30,7 +30,7 @@ with quiet():
 
 
 def _unused(weight: Tensor) -> None:
-    """Megatron wants an initialiser; `initialize_parameters` sets every weight instead."""
+    """Megatron wants an initializer; `initialize_parameters` sets every weight instead."""
 
 
 class _Column(ColumnParallelLinear):
@@ -66,7 +66,7 @@ class MegatronLinears:
         self.tp_size = group.size()
         self.tp_rank = group.rank()
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
-        # "CPU initialisation" only means that weights are made on the default device, and not filled
+        # "CPU initialization" only means that weights are made on the default device, and not filled
         self._config: Any = ModelParallelConfig(
             tensor_model_parallel_size=self.tp_size,
             use_cpu_initialization=True,

@@ -28,7 +28,7 @@ Watch = Callable[[str], None]
 
 
 def build_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:
-    """This rank's part of the model on its device, in FP32, initialised the same whatever the layout.
+    """This rank's part of the model on its device, in FP32, initialized the same whatever the layout.
 
     layers: those of its stage; all if not given.
     """

@@ -9,7 +9,7 @@ from typing import Any
 from megamem.errors import ConfigError
 from megamem.pipeline.simulate import Timeline
 
-SEQUENCE_COLOURS = ("#4878a8", "#e08a3c", "#5fa05a", "#b8524e", "#8a6fae", "#8c6d5a", "#d07bb0", "#7f7f7f")
+MICRO_BATCH_COLORS = ("#4878a8", "#e08a3c", "#5fa05a", "#b8524e", "#8a6fae", "#8c6d5a", "#d07bb0", "#7f7f7f")
 BACKWARD_ALPHA = 0.45
 LABELLED_EVENTS = 160
 """Above so many bars, numbers would not be readable."""
@@ -41,7 +41,7 @@ def draw_schedules(timelines: dict[str, Timeline], notes: dict[str, str], path: 
     for axis, (title, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
         _draw(axis, timeline)
         axis.set_title(f"{title}: {notes[title]}", loc="left", fontsize=10)
-    axes[-1, 0].set_xlabel("time (solid: forward, light: backward; a colour per micro-batch, numbers are chunks)")
+    axes[-1, 0].set_xlabel("time (solid: forward, light: backward; a color per micro-batch, numbers are chunks)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -58,9 +58,9 @@ def _draw(axis: Any, timeline: Timeline) -> None:
     for event in timeline.events:
         start, length = event.start - begin, event.end - event.start
         forward = event.action.kind == "forward"
-        colour = SEQUENCE_COLOURS[event.action.sequence % len(SEQUENCE_COLOURS)]
+        color = MICRO_BATCH_COLORS[event.action.sequence % len(MICRO_BATCH_COLORS)]
         axis.barh(
-            event.stage, length, left=start, height=0.8, color=colour, alpha=1.0 if forward else BACKWARD_ALPHA,
+            event.stage, length, left=start, height=0.8, color=color, alpha=1.0 if forward else BACKWARD_ALPHA,
             edgecolor="white", linewidth=0.5,
         )  # fmt: skip
         if labelled:

@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation that follows."""
+        """Model FLOPs utilization that follows."""
         peak = self.machine.peak(self.config.training.precision) * self.devices
         return self.flops["training"] * self.tokens_per_second / peak
 

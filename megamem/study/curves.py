@@ -14,7 +14,7 @@ TITLES = {"loss": "Training loss", "val_loss": "Validation loss while training"}
 
 
 def loss_plots(runs: Sequence[PlannedRun]) -> list[Plot]:
-    """A plot of each kind of loss that any run has a curve of, coloured by whichever axis one chooses."""
+    """A plot of each kind of loss that any run has a curve of, colored by whichever axis one chooses."""
     names = list(runs[0].labels)
     varied = [axis for axis in names if len({run.labels[axis] for run in runs}) > 1]
     drawn = []

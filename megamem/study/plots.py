@@ -22,7 +22,7 @@ class Series:
     x: Sequence[Any]
     """Numbers, or names of categories."""
     y: Sequence[float]
-    colour: int = 0
+    color: int = 0
     """Which of `COLOURS`, counted round."""
     line: bool = True
     marks: bool = False
@@ -33,7 +33,7 @@ class Series:
     high: Sequence[float] = ()
     """Borders of a band around the line."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Values of axes by which `Plot.by` colours, and what the mouse shows."""
+    """Values of axes by which `Plot.by` colors, and what the mouse shows."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Plot:
     categories: tuple[str, ...] = ()
     """Of the x axis, in order, if it has names."""
     by: tuple[str, ...] = ()
-    """Axes to choose colours by in the page; the PNG has the first. Without them each series has its own colour."""
+    """Axes to choose colors by in the page; the PNG has the first. Without them each series has its own color."""
 
 
-def colour(number: int) -> str:
+def color(number: int) -> str:
     """As #rrggbb."""
     return COLOURS[number % len(COLOURS)]
 
 
-def coloured(plot: Plot, axis: str) -> list[tuple[str, int]]:
-    """(name, colour) of each series by the values of `axis`."""
+def colored(plot: Plot, axis: str) -> list[tuple[str, int]]:
+    """(name, color) of each series by the values of `axis`."""
     values = list(dict.fromkeys(series.labels[axis] for series in plot.series))
     return [(series.labels[axis], values.index(series.labels[axis])) for series in plot.series]
 
@@ -87,7 +87,7 @@ def plotly_figure(plot: Plot) -> dict[str, Any]:
         layout["xaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": names}
     if plot.by:
         layout["updatemenus"] = [_menu(plot)]
-        _recolour(data, plot)
+        _recolor(data, plot)
     shown: set[str] = set()
     for trace in data:  # one legend entry for each name
         if not trace.get("hoverinfo"):
@@ -125,8 +125,8 @@ def _traces(series: Series) -> list[dict[str, Any]]:
         "legendgroup": _text(series.name),
         "x": [_text(x) for x in series.x] if names else list(series.x),
         "y": list(series.y),
-        "line": {"color": colour(series.colour), "width": 1.8, "dash": series.dash},
-        "marker": {"color": colour(series.colour), "size": 8},
+        "line": {"color": color(series.color), "width": 1.8, "dash": series.dash},
+        "marker": {"color": color(series.color), "size": 8},
     }
     if series.error:
         trace["error_y"] = {"type": "data", "array": list(series.error), "visible": True, "thickness": 1.2}
@@ -136,14 +136,14 @@ def _traces(series: Series) -> list[dict[str, Any]]:
     if not series.low:
         return [trace]
     band = {
-        "type": "scatter", "mode": "lines", "fill": "toself", "fillcolor": f"{colour(series.colour)}22",
+        "type": "scatter", "mode": "lines", "fill": "toself", "fillcolor": f"{color(series.color)}22",
         "line": {"width": 0}, "x": [*series.x, *reversed(series.x)], "y": [*series.high, *reversed(series.low)],
         "name": trace["name"], "legendgroup": trace["name"], "showlegend": False, "hoverinfo": "skip",
     }  # fmt: skip
     return [band, trace]
 
 
-def _recolour(data: list[dict[str, Any]], plot: Plot) -> None:
+def _recolor(data: list[dict[str, Any]], plot: Plot) -> None:
     change = _changes(plot, plot.by[0])
     for i, trace in enumerate(data):
         trace["line"] = {**trace["line"], "color": change["line.color"][i]}
@@ -159,12 +159,12 @@ def _menu(plot: Plot) -> dict[str, Any]:
 
 def _changes(plot: Plot, axis: str) -> dict[str, list[Any]]:
     """What the traces have by an axis; a plot with `by` has one trace for each series."""
-    named = coloured(plot, axis)
+    named = colored(plot, axis)
     first = [name not in [earlier for earlier, _ in named[:i]] for i, (name, _) in enumerate(named)]
     names = [_text(name) for name, _ in named]
-    colours = [colour(number) for _, number in named]
+    colors = [color(number) for _, number in named]
     return {
-        "name": names, "legendgroup": names, "showlegend": first, "line.color": colours, "marker.color": colours,
+        "name": names, "legendgroup": names, "showlegend": first, "line.color": colors, "marker.color": colors,
     }  # fmt: skip
 
 
@@ -176,14 +176,14 @@ def draw_png(plot: Plot, path: Path) -> None:
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    named = coloured(plot, plot.by[0]) if plot.by else [(series.name, series.colour) for series in plot.series]
+    named = colored(plot, plot.by[0]) if plot.by else [(series.name, series.color) for series in plot.series]
     shown: set[str] = set()
     for series, (name, number) in zip(plot.series, named, strict=True):
         x = [plot.categories.index(at) for at in series.x] if plot.categories else series.x
         if series.low:
-            axes.fill_between(x, series.low, series.high, color=colour(number), alpha=0.13, linewidth=0)
+            axes.fill_between(x, series.low, series.high, color=color(number), alpha=0.13, linewidth=0)
         axes.errorbar(
-            x, series.y, list(series.error) or None, color=colour(number), label=None if name in shown else name,
+            x, series.y, list(series.error) or None, color=color(number), label=None if name in shown else name,
             linestyle=DASHES[series.dash] if series.line else "none", marker="o" if series.marks else None,
             markersize=5, linewidth=1.4, capsize=3,
         )  # fmt: skip

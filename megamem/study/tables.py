@@ -176,7 +176,7 @@ def as_json(table: TableConfig, found: Cells) -> dict[str, Any]:
 
 
 def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
-    """Points with error bars by column, a colour for each row; published figures in a plot of their own."""
+    """Points with error bars by column, a color for each row; published figures in a plot of their own."""
     rows, columns = sides(study, table, found)
     figure = f"{table.figure}, less that of {table.against}" if table.against else table.figure
     measured, published = [], []

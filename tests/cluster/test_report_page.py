@@ -54,9 +54,9 @@ def test_the_screenshot_shows_it(report: Path, tmp_path: Path) -> None:
     browse(report, tmp_path / "profile", f"--screenshot={picture}", "--window-size=1200,6000")
     with Image.open(picture) as image:
         assert image.size == (1200, 6000)
-        colours = image.convert("RGB").getcolors(1200 * 6000)
-    assert colours is not None
-    counts = {colour: count for count, colour in colours}
-    # the first series' colour, in lines, marks and bands; text alone has none of it
+        colors = image.convert("RGB").getcolors(1200 * 6000)
+    assert colors is not None
+    counts = {color: count for count, color in colors}
+    # the first series' color, in lines, marks and bands; text alone has none of it
     assert counts.get((0x2B, 0x6C, 0xB0), 0) > 200
     assert counts.get((255, 255, 255), 0) < 0.99 * 1200 * 6000

@@ -64,8 +64,8 @@ ALL_CASES = [
     Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),
     Case("infini_attention", "short_block", {"block": 4, "gate_init": -0.5}, core=False),
     Case("infini_attention", "grouped", {"block": 4}, queries_per_key=2),
-    Case("infini_attention", "plain_read", {"update": "linear", "normalise": False}, queries_per_key=2, core=False),
-    Case("infini_attention", "plain_delta", {"block": 4, "normalise": False}, core=False),
+    Case("infini_attention", "plain_read", {"update": "linear", "normalize": False}, queries_per_key=2, core=False),
+    Case("infini_attention", "plain_delta", {"block": 4, "normalize": False}, core=False),
     Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}, core=False),
     Case(
@@ -89,11 +89,11 @@ ALL_CASES = [
     Case("memorizing_attention", "joint", {"queue": 13, "gate": "none"}, queries_per_key=2, core=False),
     Case(
         "memorizing_attention",
-        "joint_normalised",
+        "joint_normalized",
         {"queue": 12, "gate": "none", "block": 4, "normalize_keys": True},
         core=False,
     ),
-    Case("memorizing_attention", "normalised", {"queue": 10, "normalize_keys": True}, queries_per_key=2, core=False),
+    Case("memorizing_attention", "normalized", {"queue": 10, "normalize_keys": True}, queries_per_key=2, core=False),
     Case("memorizing_attention", "nearest", {"queue": 14, "block": 4, "retrieval": "topk", "top_k": 5}, core=False),
     Case(
         "memorizing_attention",

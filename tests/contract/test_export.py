@@ -106,7 +106,7 @@ class TestExport:
 
 @every(["tp1"])
 def test_token_by_token_is_in_one_go(exports, model, layout):
-    """In float64, where a difference is none of rounding: what is read is normalised, however small it is."""
+    """In float64, where a difference is none of rounding: what is read is normalized, however small it is."""
     _, _, exported = exports.exported(model, layout)
     exact = copy.deepcopy(exported).double()
     ids = tokens(exact.config.vocab_size).T

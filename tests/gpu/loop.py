@@ -26,7 +26,7 @@ CHUNKS = LENGTH // CHUNK
 
 @contextmanager
 def host_must_not_wait(device: torch.device) -> Iterator[None]:
-    """On CUDA every synchronising call inside raises. On `meta`, where tensors have no values, reading one raises."""
+    """On CUDA every synchronizing call inside raises. On `meta`, where tensors have no values, reading one raises."""
     if device.type != "cuda":
         yield
         return

@@ -68,7 +68,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
 OVERRIDES = {
     "misspelt key": ("model.hidden_sise=32", "model.hidden_sise: unknown key; did you mean 'hidden_size'?"),
-    "misspelt section": ("optimiser.lr=1", "optimiser: unknown key; did you mean 'optimizer'?"),
+    "misspelt section": ("optimizer.lr=1", "optimizer: unknown key; did you mean 'optimizer'?"),
     "misspelt mixer field": ("model.memory.0.mixer.ordre=4", "ordre: unknown key; did you mean 'order'?"),
     "misspelt mixer": ("model.mixer=elastic_memroy", "did you mean 'elastic_memory'?"),
     "wrong type": ("training.steps=many", "training.steps: expected an integer (got 'many')"),

@@ -121,7 +121,7 @@ class TestGate:
         torch.testing.assert_close(mixed[:, :1], alone, rtol=0, atol=1e-14)
 
     def test_gradients_stay_finite_where_the_memory_is_empty(self):
-        mixer = mixer_with(normalise=False)
+        mixer = mixer_with(normalize=False)
         state = mixer.initial_state(2, CPU, torch.float64)
         state = write(mixer, state, *(random(BLOCK, 2, HEADS, WIDTH, seed=s) for s in (1, 2)), at=0, rows=2)
         state = {name: state[name] * torch.tensor([1.0, 0.0]).view(-1, *(1,) * (state[name].ndim - 1))

@@ -132,7 +132,7 @@ class OneRank(PlainLinears):
         return super().embedding(vocabulary // self.tp_size, width, init)
 
 
-def initialised(tp_size=1, tp_rank=0, seed=3):
+def initialized(tp_size=1, tp_rank=0, seed=3):
     model = ModelConfig.model_validate({**GOOD, **memory("elastic_memory")})
     stage = Stage(model, OneRank(tp_size, tp_rank))
     initialize_parameters(stage, seed, tp_size, tp_rank)
@@ -141,8 +141,8 @@ def initialised(tp_size=1, tp_rank=0, seed=3):
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_weights_start_the_same_however_they_are_split(tp_size):
-    whole = initialised()
-    parts = [initialised(tp_size, rank) for rank in range(tp_size)]
+    whole = initialized()
+    parts = [initialized(tp_size, rank) for rank in range(tp_size)]
     for name, parameter in whole.items():
         axis = info(parameter).shard_axis
         if axis is None:
@@ -152,7 +152,7 @@ def test_weights_start_the_same_however_they_are_split(tp_size):
 
 
 def test_weights_depend_on_seed_and_name_only():
-    whole, other = initialised(), initialised(seed=4)
+    whole, other = initialized(), initialized(seed=4)
     assert not torch.equal(whole["layers.0.mixer.query.weight"], other["layers.0.mixer.query.weight"])
     assert not torch.equal(whole["layers.0.mixer.query.weight"], whole["layers.1.mixer.query.weight"])
     # one stage of a pipeline draws what the whole model draws
@@ -174,7 +174,7 @@ def test_initial_scales_are_the_configured_ones():
 
 
 def test_every_parameter_declares_how_it_is_split_and_if_it_decays():
-    for name, parameter in initialised().items():
+    for name, parameter in initialized().items():
         assert info(parameter).decay == (parameter.ndim == 2), name
         assert parameter.tensor_model_parallel == (info(parameter).shard_axis is not None), name
     with pytest.raises(AttributeError):

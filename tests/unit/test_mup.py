@@ -64,7 +64,7 @@ class TestCoordinateCheck:
         assert {place for place, value in found.items() if abs(value) > LEVEL} == set(), found
 
     @pytest.mark.parametrize(("name", "growth"), [("attention", "wider heads"), ("ssd", "more heads")])
-    def test_it_does_in_the_standard_parametrisation(self, name, growth):
+    def test_it_does_in_the_standard_parametrization(self, name, growth):
         found = changes(name, growth, mup=False)
         assert {place for place, value in found.items() if value < GROWS} == set(), found
 

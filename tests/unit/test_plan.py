@@ -219,15 +219,15 @@ def test_every_option_has_help():
 # pictures
 
 
-def pixels(path, colour):
-    """How many pixels of a picture have exactly this colour."""
+def pixels(path, color):
+    """How many pixels of a picture have exactly this color."""
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     picture = imread(path)[..., :3]
     assert min(picture.shape[:2]) > 200
-    return int((abs(picture - to_rgb(colour)) < 1 / 512).all(axis=-1).sum())
+    return int((abs(picture - to_rgb(color)) < 1 / 512).all(axis=-1).sum())
 
 
 def test_a_picture_is_drawn(tmp_path):
@@ -235,8 +235,8 @@ def test_a_picture_is_drawn(tmp_path):
     output = plan("--draw-schedule", path, *sizes(2, 2, 2))
     assert "bubble" in output
     assert f"picture: {path}" in output.replace("\n", "")
-    # a colour per micro-batch, and none for a third
-    areas = [pixels(path, colour) for colour in SEQUENCE_COLOURS[:3]]
+    # a color per micro-batch, and none for a third
+    areas = [pixels(path, color) for color in SEQUENCE_COLOURS[:3]]
     assert min(areas[:2]) > 1000
     assert areas[2] == 0
 

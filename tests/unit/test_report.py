@@ -301,7 +301,7 @@ def test_text_in_plots_is_escaped():
     assert "&lt;img src=x&gt;" in words
 
 
-def test_curves_are_coloured_by_any_axis(study):
+def test_curves_are_colored_by_any_axis(study):
     training, validation = loss_plots(planned_runs(study))
     assert (len(training.series), validation.by) == (16, ("size", "memory", "seed"))
     (menu,) = plotly_figure(validation)["layout"]["updatemenus"]

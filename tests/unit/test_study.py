@@ -96,7 +96,7 @@ def test_a_combination_that_cannot_run_is_named(study):
         ({"axes": {"seed": {"a": {}}}}, "axes.seed: reserved; give seeds"),
         ({"axes": {}}, "axes"),
         ({"axes": {"run": {"a": {}}}}, "axes.run: reserved; take another name"),
-        ({"skip": [{"colour": ["red"]}]}, "skip.0: axis 'colour' is none of model, reading, seed, width"),
+        ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of model, reading, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
         ({"readings": {"trained": {"change": {}}}}, "readings.trained: reserved"),
         ({"tables": [{**STUDY["tables"][0], "rows": "depth"}]}, "tables.losses: axis 'depth'"),

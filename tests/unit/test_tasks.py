@@ -42,7 +42,7 @@ class TestRecall:
             assert (tokens[rest] > 0).any() == (fill == "true")
 
     def test_gaps_follow_the_power_law(self, tmp_path):
-        """Of one pair, the share of each gap is a i^(a-1) normalised: within 4 standard deviations."""
+        """Of one pair, the share of each gap is a i^(a-1) normalized: within 4 standard deviations."""
         options = "kind: mqar\nvocab_size: 64\nlength: 22\npairs: 1\nexamples: 4000\npower: 0.5\n"
         store = TaskStore(write(tmp_path, options))
         gaps = Counter((int(np.flatnonzero(store.labels(e, 0, 22) != IGNORED)[0]) - 2) // 2 for e in range(4000))

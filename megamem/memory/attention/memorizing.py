@@ -29,7 +29,7 @@ from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
 INITIAL_SCALE = 20.0
-"""Of products of normalised queries and keys, at the start."""
+"""Of products of normalized queries and keys, at the start."""
 
 
 @MIXERS.register
@@ -124,7 +124,7 @@ class MemorizingAttention(BlockAttention):
         return super().forward(hidden, state if self.differentiable_state else detach(state), chunk)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionProjections.project`; normalised, q k^T / sqrt(d) is the scale times the cosine."""
+        """See `AttentionProjections.project`; normalized, q k^T / sqrt(d) is the scale times the cosine."""
         query, key, value = super().project(hidden)
         if self.log_scale is None:
             return query, key, value

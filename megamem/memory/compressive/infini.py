@@ -37,7 +37,7 @@ class InfiniAttentionConfig(MixerConfig):
     """Tokens attended locally and written at once; the chunk if not given. Divides model.chunk_size."""
     update: Literal["delta", "linear"] = "delta"
     """What a block writes: of its values only what the memory does not yet give for their keys, or all of them."""
-    normalise: bool = True
+    normalize: bool = True
     """RMSNorm without weights, per head, on what is read, before it is mixed with local attention."""
     gate_init: float = 0.0
     """Initial beta of each head: the memory's share of the output starts at sigmoid(beta), 0 being one half."""
@@ -142,7 +142,7 @@ class InfiniAttention(BlockAttention):
     def __init__(self, config: InfiniAttentionConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(model, linears, config.state_specs(model), resolve_block(config.block, model))
         self.config = config
-        self.eps = model.norm_eps if config.normalise else None
+        self.eps = model.norm_eps if config.normalize else None
         self.groups = model.heads // model.kv
         self.differentiable_state = not config.stop_gradient
         self.gate = declare(

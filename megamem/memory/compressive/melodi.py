@@ -1,4 +1,4 @@
-"""Melodi: what a block leaves behind is summarised into a fixed number of hidden vectors, layer by layer.
+"""Melodi: what a block leaves behind is summarized into a fixed number of hidden vectors, layer by layer.
 
 Chen et al., "MELODI: Exploring memory compression for long contexts" (2025), in the form that paper 000 compares
 with: memory passes from block to block within a layer, not from layer to layer. The original's long-term memory is an
@@ -38,7 +38,7 @@ class MelodiConfig(MixerConfig):
     kind: Literal["melodi"] = "melodi"
     """`melodi`"""
     block: PositiveInt | None = None
-    """Tokens summarised at once and attended locally; the chunk if not given. Divides model.chunk_size."""
+    """Tokens summarized at once and attended locally; the chunk if not given. Divides model.chunk_size."""
     summaries: PositiveInt = 45
     """Summary tokens U of the layer, and vectors of its memory (45 is the paper's 1x)."""
     long_memory: PositiveInt | None = None
@@ -216,7 +216,7 @@ class Melodi(BlockAttention):
             retrieved = past_attention(self.asking(query), past, self.backend)
         return gated(retrieved, output, self.gate.sigmoid(), entries)
 
-    def summarise(self, seen: list[Past], outputs: Tensor, state: State, span: Span) -> Tensor:
+    def summarize(self, seen: list[Past], outputs: Tensor, state: State, span: Span) -> Tensor:
         """The memory that a finished block leaves: norm(u + W_o (z_u + M^T [z; z_u])), [summaries, batch, hidden].
 
         seen: the memory before, and the block's rotated keys and values. outputs: z, what its tokens' heads put out,
@@ -266,7 +266,7 @@ class Melodi(BlockAttention):
             # only closing rows hold a whole block
             block = slice(-self.block, None)
             seen = [*memory, Past(rotated[block], seen_values[block])]
-            new["memory"] = self.summarise(seen, outputs[block], state, span)
+            new["memory"] = self.summarize(seen, outputs[block], state, span)
             new |= self.remember_long(state, new["memory"], span)
             if not all(span.closing):
                 rows = to_device(span.closing, key.device, torch.bool).view(-1, 1)
@@ -280,5 +280,5 @@ class Melodi(BlockAttention):
         return out.unflatten(-1, (-1, self.width))
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Of the scale of normalised tokens; without weights of its own."""
+        """Of the scale of normalized tokens; without weights of its own."""
         return F.rms_norm(x, x.shape[-1:], eps=self.eps)

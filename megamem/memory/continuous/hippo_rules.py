@@ -1,4 +1,4 @@
-"""HiPPO-LegS under approximate discretisations, for study: the matrices of a block by stepping through its tokens.
+"""HiPPO-LegS under approximate discretizations, for study: the matrices of a block by stepping through its tokens.
 
 Forward, backward and bilinear rules freeze A/t and B/t of c' = -(A/t) c + (B/t) f over a step, at its start t = k; the
 first step, where t = 0, stores the first value. Source: "Elastic Memory", appendix E.2 and Table 12. They cost a

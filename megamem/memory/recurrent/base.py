@@ -38,7 +38,7 @@ class RecurrentConfig(MixerConfig):
     """Tokens that the short convolutions of queries, keys and values span, the present one included; a SiLU follows.
     1: neither convolution nor SiLU."""
     output_gate: bool = True
-    """Multiply what is read, normalised per head, by SiLU of a projection of the input."""
+    """Multiply what is read, normalized per head, by SiLU of a projection of the input."""
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""

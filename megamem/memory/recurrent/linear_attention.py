@@ -1,6 +1,6 @@
 """Linear attention: a matrix per head, the sum of k v^T over all tokens so far.
 
-Katharopoulos et al., "Transformers are RNNs", 2020; without their normaliser, as paper 004 compares it: the norm of
+Katharopoulos et al., "Transformers are RNNs", 2020; without their normalizer, as paper 004 compares it: the norm of
 what is read takes its place.
 
     S_t = S_{t-1} + f(k_t) v_t^T,   y_t = S_t^T f(q_t) / sqrt(d)

@@ -4,7 +4,7 @@
              seen by every query      causal: query i sees own keys 0..i
 
 Retrieved memory tokens, a cache of earlier chunks and the unfinished block of token-by-token decoding are all pasts.
-Backends: `eager` materialises the scores (tests, odd masks), `sdpa` is torch's fused kernel (on CPU one call per part,
+Backends: `eager` materializes the scores (tests, odd masks), `sdpa` is torch's fused kernel (on CPU one call per part,
 merged exactly, see `megamem.ops.attention.merged`), `flex` is FlexAttention, `flash_attn` the package.
 
 Shapes: query [tokens, batch, heads, width]; keys and values [keys, batch, kv_heads, width].
@@ -181,7 +181,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., Tensor]:
 
     if not compiled:
         return flex_attention
-    # each length of the past is a shape of its own; beyond the limit, attention would materialise its scores
+    # each length of the past is a shape of its own; beyond the limit, attention would materialize its scores
     limits: Any = importlib.import_module("torch._dynamo").config
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
     setattr(limits, name, max(getattr(limits, name), FLEX_SHAPES))

@@ -30,7 +30,7 @@ LOG_BOUNDS, EXPONENT_BOUNDS = (-20.0, 10.0), (1e-3, 4.0)
 POLISHED = 5
 """Starts that are followed to their minimum."""
 LEAST_SHARE = 0.01
-"""Of the loss at the centre, that floor and terms have where a refit begins: from a floor of 0 it may end at once."""
+"""Of the loss at the center, that floor and terms have where a refit begins: from a floor of 0 it may end at once."""
 LEVEL = 0.9
 """Of all intervals."""
 QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
@@ -143,8 +143,8 @@ def fit_law(
     constants = 1 + 2 * sum(_same_within(column, members) for column in x.T)
     if count <= constants:
         raise FitError(f"{constants} of the constants depend on what differs between runs; {count} runs are too few")
-    centre = np.exp(np.log(x).mean(0))
-    logs, target = np.log(x / centre), np.log(loss)
+    center = np.exp(np.log(x).mean(0))
+    logs, target = np.log(x / center), np.log(loss)
     best, bend = _best(logs, loss)
     for name, exponent in zip(names, best[1 + len(names) :], strict=True):
         if min(abs(exponent - border) for border in EXPONENT_BOUNDS) < 1e-6:
@@ -156,9 +156,9 @@ def fit_law(
     begin, again = lifted(best, len(names)), []
     for _ in range(resamples):
         signs = generator.choice([-1.0, 1.0], count)[members]
-        again.append(_law(polish(begin, logs, fitted + signs * widened, bend)[0], centre))
+        again.append(_law(polish(begin, logs, fitted + signs * widened, bend)[0], center))
     error = float(np.sqrt((residuals**2).sum() / (len(loss) - len(best))))
-    return Fit(_law(best, centre), tuple(again), tuple(names), len(loss), error)
+    return Fit(_law(best, center), tuple(again), tuple(names), len(loss), error)
 
 
 def unpulled(residuals: Array, slopes: Array, groups: Sequence[str]) -> Array:
@@ -204,10 +204,10 @@ def _check(x: Array, loss: Array, names: Sequence[str]) -> None:
         raise FitError(f"{' and '.join(names)} change together only: their parts cannot be told apart")
 
 
-def _law(theta: Array, centre: Array) -> Law:
-    """From logarithms of floor and of the terms at the centre, and exponents."""
-    count = len(centre)
-    scales = np.exp(theta[1 : 1 + count]) * centre ** theta[1 + count :]
+def _law(theta: Array, center: Array) -> Law:
+    """From logarithms of floor and of the terms at the center, and exponents."""
+    count = len(center)
+    scales = np.exp(theta[1 : 1 + count]) * center ** theta[1 + count :]
     return Law(float(np.exp(theta[0])), tuple(scales.tolist()), tuple(theta[1 + count :].tolist()))
 
 
@@ -215,8 +215,8 @@ def log_loss(theta: Array, logs: Array) -> tuple[Array, Array]:
     """Logarithm of a law [points], and its derivatives [points, constants].
 
     Args:
-        theta: logarithms of the floor and of each term at the centre, then exponents.
-        logs: [points, variables], logarithms of x over the centre.
+        theta: logarithms of the floor and of each term at the center, then exponents.
+        logs: [points, variables], logarithms of x over the center.
     """
     count = logs.shape[1]
     parts = np.column_stack([np.full(len(logs), theta[0]), theta[1 : 1 + count] - theta[1 + count :] * logs])

@@ -1,6 +1,6 @@
 """Infini-Transformer, one token and one head at a time.
 
-Read:   sum_i sigma(q)_i M[i] / sum_i sigma(q)_i z_i, then divided by its root mean square (`normalise`).
+Read:   sum_i sigma(q)_i M[i] / sum_i sigma(q)_i z_i, then divided by its root mean square (`normalize`).
 Mix:    g read + (1 - g) local, g = 1 / (1 + e^-beta_h); local alone before the first write.
 Write:  after each block, each token k, v of it: M += sigma(k) (v - what k reads from the memory before the block)^T,
         z += sigma(k); nothing is subtracted by the first block, nor ever by `linear`.
@@ -44,7 +44,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             local = attend(q, keys, [value[j, g] for j in range(first, t + 1)])
             if first > 0:
                 memory = read(query[t, h], M[g], z[g])
-                if mixer.normalise:
+                if mixer.normalize:
                     mean_square = sum(x * x for x in memory.tolist()) / len(memory)
                     memory = memory / math.sqrt(mean_square + model.norm_eps)
                 gate = 1 / (1 + math.exp(-float(weights["gate"][h])))

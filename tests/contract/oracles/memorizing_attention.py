@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
-def normalised(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+def normalized(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Every query and key [tokens, heads, width], such that q . k / sqrt(width) = e^s cos."""
     width = query.shape[-1]
     query, key = query.clone(), key.clone()
@@ -41,7 +41,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
     query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
     if mixer.normalize_keys:
-        query, key = normalised(query, key, weights["log_scale"])
+        query, key = normalized(query, key, weights["log_scale"])
     queue: list[int] = []
     output = []
     for t in range(len(hidden)):
