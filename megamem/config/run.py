@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
-from megamem.config.model import ModelConfig
+from megamem.config.model import AnyObjective, ModelConfig
 
 
 def _placement_is_plain(value: Any) -> Any:
@@ -72,6 +72,8 @@ class OptimizerConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """How long and in what portions the model is trained."""
 
+    objective: AnyObjective = Field(default="next_token", validate_default=True)
+    """What the model is trained to predict: the `next_token`, or another registered objective."""
     steps: PositiveInt | None = None
     """Optimizer steps. Give this or `tokens`."""
     tokens: PositiveInt | None = None
@@ -197,6 +199,11 @@ class RunConfig(ConfigModel):
         return self.training.bptt_chunks or self.chunks
 
     @property
+    def interleaved(self) -> bool:
+        """Whether chunks of several micro-batches take turns in a pipeline: a memory goes from its end to its begin."""
+        return bool(self.model.architecture.state_specs(self.model))
+
+    @property
     def global_rows(self) -> int:
         """Sequences of one optimizer step over all ranks."""
         return self.training.batch_tokens // self.data.sequence_length
@@ -248,6 +255,11 @@ class RunConfig(ConfigModel):
                 f"training.micro_batch_size {training.micro_batch_size} does not divide the {self.global_rows} "
                 "sequences of a batch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> RunConfig:
+        self.training.objective.check(self.model)
         return self
 
     @model_validator(mode="after")

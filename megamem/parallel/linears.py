@@ -92,7 +92,7 @@ class Linears(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
 
 
@@ -146,8 +146,8 @@ class PlainLinears:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.hits`."""
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.most_probable`."""
         return logits.argmax(-1) == labels
 
 

@@ -146,8 +146,8 @@ class MegatronLinears:
         out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.hits`."""
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.most_probable`."""
         largest, local = logits.max(-1)
         # ties go to the first of the vocabulary, as in one process
         over_ranks = largest.float().clone()

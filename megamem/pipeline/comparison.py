@@ -58,7 +58,7 @@ def compare(stages: int, sequences: int, chunks: int, bptt_chunks: int, cost: Co
     cost = cost or even_cost()
 
     def sequence_cost(stage: int, action: Action) -> float:
-        return sum(cost(stage, Action(action.kind, action.sequence, chunk)) for chunk in range(chunks))
+        return sum(cost(stage, Action(action.kind, action.micro_batch, chunk)) for chunk in range(chunks))
 
     return ScheduleReport(
         stages,

@@ -105,8 +105,8 @@ def _order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: in
         return stage_order(stage, stages, sequences, chunks, bptt_chunks)
     order: Order = []
     for window in window_schedule(sequences, chunks, bptt_chunks):
-        order += [Action("forward", window.sequence, chunk) for chunk in window.chunks]
-        order += [Action("backward", window.sequence, chunk) for chunk in reversed(window.chunks)]
+        order += [Action("forward", window.micro_batch, chunk) for chunk in window.chunks]
+        order += [Action("backward", window.micro_batch, chunk) for chunk in reversed(window.chunks)]
     return order
 
 
@@ -170,7 +170,7 @@ def _play(
     oldest: dict[int, list[int]] = {}
     for action in order:
         here = [part[action.chunk] for part in parts]
-        chunks = oldest.setdefault(action.sequence, [])
+        chunks = oldest.setdefault(action.micro_batch, [])
         if action.kind == "forward":
             chunks.append(action.chunk)
         states = float(sum(read[min(chunks)] for chunks in oldest.values() if chunks))
@@ -186,13 +186,13 @@ def _play(
         most = max(most, (sums + made, live, _backward(here, new), states), key=sum)
         made += sum(new or [])
         chunks.remove(action.chunk)
-        live -= entered + sum(part.kept for part in here) + handed.pop(action.sequence, 0.0)
+        live -= entered + sum(part.kept for part in here) + handed.pop(action.micro_batch, 0.0)
         if ends:
             sums, made = max(sums, made if gradients.stay else gradients.sums), 0.0
             most = max(most, (sums, live, gradients.handing_over, states), key=sum)
         if action.chunk % bptt_chunks:
-            handed[action.sequence] = sum(part.handed_back for part in here)
-            live += handed[action.sequence]
+            handed[action.micro_batch] = sum(part.handed_back for part in here)
+            live += handed[action.micro_batch]
     return most
 
 

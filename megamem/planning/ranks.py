@@ -13,7 +13,7 @@ from megamem.config.run import RunConfig
 from megamem.costs.state_bytes import state_bytes, state_sizes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.pipeline.balancing import planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
@@ -64,9 +64,9 @@ def _part_parameters(written: str, tp_size: int) -> PartParameters:
     kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
     linears = RankLinears(tp_size)
     with torch.device("meta"):
-        counts = {kind: _count(Stage(model, linears, range(i, i + 1)).blocks) for kind, i in kinds.items()}
-        ends = Stage(model, linears, range(model.layers, model.layers))
-        first = Stage(model, linears, range(0))
+        counts = {kind: _count([build_stage(model, linears, range(i, i + 1)).layers]) for kind, i in kinds.items()}
+        ends = build_stage(model, linears, range(model.layers, model.layers))
+        first = build_stage(model, linears, range(0))
     tied = _count([ends.embedding]) if model.tie_embeddings else 0
     return PartParameters(
         embedding=_count([first]),

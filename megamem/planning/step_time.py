@@ -104,7 +104,7 @@ def step_time(
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)  # of a layer and direction
 
     def cost(stage: int, action: Action) -> float:
-        forward = Action("forward", action.sequence, action.chunk)
+        forward = Action("forward", action.micro_batch, action.chunk)
         work, sums = flops(stage, action), 1.0
         if action.kind == "backward" and training.recompute:
             # a block is repeated up to the last tensor that its backward needs: not through its last sum

@@ -13,7 +13,7 @@ from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.probe import memory_use
 from megamem.evaluation.run import final_evaluation
 from megamem.evaluation.sliding import sliding_losses
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
@@ -70,7 +70,7 @@ def continued(stage, topology, dtype=torch.float32):
 
 def built(topology, split_tokens=False):
     layers = range(topology.pp_rank, topology.pp_rank + 1) if topology.pp_size == 2 else None
-    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
+    stage = build_stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
     initialize_parameters(stage, 1, topology.tp_size, topology.tp_rank)
     return stage
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megamem.memory.shared.own_layers import Span, phase_positions, spans, waiting_visible
 
 from megamem.memory.base import Chunk
-from megamem.memory.shared.blocks import Span, phase_positions, spans, waiting_visible
 
 CPU = torch.device("cpu")
 

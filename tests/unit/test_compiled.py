@@ -7,8 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.model.compiled import compile_pointwise, restore_pointwise
-from megamem.model.layers import rms_norm
-from megamem.model.stage import Stage
+from megamem.model.norm import rms_norm
+from megamem.model.stage import Stage, build_stage
 from megamem.ops.rotary import turn
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
@@ -29,7 +29,7 @@ MODEL = {
 
 
 def make() -> Stage:
-    stage = Stage(parse_config(ModelConfig, MODEL, "test"), PlainLinears())
+    stage = build_stage(parse_config(ModelConfig, MODEL, "test"), PlainLinears())
     initialize_parameters(stage, 0)
     return stage
 
@@ -81,4 +81,4 @@ def test_the_plain_functions_come_back():
     assert stage.norm.function is not rms_norm
     restore_pointwise(stage)
     assert stage.norm.function is rms_norm
-    assert all(block.mixer.turn is turn for block in stage.blocks)
+    assert all(block.mixer.turn is turn for block in stage.own_layers)

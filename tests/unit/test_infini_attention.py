@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megamem.memory.shared.own_layers import Span
 
 from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
@@ -13,7 +14,6 @@ from megamem.costs.state_bytes import model_state_bytes, state_sizes
 from megamem.memory.attention.local import AttentionConfig
 from megamem.memory.base import Chunk
 from megamem.memory.compressive.infini import InfiniAttention, InfiniAttentionConfig, features, retrieve
-from megamem.memory.shared.blocks import Span
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"

@@ -13,7 +13,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.flops import flops_by_part, flops_per_token
 from megamem.costs.parameters import parameter_counts
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
 from megamem.pipeline import balancing as costs
 from megamem.pipeline.balancing import PartCosts, chunk_flops, flop_costs, measured_costs, parameter_costs, place
@@ -142,7 +142,7 @@ def test_parameters_are_those_of_the_stages_as_built(tied, counts):
     built = []
     for layers in contiguous(counts):
         with torch.device("meta"):
-            stage = Stage(config, PlainLinears(), layers)
+            stage = build_stage(config, PlainLinears(), layers)
         built.append(sum(parameter.numel() for parameter in stage.parameters()))
     found = parameter_costs(config).by_stage(counts)
     if tied and len(counts) == 1:  # one matrix; the costs are about stages and count it on both ends

@@ -24,7 +24,7 @@ over_pipelines = pytest.mark.parametrize(("stages", "sequences", "chunks", "bptt
 @pytest.mark.parametrize(("sequences", "chunks", "bptt"), VALID)
 def test_every_chunk_runs_once_in_order(sequences, chunks, bptt):
     passes = list(window_schedule(sequences, chunks, bptt))
-    units = [(p.sequence, chunk) for p in passes for chunk in p.chunks]
+    units = [(p.micro_batch, chunk) for p in passes for chunk in p.chunks]
     assert units == list(itertools.product(range(sequences), range(chunks)))
     assert all(len(p.chunks) == bptt for p in passes)
     assert len(passes) == sequences * chunks // bptt
@@ -32,12 +32,12 @@ def test_every_chunk_runs_once_in_order(sequences, chunks, bptt):
 
 @pytest.mark.parametrize(("sequences", "chunks", "bptt"), VALID)
 def test_only_the_first_window_of_a_sequence_begins(sequences, chunks, bptt):
-    begins = [(p.sequence, p.first) for p in window_schedule(sequences, chunks, bptt) if p.begins]
+    begins = [(p.micro_batch, p.first) for p in window_schedule(sequences, chunks, bptt) if p.begins]
     assert begins == [(sequence, 0) for sequence in range(sequences)]
 
 
 def test_a_window_is_inclusive():
-    window = WindowPass(sequence=1, first=2, last=3)
+    window = WindowPass(micro_batch=1, first=2, last=3)
     assert list(window.chunks) == [2, 3]
     assert not window.begins
 
@@ -49,7 +49,7 @@ def test_windows_that_do_not_divide_are_refused(chunks, bptt):
 
 
 def of_kind(order, kind):
-    return [(action.sequence, action.chunk) for action in order if action.kind == kind]
+    return [(action.micro_batch, action.chunk) for action in order if action.kind == kind]
 
 
 @over_pipelines
@@ -82,7 +82,7 @@ def test_a_backward_follows_its_window_s_forwards(stages, sequences, chunks, bpt
             if action.kind == "backward":
                 last = action.chunk // bptt * bptt + bptt - 1
                 for chunk in range(action.chunk, last + 1):
-                    assert place[Action("forward", action.sequence, chunk)] < place[action]
+                    assert place[Action("forward", action.micro_batch, chunk)] < place[action]
 
 
 @over_pipelines
@@ -109,7 +109,7 @@ def carry_out(orders, bptt):
             if not order:
                 continue
             action = order[0]
-            unit, forward = (action.sequence, action.chunk), action.kind == "forward"
+            unit, forward = (action.micro_batch, action.chunk), action.kind == "forward"
             if stage != (0 if forward else last):
                 inbox = (hidden if forward else gradients)[stage]
                 if not inbox:
