@@ -112,12 +112,12 @@ def _rank(settings: object, dry: bool) -> None:
         start.dry_run(settings, console)
         return
     figures = start.train(settings, console)
-    chief = os.environ.get("RANK", "0") == "0"
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
     if figures is None:
-        if chief:
+        if is_rank_0:
             console.print(_stopped(settings))
         raise typer.Exit(STOPPED)
-    if chief:
+    if is_rank_0:
         console.file.write(json.dumps(figures) + "\n")
         console.file.flush()
 

@@ -198,19 +198,19 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
 def _train(
     config: RunConfig, console: Console, topology: Topology, group: ProcessGroup, heartbeat: Heartbeat
 ) -> dict[str, Any] | None:
-    folder, chief = config.run_folder, topology.rank == 0
+    folder, is_rank_0 = config.run_folder, topology.rank == 0
     feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
     facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if (tokenizer := open_tokenizer(config)) else None)
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
     if checkpoint is not None and (done := finished(config, checkpoint)):
-        if chief:
+        if is_rank_0:
             console.print(f"{folder}: ended after step {checkpoint.step} already; these are its figures")
         return done
     heartbeat.begin()
     config = placed_as_before(config, checkpoint)
     engine = build_engine(config, topology, new_parameters(config))
-    if chief:
+    if is_rank_0:
         lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
         goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
         for line in [*lines, *describe_stages(engine), *goes_on]:
@@ -218,7 +218,7 @@ def _train(
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
     begun_at = checkpoint.step if checkpoint else 0
-    sinks: list[Sink] = [heartbeat, *open_sinks(config, folder, console, begun_at)] if chief else []
+    sinks: list[Sink] = [heartbeat, *open_sinks(config, folder, console, begun_at)] if is_rank_0 else []
     timeout = config.parallel.stall_timeout_s
     with closing_all(sinks), Watchdog(topology, timeout, ends=heartbeat.failed) as watchdog:
         progress, bad_steps = Progress(), BadSteps(config.training.max_bad_steps)

@@ -121,9 +121,9 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
 
 
 def test_every_registered_mixer_is_compared() -> None:
-    from megamem.config.model import MIXERS
+    from megamem.config.model import MIXERS as REGISTRY
 
-    ours = {kind for kind, config in MIXERS.kinds().items() if config.__module__.startswith("megamem.")}
+    ours = {kind for kind, config in REGISTRY.kinds().items() if config.__module__.startswith("megamem.")}
     assert ours == {mixer["kind"] for mixer in MIXERS.values()}
 
 
