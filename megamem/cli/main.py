@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from launchers.local import inside_job, run_local
+from launchers.local_ranks import inside_job, run_local
 from megamem.cli.checkpoint import checkpoint_app
 from megamem.cli.data import corpus_app, shards_app, tokenizer_app
 from megamem.cli.launch import agent, launch
@@ -132,7 +132,7 @@ def start_from(
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
-    train(config, [*(overrides or []), f"training.weights={weights}"], processes=processes)
+    train(config, [*(overrides or []), f"training.init_from={weights}"], processes=processes)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import start_from
 from checkpoints.saver import Saver
-from checkpoints.weights import fresh_names, save_weights
+from checkpoints.weights import new_parameter_names, save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
@@ -209,7 +209,7 @@ def _train(
         return done
     heartbeat.begin()
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology, fresh_parameters(config))
+    engine = build_engine(config, topology, new_parameters(config))
     if is_rank_0:
         lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
         goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
@@ -233,9 +233,9 @@ def _train(
         if checkpoint is not None:
             watchdog.at(f"loading {checkpoint.path}")
             go_on(trainer, checkpoint, bad_steps, group)
-        elif config.training.weights is not None:
-            watchdog.at(f"loading {config.training.weights}")
-            start_from(engine, config.training.weights, group)
+        elif config.training.init_from is not None:
+            watchdog.at(f"loading {config.training.init_from}")
+            start_from(engine, config.training.init_from, group)
         try:
             trainer.fit()
         except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps
@@ -259,11 +259,14 @@ def _train(
         return _evaluate(figures, engine, sinks, console, watchdog.at)
 
 
-def fresh_parameters(config: RunConfig) -> set[str]:
-    """Names of the parameters that learn at `optimizer.fresh_lr`. Raises CheckpointError for an unreadable file."""
-    if config.optimizer.fresh_lr is None or config.training.weights is None:
+def new_parameters(config: RunConfig) -> set[str]:
+    """Return the names of the parameters that learn at `optimizer.new_parameters_lr`.
+
+    Raises: CheckpointError for an unreadable file.
+    """
+    if config.optimizer.new_parameters_lr is None or config.training.init_from is None:
         return set()
-    return fresh_names(config.training.weights)
+    return new_parameter_names(config.training.init_from)
 
 
 def finished(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:

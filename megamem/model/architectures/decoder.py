@@ -37,16 +37,18 @@ class Decoder(Stage):
     def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
         super().__init__(model, linears, layers)
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(model.rows, model.hidden_size, normal(model.init_std))
+            self.embedding = linears.embedding(
+                model.resolved_padded_vocab_size, model.hidden_size, normal(model.init_std)
+            )
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
-            self.positions = declare(nn.Parameter(table), normal(model.init_std))
+            self.positions = declare(nn.Parameter(table), start)
         inner = model.layer_model
         self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
         if self.last:
             self.norm = make_norm(model, linears)
             if not model.tie_embeddings:
-                self.head = linears.column(model.hidden_size, model.rows, normal(model.init_std))
+                self.head = linears.column(model.hidden_size, vocabulary, start)
         if model.mup is not None:
             follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
 
