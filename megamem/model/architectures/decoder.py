@@ -36,10 +36,9 @@ class Decoder(Stage):
 
     def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
         super().__init__(model, linears, layers)
+        vocabulary, start = model.resolved_padded_vocab_size, normal(model.init_std)
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(
-                model.resolved_padded_vocab_size, model.hidden_size, normal(model.init_std)
-            )
+            self.embedding = linears.embedding(vocabulary, model.hidden_size, start)
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
             self.positions = declare(nn.Parameter(table), start)
