@@ -142,6 +142,10 @@ class Stage(nn.Module, ABC):
         split = self.linears.tp_size if self.linears.sequence_parallel else 1
         return tokens // split, rows, self.config.hidden_size
 
+    def memories_change(self, start: int, tokens: int) -> bool:
+        """Whether the last stage writes the memories that span the model when it reads `tokens` from `start` on."""
+        return True
+
     @abstractmethod
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """Read one call's tokens, at most a chunk.

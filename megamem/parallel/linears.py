@@ -80,6 +80,12 @@ class Linears(Protocol):
     def enter(self, x: Tensor) -> Tensor:
         """Start of a parallel region: identity (or all-gather of tokens); its backward sums over ranks."""
 
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """All tokens of x [this rank's tokens, ...] on every rank; what is made of them is the same on each rank."""
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of x [tokens, ...], which is the same on every rank; all where tokens are not split."""
+
     def shared(self, parameter: Tensor) -> Tensor:
         """A replicated parameter used on each rank for a part of the work only: its gradient is summed over ranks."""
 
@@ -127,6 +133,14 @@ class PlainLinears:
 
     def enter(self, x: Tensor) -> Tensor:
         """See `Linears.enter`."""
+        return x
+
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.join_tokens`."""
+        return x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.split_tokens`."""
         return x
 
     def shared(self, parameter: Tensor) -> Tensor:

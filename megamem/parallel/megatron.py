@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megamem.parallel.libraries import quiet
 from megamem.parallel.linears import Initializer, constant, declare
-from megamem.parallel.sequence import gather_tokens, reduce_scatter_tokens, split_tokens
+from megamem.parallel.sequence import gather_tokens, join_tokens, reduce_scatter_tokens, split_tokens
 
 with quiet():
     from megatron.core import ModelParallelConfig
@@ -126,6 +126,14 @@ class MegatronLinears:
         if self.sequence_parallel:
             return gather_tokens(x, self.group)
         return self.shared(x)
+
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
+        return join_tokens(x, self.group) if self.sequence_parallel else x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.split_tokens`; x: [tokens, ...]."""
+        return split_tokens(x, self.group) if self.sequence_parallel else x
 
     def shared(self, parameter: Tensor) -> Tensor:
         """See `Linears.shared`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +36,46 @@ class ChunkReader:
 
     def begin(self, chunk: Chunk) -> list[RowGroup]:
         """The states of documents that have not begun, in rows that stand where `chunk` says."""
-        groups: dict[int, list[int]] = {}
-        for row, start in enumerate(chunk.starts):
-            groups.setdefault(start % self.chunk_size if self.stage.one_grid else 0, []).append(row)
-        return [
-            RowGroup(rows, self.stage.initial_states(len(rows), self.device, self.dtype)) for rows in groups.values()
+        return self._fresh_groups(range(chunk.rows), chunk)
+
+    def _place(self, start: int) -> int:
+        """Where position `start` lies in its chunk; 0 where rows need not share a grid."""
+        return start % self.chunk_size if self.stage.one_grid else 0
+
+    def _fresh_groups(self, rows: Iterable[int], chunk: Chunk) -> list[RowGroup]:
+        """Groups of rows that stand at one place of their chunks, with fresh states."""
+        places: dict[int, list[int]] = {}
+        for row in rows:
+            places.setdefault(self._place(chunk.starts[row]), []).append(row)
+        return [RowGroup(own, self.stage.initial_states(len(own), self.device, self.dtype)) for own in places.values()]
+
+    def _regroup(self, chunk: Chunk, groups: list[RowGroup]) -> None:
+        """Move rows whose next document begins amid the others' chunks to groups of their own."""
+        moved: list[int] = []
+        for group in groups:
+            place = self._place(next((chunk.starts[row] for row in group.rows if chunk.starts[row] > 0), 0))
+            moved += [row for row in group.rows if self._place(chunk.starts[row]) != place]
+        if not moved:
+            return
+        if any(chunk.starts[row] > 0 for row in moved):
+            raise ValueError(f"rows {moved} stand at other places of their chunks than they were left at")
+        staying = {row for group in groups for row in group.rows} - set(moved)
+        kept = [
+            RowGroup(rows, self._states_of(group, rows))
+            for group in groups
+            if (rows := [row for row in group.rows if row in staying])
         ]
+        groups[:] = [*kept, *self._fresh_groups(moved, chunk)]
+
+    def _states_of(self, group: RowGroup, rows: list[int]) -> States:
+        """The states of some of a group's rows."""
+        index = torch.tensor([group.rows.index(row) for row in rows])
+        return {
+            name: select_state_rows(specs, group.states[name], index) for name, specs in self.stage.state_specs.items()
+        }
 
     def read(
-        self, tokens: Tensor, chunk: Chunk, groups: Sequence[RowGroup], keep: int | None = None,
+        self, tokens: Tensor, chunk: Chunk, groups: list[RowGroup], keep: int | None = None,
         borders: Borders | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Read tokens on from where the rows stand; the groups' states move on.
@@ -58,6 +89,8 @@ class ChunkReader:
         Returns: hidden [kept, batch, hidden_size] after the final norm on the last stage, None on the others.
         """
         keep = tokens.shape[0] if keep is None else keep
+        if self.stage.one_grid:
+            self._regroup(chunk, groups)
         found = [self._read_group(tokens, chunk, group, keep, borders) for group in groups]
         if len(groups) == 1 or not self.stage.last:
             return found[0]
@@ -88,8 +121,7 @@ class ChunkReader:
 
     def _calls(self, tokens: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
         """First and last token of each call: a chunk long, or where rows share a grid up to its next border."""
-        place = chunk.starts[0] % self.chunk_size if self.stage.one_grid else 0
-        start = 0
+        start, place = 0, self._place(chunk.starts[0])
         while start < tokens:
             stop = min(start + self.chunk_size - place, tokens)
             yield start, stop
@@ -102,11 +134,12 @@ class ChunkReader:
         if borders and borders.up:
             borders.up.put(hidden)
         memories = self.stage.model_memories
-        if borders and borders.memory_out:
+        changed = self.stage.memories_change(chunk.starts[0], tokens.shape[0])
+        if borders and borders.memory_out and changed:
             for tensor in state_tensors([states[name] for name in memories]):
                 borders.memory_out.put(tensor)
             states = {name: state for name, state in states.items() if name not in memories}
-        if borders and borders.memory_in:
+        if borders and borders.memory_in and changed:
             inbox = borders.memory_in
             new = {name: map_state(lambda _: inbox.take(), group.states[name]) for name in memories}
             states = {**states, **new}
