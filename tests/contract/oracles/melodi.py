@@ -61,7 +61,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     u_query, u_key, u_value = (heads(n, weights[f"{name}.weight"], model.head) for name in ("query", "key", "value"))
     m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
     memory, got, entries = None, [], []
-    bias = weights.get("gate")
+    bias = weights.get("gate.logit")
     for t in range(len(hidden)):
         first = t - t % block
         keys = [(j - first, key[j]) for j in range(first, t + 1)]

@@ -41,7 +41,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
     query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
     if mixer.normalize_keys:
-        query, key = normalized(query, key, weights["log_scale"])
+        query, key = normalized(query, key, weights["cosine_scale.log"])
     queue: list[int] = []
     output = []
     for t in range(len(hidden)):
@@ -59,7 +59,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             else:
                 local = attend(q, keys, values)
                 if queue:
-                    gate = 1 / (1 + math.exp(-float(weights["gate"][h])))
+                    gate = 1 / (1 + math.exp(-float(weights["gate.logit"][h])))
                     local = gate * attend(query[t, h], *best(mixer, query[t, h], entries)) + (1 - gate) * local
                 mixed.append(local)
         output.append(weights["output.weight"] @ torch.cat(mixed))
