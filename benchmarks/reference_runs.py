@@ -97,8 +97,9 @@ CASES: dict[str, Case] = {
     "delta_net_log_linear_bf16": Case(
         1,
         (
-            mixer("{kind: log_linear, memory: {kind: delta_net, decay: true}, segment: 64, levels: 4}"),
-            "model.memory=[]", "parallel.tp=1", "training.precision=bf16", "training.bptt_chunks=2",
+            mixer("{kind: delta_net, decay: true}"),
+            "model.memory=[{layers: [1, 3], mixer: {kind: log_linear, memory: {kind: dla}, segment: 64, levels: 3}}]",
+            "parallel.tp=1", "training.precision=bf16", "training.bptt_chunks=2",
         ),
     ),
     "memora_tp2_zero1_bf16": Case(
@@ -184,12 +185,12 @@ def main() -> None:
     if not (given.data / "tokenizer").is_dir():
         raise SystemExit(f"{given.data}: no prepared text; run `megamem demo` first")
     if given.action == "record":
-        runs = {}
+        given.file.parent.mkdir(parents=True, exist_ok=True)
+        runs = json.loads(given.file.read_text(encoding="utf-8"))["runs"] if given.file.exists() else {}
         for name, figures in record(given.data, given.only):
             runs[name] = figures
+            given.file.write_text(json.dumps({**machine(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: loss {figures['loss'][0]:.6f} to {figures['loss'][-1]:.6f}")
-        given.file.parent.mkdir(parents=True, exist_ok=True)
-        given.file.write_text(json.dumps({**machine(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
         return
     known = json.loads(given.file.read_text(encoding="utf-8"))
     for name, value in machine().items():

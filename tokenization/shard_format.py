@@ -18,7 +18,7 @@ from megamem.errors import DataError
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 DOCUMENTS_FILE = "index.npy"
-BLOCK = 512
+TAR_BLOCK = 512
 """Tar headers are one block, and members start at multiples of it."""
 
 DOCUMENT = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("tokens", "<u8"), ("text_bytes", "<u8")])
@@ -101,4 +101,4 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 def padded(size: int) -> int:
     """Bytes a tar member's data of `size` bytes takes."""
-    return -(-size // BLOCK) * BLOCK
+    return -(-size // TAR_BLOCK) * TAR_BLOCK

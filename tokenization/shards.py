@@ -29,10 +29,10 @@ import numpy as np
 from megamem.errors import DataError
 from megamem.files import read_json, require_space, sha256_file, write_bytes, write_json
 from tokenization.shard_format import (
-    BLOCK,
     DOCUMENT,
     DOCUMENTS_FILE,
     INDEX_FILE,
+    TAR_BLOCK,
     FileRecord,
     ShardHeader,
     ShardIndex,
@@ -271,7 +271,7 @@ def _write_tar(file: Any, task: ShardTask) -> Rows:
         for number, document in enumerate(task.documents, start=task.first_document):
             text = document.text.encode()
             tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
-            rows.append([task.number, tar.offset + BLOCK, len(tokens), len(text)])
+            rows.append([task.number, tar.offset + TAR_BLOCK, len(tokens), len(text)])
             meta = {
                 "name": document.name,
                 "text_bytes": len(text),

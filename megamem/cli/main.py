@@ -112,12 +112,12 @@ def _rank(settings: object, dry: bool) -> None:
         start.dry_run(settings, console)
         return
     figures = start.train(settings, console)
-    chief = os.environ.get("RANK", "0") == "0"
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
     if figures is None:
-        if chief:
+        if is_rank_0:
             console.print(_stopped(settings))
         raise typer.Exit(STOPPED)
-    if chief:
+    if is_rank_0:
         console.file.write(json.dumps(figures) + "\n")
         console.file.flush()
 
@@ -132,7 +132,7 @@ def start_from(
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
-    train(config, [*(overrides or []), f"training.weights={weights}"], processes=processes)
+    train(config, [*(overrides or []), f"training.init_from={weights}"], processes=processes)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Configuration of the data: which token sources are read, how they are mixed and how batches are fed."""
+"""Configuration of the data: which sources of tokens are read, how they are mixed and how sequences are made."""
 
 from pathlib import Path
 from typing import Literal
@@ -26,14 +26,14 @@ class DataConfig(ConfigModel):
     """Held-out sources (paths as in `sources`), read document by document from start to end."""
     tokenizer: Path | None = None
     """Tokenizer folder. Its hash must equal the hash stored with the shards; needed for bits per byte."""
-    feeding: Literal["windows", "streams"] = "windows"
-    """`windows`: each sequence starts with a fresh memory. `streams`: each row reads on through long text \
+    feeding: Literal["sequences", "streams"] = "sequences"
+    """`sequences`: each sequence starts with a fresh memory. `streams`: each row reads on through long text \
 and keeps its memory from step to step; a memory is reset only where a document starts."""
     sequence_length: int = Field(default=4096, ge=2)
     """Tokens per row and step. A whole number of the model's chunks."""
     short_documents: Literal["drop", "pad", "pack"] = "drop"
-    """What happens to text that does not fill a window (windows only). `drop`: left out and counted. `pad`: \
-padded with ignored labels. `pack`: several share a window, each starting at a chunk border."""
+    """What happens to text that does not fill a sequence (feeding `sequences` only). `drop`: left out and counted. \
+`pad`: padded with ignored labels. `pack`: several share a sequence, each starting at a chunk border."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of the documents and of the mixture."""
     shuffle_shards: int = Field(default=0, ge=0)
@@ -75,5 +75,7 @@ where remote shards do not all fit into the cache."""
     @model_validator(mode="after")
     def _streams_keep_short_documents(self) -> "DataConfig":
         if self.feeding == "streams" and self.short_documents != "drop":
-            raise ValueError(f"short_documents: {self.short_documents} is for windows; streams read whole documents")
+            raise ValueError(
+                f"short_documents: {self.short_documents} is for feeding sequences; streams read whole documents"
+            )
         return self

@@ -1,4 +1,4 @@
-"""What the model is fed: one micro-batch of rows, and one held-out document.
+"""Micro-batches of rows for training, and held-out documents for evaluation.
 
 Letters: T tokens of a row, C chunks of a row, R rows.
 """
@@ -16,21 +16,23 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows it
-    in the document, or what a task asks for."""
+    """One micro-batch.
+
+    `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows in the document, or what a task asks
+    for.
+    """
 
     tokens: Tensor
     """[T, R] int64, tokens first (Megatron layout). Padding is token 0."""
     labels: Tensor
     """[T, R] int64. `IGNORED` at padding, and where a task asks for nothing."""
     starts: npt.NDArray[np.int64]
-    """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on \
-the host."""
+    """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on the host."""
     sample_ids: tuple[int, ...]
-    """Per row `step * global_rows + row`: with streams, `row` is the lane."""
+    """Number of each row's sample, `step * global_rows + row`. With streams, `row` is the lane."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch with tokens and labels on `device`; the copy does not block where they are pinned."""
+        """Return the batch with tokens and labels on `device`; the copy does not block where they are pinned."""
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
@@ -38,7 +40,7 @@ the host."""
         )
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked host memory."""
+        """Return the same batch in page-locked host memory."""
         return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory())
 
 
@@ -53,11 +55,11 @@ class EvaluationDocument:
     labels: Tensor
     """[T] int64, the next token, or what a task asks for; `IGNORED` at padding and where nothing is asked for."""
     predicted_tokens: int
-    """Tokens before the padding: of a text each has a label, of a task some."""
+    """Number of tokens before the padding. Each of a text has a label; of a task's, some have."""
     text_bytes: int | None
     """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""
 
     @property
     def predicts_all(self) -> bool:
-        """Whether every token has a label, as those of most tasks have not."""
+        """True where every token has a label, as those of most tasks have not."""
         return bool((self.labels[: self.predicted_tokens] != IGNORED).all())

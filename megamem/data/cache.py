@@ -15,11 +15,13 @@ from megamem.errors import DataError
 from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
+"""Bytes that are read from a remote file at a time."""
 ATTEMPTS = 3
+"""Downloads that may fail before a shard is given up."""
 
 
 def read_remote(url: str) -> bytes:
-    """A small remote file. DataError names the URL and the reason."""
+    """Read a small remote file whole. Raises DataError naming the URL and the reason."""
     try:
         with fsspec.open(url, "rb") as file:
             data: bytes = file.read()
@@ -36,13 +38,15 @@ class ShardCache:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
+        """Describe a cache; nothing is created before a shard is opened. limit: bytes of all copies together."""
         self.folder = folder
         self.limit = limit
 
     def open(self, url: str, record: FileRecord) -> BinaryIO:
         """Open the local copy of `url`, checked against `record` and fetched if need be.
 
-        Raises DataError where the file is missing, damaged, or larger than the cache.
+        Raises:
+            DataError: the file is missing, damaged, or larger than the cache.
         """
         if record.size > self.limit:
             raise DataError(f"{url}: {record.size:,} bytes do not fit a shard cache of {self.limit:,}; raise cache_gib")
@@ -53,16 +57,19 @@ class ShardCache:
             with _locked(self.folder / "lock"):
                 if path.exists():
                     _mark_used(path)
-                    return path.open("rb")  # opened under the lock: it may be deleted right after
+                    # opened under the lock: it may be deleted right after
+                    return path.open("rb")
                 file = part.open("ab")
                 mine = _try_lock(file)
                 if mine:
                     file.truncate(0)
                     self._make_room(record.size)
-                    file.truncate(record.size)  # claims the space before the lock is given back
+                    # claims the space before the lock is given back
+                    file.truncate(record.size)
             with file:
                 if not mine:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # until the process that fetches it is done
+                    # wait until the process that fetches the shard is done
+                    fcntl.flock(file, fcntl.LOCK_EX)
                     continue
                 _download(url, record, part)
                 with _locked(self.folder / "lock"):
@@ -70,7 +77,7 @@ class ShardCache:
                     part.replace(path)
 
     def _make_room(self, needed: int) -> None:
-        """Delete the least recently used copies, and parts nobody is writing, until `needed` bytes fit."""
+        """Delete the least recently used copies, and parts that nobody is writing, until `needed` bytes fit."""
         files = sorted(
             (path for path in self.folder.iterdir() if path.suffix in (".shard", ".part")),
             key=lambda path: path.stat().st_mtime_ns,
@@ -86,6 +93,7 @@ class ShardCache:
 
 
 def _download(url: str, record: FileRecord, part: Path) -> None:
+    """Copy a remote file to `part` and check its hash. Raises DataError after `ATTEMPTS` failures."""
     for attempt in range(ATTEMPTS):
         try:
             with fsspec.open(url, "rb") as source, part.open("r+b") as target:
@@ -106,21 +114,24 @@ def _download(url: str, record: FileRecord, part: Path) -> None:
 
 
 def _copy(source: BinaryIO, target: BinaryIO) -> str:
+    """Copy a file and return its SHA-256."""
     digest = hashlib.sha256()
-    while block := source.read(COPY_BYTES):
-        digest.update(block)
-        target.write(block)
+    while data := source.read(COPY_BYTES):
+        digest.update(data)
+        target.write(data)
     return digest.hexdigest()
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _try_lock(file: BinaryIO) -> bool:
+    """Take the lock of a file if nobody else has it; return whether it was taken."""
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -128,16 +139,18 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _mark_used(path: Path) -> None:
-    """Set the modification time by the fine clock: the kernel's own has a grain of milliseconds."""
+    """Set the modification time by the fine clock: the kernel's own advances in steps of milliseconds."""
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 
 
 def _abandoned(part: Path) -> bool:
+    """Return whether nobody writes a partial copy."""
     with part.open("ab") as file:
         return _try_lock(file)
 
 
 def _reason(error: Exception) -> str:
+    """Return class and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Feeds batches to training: the batch of any step is a pure function of the configuration and the step."""
+"""Batches for training and held-out documents: the batch of any step is a pure function of configuration and step."""
 
 import hashlib
 import itertools
@@ -15,12 +15,12 @@ from megamem.data.cache import ShardCache
 from megamem.data.open_store import open_store
 from megamem.data.order import Mixture, quotas
 from megamem.data.prefetch import Prefetcher
-from megamem.data.rows import Piece, SourceReport, fill_row
+from megamem.data.rows import DocumentSlice, SourceReport, fill_row
+from megamem.data.sequences import SequencePlan
 from megamem.data.shard_store import ShardStore
 from megamem.data.store import DocumentStore, Int64
 from megamem.data.streams import StreamPlan
 from megamem.data.tasks.store import TaskStore
-from megamem.data.windows import WindowPlan
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer, load_meta
 
@@ -42,7 +42,20 @@ class Feeder:
         dp_rank: int = 0,
         dp_size: int = 1,
     ) -> None:
-        """Open and check every source, held-out ones too. Raises DataError or ConfigError in one line."""
+        """Open and check every source, held-out ones too.
+
+        Args:
+            config: what is read, and how.
+            chunk_size: tokens of a chunk; divides `config.sequence_length`.
+            global_rows: rows of an optimizer step over all ranks.
+            micro_batch_size: rows of a micro-batch.
+            dp_rank: this rank's place among the data-parallel ranks.
+            dp_size: number of data-parallel ranks.
+
+        Raises:
+            DataError: a source is missing, damaged or foreign.
+            ConfigError: sizes or shares do not fit together.
+        """
         _check_sizes(config, chunk_size, global_rows, micro_batch_size, dp_size)
         self.config = config
         self.chunk_size = chunk_size
@@ -65,12 +78,12 @@ class Feeder:
             self.reports: tuple[SourceReport, ...] = tuple(plan.report for plan in self._streams)
         else:
             self._mixture = Mixture(weights, config.seed)
-            self._windows = self._window_plans()
-            self.reports = tuple(plan.report for plan in self._windows)
+            self._sequences = self._sequence_plans()
+            self.reports = tuple(plan.report for plan in self._sequences)
         """What each training source gives, and what is left out of it."""
 
     def batch(self, step: int, accumulation_index: int = 0) -> Batch:
-        """Micro-batch `accumulation_index` of optimizer step `step` (both from 0) for this rank."""
+        """Return micro-batch `accumulation_index` of optimizer step `step` (both from 0) for this rank."""
         assert 0 <= accumulation_index < self.accumulation_steps, accumulation_index
         length, rows = self.config.sequence_length, self.micro_batch_size
         tokens = np.empty((rows, length), np.int64)
@@ -78,8 +91,8 @@ class Feeder:
         starts = np.empty((rows, length // self.chunk_size), np.int64)
         first = (accumulation_index * self.dp_size + self.dp_rank) * rows
         for b in range(rows):
-            store, pieces = self._row(step, first + b)
-            fill_row(store, pieces, self.chunk_size, tokens[b], labels[b], starts[b])
+            store, slices = self._row(step, first + b)
+            fill_row(store, slices, self.chunk_size, tokens[b], labels[b], starts[b])
             _check_ids(store, tokens[b], labels[b], self._vocab_size)
         return Batch(
             tokens=torch.from_numpy(np.ascontiguousarray(tokens.T)),
@@ -89,7 +102,10 @@ class Feeder:
         )
 
     def prefetch(self, start_step: int = 0, *, pin_memory: bool = False) -> Prefetcher:
-        """Batches from `start_step` on, in order (step, accumulation), read ahead by a thread. Endless."""
+        """Return the endless batches from `start_step` on, in order (step, accumulation), read ahead by a thread.
+
+        pin_memory: put them into page-locked memory, from which copies to a device do not block.
+        """
         batches = (
             self.batch(step, accumulation_index)
             for step in itertools.count(start_step)
@@ -112,7 +128,7 @@ class Feeder:
         self._vocab_size = vocab_size
 
     def fingerprint(self) -> str:
-        """SHA-256 over all training data and everything that decides their order, except the step."""
+        """Return a SHA-256 over all training data and everything that decides their order, except the step."""
         config = self.config
         order: dict[str, object] = {
             "sources": [store.fingerprint for store in self.stores],
@@ -128,20 +144,20 @@ class Feeder:
             order["lanes"] = self.global_rows
         return hashlib.sha256(json.dumps(order).encode()).hexdigest()
 
-    def _row(self, step: int, row: int) -> tuple[DocumentStore, list[Piece]]:
-        """Source and pieces of row `row` of the global batch."""
+    def _row(self, step: int, row: int) -> tuple[DocumentStore, list[DocumentSlice]]:
+        """Return the source of row `row` of the global batch, and the slices that fill it."""
         if self.config.feeding == "streams":
             source, lane = self._lane_sources[row]
-            return self.stores[source], self._streams[source].pieces(lane, step)
+            return self.stores[source], self._streams[source].slices(lane, step)
         source, sample = self._mixture.locate(step * self.global_rows + row)
-        return self.stores[source], self._windows[source].pieces(sample)
+        return self.stores[source], self._sequences[source].slices(sample)
 
-    def _window_plans(self) -> list[WindowPlan]:
+    def _sequence_plans(self) -> list[SequencePlan]:
         return [
-            WindowPlan(
+            SequencePlan(
                 store,
                 sequence_length=self.config.sequence_length,
-                chunk=self.chunk_size,
+                chunk_size=self.chunk_size,
                 short_documents=self.config.short_documents,
                 seed=(self.config.seed, source),
                 shuffle_shards=self.config.shuffle_shards,
@@ -153,7 +169,7 @@ class Feeder:
         return [
             StreamPlan(
                 store,
-                chunk=self.chunk_size,
+                chunk_size=self.chunk_size,
                 chunks_per_step=self.config.sequence_length // self.chunk_size,
                 lanes=int(lanes[source]),
                 seed=(self.config.seed, source),
@@ -164,7 +180,7 @@ class Feeder:
 
 
 def _check_examples(config: DataConfig, stores: Sequence[DocumentStore]) -> None:
-    """Raise DataError where windows would part a task's question from what it asks about."""
+    """Raise DataError where sequences would cut a task's examples, question from context."""
     if config.feeding == "streams":
         return
     for store in stores:
@@ -184,11 +200,20 @@ def evaluation_documents(
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[EvaluationDocument]:
-    """Held-out documents in order, every `ranks`-th from `rank` on, each cut to `max_tokens` predictions.
+    """Return the held-out documents in order, every `ranks`-th from `rank` on.
 
     The first token of a document is read but not predicted, so its bytes are not counted. Documents of fewer
-    than two tokens are left out. Sources are opened and checked at once; DataError as for training, and where
-    there is no held-out document.
+    than two tokens are left out. Sources are opened and checked at once.
+
+    Args:
+        config: names the held-out sources and the tokenizer.
+        chunk_size: tokens of a chunk; documents are padded to whole chunks.
+        max_tokens: predictions that each document is cut to; all if not given.
+        rank: number of this reader.
+        ranks: number of readers that share the documents.
+
+    Raises:
+        DataError: as for training, and where there is no held-out document.
     """
     stores = open_stores(config, config.validation)
     _check_same_tokenizer(config, stores)
@@ -205,43 +230,45 @@ def evaluation_documents(
 
 
 def open_stores(config: DataConfig, paths: Sequence[str]) -> list[DocumentStore]:
-    """Open sources under the configuration's cache of remote shards."""
+    """Open sources, remote ones through the configuration's cache of shards."""
     cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
     return [open_store(path, cache) for path in paths]
 
 
 def _evaluation_document(
-    store: DocumentStore, document: int, chunk: int, max_tokens: int | None, token_bytes: Int64 | None
+    store: DocumentStore, document: int, chunk_size: int, max_tokens: int | None, token_bytes: Int64 | None
 ) -> EvaluationDocument:
+    """Read a held-out document. token_bytes: [vocab_size] bytes of text each token stands for."""
     predicted = min(int(store.lengths[document]) - 1, max_tokens or int(store.lengths[document]))
-    chunks = -(-predicted // chunk)
-    tokens, labels = np.empty(chunks * chunk, np.int64), np.empty(chunks * chunk, np.int64)
-    piece = Piece(document, start=0, length=predicted, position=0)
-    fill_row(store, [piece], chunk, tokens, labels, np.empty(chunks, np.int64))
-    asked = labels[labels != IGNORED]
+    chunks = -(-predicted // chunk_size)
+    tokens, labels = np.empty(chunks * chunk_size, np.int64), np.empty(chunks * chunk_size, np.int64)
+    whole = DocumentSlice(document, start=0, length=predicted, position=0)
+    fill_row(store, [whole], chunk_size, tokens, labels, np.empty(chunks, np.int64))
+    predicted_labels = labels[labels != IGNORED]
     return EvaluationDocument(
         name=store.name(document),
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
         predicted_tokens=predicted,
-        text_bytes=None if token_bytes is None else int(token_bytes[asked].sum()),
+        text_bytes=None if token_bytes is None else int(token_bytes[predicted_labels].sum()),
     )
 
 
-def _check_sizes(config: DataConfig, chunk: int, global_rows: int, micro: int, dp_size: int) -> None:
-    if config.sequence_length % chunk:
+def _check_sizes(config: DataConfig, chunk_size: int, global_rows: int, micro_batch_size: int, dp_size: int) -> None:
+    """Raise ConfigError unless rows hold whole chunks and the batch whole micro-batches."""
+    if config.sequence_length % chunk_size:
         raise ConfigError(
-            f"data.sequence_length: {config.sequence_length} is not a multiple of the chunk of {chunk} tokens"
+            f"data.sequence_length: {config.sequence_length} is not a multiple of the chunk of {chunk_size} tokens"
         )
-    if global_rows % (micro * dp_size):
+    if global_rows % (micro_batch_size * dp_size):
         raise ConfigError(
-            f"a global batch of {global_rows} rows does not divide into micro-batches of {micro} rows "
+            f"a global batch of {global_rows} rows does not divide into micro-batches of {micro_batch_size} rows "
             f"on {dp_size} data-parallel ranks"
         )
 
 
 def _check_same_tokenizer(config: DataConfig, stores: Sequence[DocumentStore]) -> None:
-    """All shards, and the tokenizer folder if one is named, must be of one tokenizer."""
+    """Raise DataError unless all shards, and the tokenizer folder if one is named, are of one tokenizer."""
     known = [store for store in stores if store.tokenizer_hash is not None]
     if config.tokenizer is not None:
         expected, owner = load_meta(config.tokenizer).sha256, str(config.tokenizer)
@@ -256,8 +283,9 @@ def _check_same_tokenizer(config: DataConfig, stores: Sequence[DocumentStore]) -
 
 
 def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int) -> None:
-    """Refuse orders that would fetch remote shards again and again."""
-    groups = lanes if config.feeding == "streams" else 2  # read at about the same time
+    """Raise ConfigError for an order that would fetch remote shards again and again."""
+    # groups of shards that are read at about the same time
+    groups = lanes if config.feeding == "streams" else 2
     needed = 0
     for store in stores:
         if isinstance(store, ShardStore) and store.cache is not None:
@@ -272,7 +300,10 @@ def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int
 
 
 def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
-    """(source, lane within the source) of each lane; lanes are shared out by weight."""
+    """Return the source of each lane and the lane's number within it; lanes are shared out by weight.
+
+    Raises ConfigError where a source gets none.
+    """
     counts = quotas([source.weight for source in config.sources], lanes)
     if not counts.all():
         empty = config.sources[int(np.argmin(counts))].path
@@ -281,7 +312,7 @@ def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
 
 
 def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None) -> None:
-    """Check tokens of a store that does not state its vocabulary."""
+    """Raise DataError where ids [tokens] of a store that does not state its vocabulary are not in the model's."""
     if store.vocab_size is None and vocab_size is not None:
         largest = max(int(tokens.max()), int(labels.max()))
         smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))

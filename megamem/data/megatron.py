@@ -1,4 +1,4 @@
-"""Documents in Megatron's `.bin`/`.idx` pairs."""
+"""A store of documents in Megatron's `.bin`/`.idx` pairs."""
 
 import hashlib
 import struct
@@ -11,7 +11,7 @@ from megamem.data.store import Int64
 from megamem.errors import DataError
 
 HEADER = struct.Struct("<9sQBQQ")
-"""Of an index: magic, version, code of the token type, number of sequences, number of document borders."""
+"""The header of an index: magic, version, code of the token type, number of sequences, number of document borders."""
 MAGIC = b"MMIDIDX\x00\x00"
 
 
@@ -23,6 +23,7 @@ class MegatronStore:
     tokenizer_hash: str | None = None
 
     def __init__(self, prefix: str) -> None:
+        """Open `PREFIX.bin` and `PREFIX.idx`. Raises DataError where one is missing, truncated or foreign."""
         self.path = prefix
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
@@ -39,17 +40,18 @@ class MegatronStore:
         self.borders = self.dataset.document_indices.astype(np.int64)
         """[documents + 1] first sequence of each document."""
         self.ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        """[sequences + 1] tokens before each sequence, and all tokens. Megatron's sequences are parts of documents."""
         self.lengths = np.diff(self.ends[self.borders])
         self.shard_ids = np.zeros(len(self.lengths), np.int64)
         digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
         self.fingerprint = hashlib.sha256(digest.digest() + str(expected).encode()).hexdigest()
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.lengths)
 
     def tokens(self, document: int, start: int, stop: int) -> Int64:
-        """Tokens [stop - start] of a document from `start` on; a document may be several sequences."""
+        """See `DocumentStore.tokens`. A document may be several of Megatron's sequences."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         base = self.ends[self.borders[document]]
         sequence = int(np.searchsorted(self.ends, base + start, side="right")) - 1
@@ -63,11 +65,11 @@ class MegatronStore:
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
-        """The tokens that follow."""
+        """Return the tokens that follow, [stop - start]."""
         return self.tokens(document, start + 1, stop + 1)
 
     def name(self, document: int) -> str:
-        """Path and number of the document."""
+        """Return path and number of the document."""
         return f"{self.path}:{document}"
 
 

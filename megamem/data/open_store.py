@@ -1,4 +1,4 @@
-"""Opens the sources that a configuration names: shard folders, Megatron files, synthetic tasks."""
+"""The opening of sources that a configuration names: shard folders, Megatron files, synthetic tasks."""
 
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from megamem.errors import DataError
 def open_store(path: str, cache: ShardCache) -> DocumentStore:
     """Open a shard folder, a Megatron prefix, the URL of a shard folder or a task's description, and check its files.
 
-    Raises DataError in one line naming the file that is missing, truncated or foreign.
+    Raises:
+        DataError: a file is missing, truncated or foreign; the message names it.
     """
     if "://" in path:
         return ShardStore(path, cache)

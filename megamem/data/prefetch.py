@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from megamem.data.batch import Batch
 
 POLL_SECONDS = 0.05
+"""Seconds between looks whether the reader was closed."""
 
 
 class Prefetcher:
     """Context manager and iterator over `batches`: one thread reads at most `depth` of them ahead."""
 
     def __init__(self, batches: Iterable[Batch], depth: int) -> None:
+        """Start the thread. depth: most batches that wait to be taken."""
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._error: BaseException | None = None
@@ -29,7 +31,7 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. Raises what the thread raised, StopIteration at the end or after `close`."""
+        """Return the next batch. Raises what the thread raised, StopIteration at the end or after `close`."""
         if self._error is None:
             item = StopIteration() if self._stopped.is_set() else self._queue.get()
             if isinstance(item, Batch):
@@ -43,6 +45,7 @@ class Prefetcher:
         self._thread.join()
 
     def _read(self, batches: Iterable[Batch]) -> None:
+        """Put batches into the queue: the body of the thread."""
         try:
             for batch in batches:
                 if not self._put(batch):
@@ -52,7 +55,7 @@ class Prefetcher:
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
-        """Wait for room; False once stopped."""
+        """Wait for room in the queue; return False once stopped."""
         while not self._stopped.is_set():
             try:
                 self._queue.put(item, timeout=POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Documents in token shards, local or remote."""
+"""A store of documents in token shards, local or remote."""
 
 import io
 import json
@@ -13,17 +13,19 @@ import numpy.typing as npt
 from megamem.data.cache import ShardCache, read_remote
 from megamem.data.store import Int64
 from megamem.errors import DataError
-from tokenization.shard_format import BLOCK, DOCUMENT, INDEX_FILE, FileRecord, ShardIndex, key_of, padded
+from tokenization.shard_format import DOCUMENT, INDEX_FILE, TAR_BLOCK, FileRecord, ShardIndex, key_of, padded
 
 MAPPED_LOCAL = 256
+"""Shards of a local folder that are kept mapped at a time."""
 MAPPED_REMOTE = 4
-"""Shards kept mapped at a time. A mapped copy holds disk space even after the cache deleted it."""
+"""Copies of remote shards that are kept mapped at a time: they hold disk space even after the cache deleted them."""
 
 
 class ShardStore:
     """Documents in token shards: a local folder, or with `cache` the URL of one."""
 
     def __init__(self, path: str, cache: ShardCache | None = None) -> None:
+        """Read the index, and check the shards of a local folder. Raises DataError naming the bad file."""
         self.path = path.rstrip("/")
         self.cache = cache
         where = f"{self.path}/{INDEX_FILE}"
@@ -43,11 +45,11 @@ class ShardStore:
             self._check_shards()
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
         return len(self.lengths)
 
     def tokens(self, document: int, start: int, stop: int) -> Int64:
-        """Tokens [stop - start] of a document from `start` on."""
+        """See `DocumentStore.tokens`."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
         record, dtype = self.table[document], np.dtype(self.index.header.dtype).newbyteorder("<")
         first = int(record["offset"]) + start * dtype.itemsize
@@ -55,20 +57,21 @@ class ShardStore:
         return data.view(dtype).astype(np.int64)
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
-        """The tokens that follow."""
+        """Return the tokens that follow, [stop - start]."""
         return self.tokens(document, start + 1, stop + 1)
 
     def name(self, document: int) -> str:
-        """The document's name, read from the JSON member behind its tokens."""
+        """Return the document's name, read from the JSON member behind its tokens."""
         record = self.table[document]
         size = int(record["tokens"]) * np.dtype(self.index.header.dtype).itemsize
         header = int(record["offset"]) + padded(size)
         shard = self._map(int(record["shard"]))
-        member = TarInfo.frombuf(shard[header : header + BLOCK].tobytes(), "utf-8", "strict")
-        meta = json.loads(shard[header + BLOCK : header + BLOCK + member.size].tobytes())
+        member = TarInfo.frombuf(shard[header : header + TAR_BLOCK].tobytes(), "utf-8", "strict")
+        meta = json.loads(shard[header + TAR_BLOCK : header + TAR_BLOCK + member.size].tobytes())
         return str(meta["name"])
 
     def _documents(self) -> npt.NDArray[np.void]:
+        """Read the table of documents: [documents] records of type `DOCUMENT`."""
         record = self.index.documents_file
         where = f"{self.path}/{record.file}"
         if self.cache is not None:
@@ -85,6 +88,7 @@ class ShardStore:
         return table
 
     def _map_shard(self, shard: int) -> npt.NDArray[np.uint8]:
+        """Map a shard's file into memory, fetching a remote one: [bytes]."""
         record = self.index.shards[shard]
         where = f"{self.path}/{record.file}"
         if self.cache is None:
@@ -93,7 +97,7 @@ class ShardStore:
             return np.memmap(file, dtype=np.uint8, mode="r")
 
     def _check_shards(self) -> None:
-        """Every shard of a local folder: its size, and the tar headers of its first and last documents."""
+        """Check every shard of a local folder: its size, and the tar headers of its first and last documents."""
         for shard, record in enumerate(self.index.shards):
             path = Path(self.path) / record.file
             check_size(path, record)
@@ -103,10 +107,11 @@ class ShardStore:
                     self._check_member(path, file, document)
 
     def _check_member(self, path: Path, file: io.BufferedReader, document: int) -> None:
+        """Raise DataError unless the tar header before a document's tokens names that document."""
         record = self.table[document]
-        file.seek(int(record["offset"]) - BLOCK)
+        file.seek(int(record["offset"]) - TAR_BLOCK)
         try:
-            member = TarInfo.frombuf(file.read(BLOCK), "utf-8", "strict")
+            member = TarInfo.frombuf(file.read(TAR_BLOCK), "utf-8", "strict")
             found = (member.name, member.size)
         except TarError:
             found = ("", 0)
@@ -127,6 +132,7 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 
 def _read_local(path: str) -> bytes:
+    """Read a local file whole. Raises DataError naming it."""
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:

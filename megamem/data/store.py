@@ -12,10 +12,11 @@ class DocumentStore(Protocol):
     """Random access to the tokens of documents."""
 
     path: str
+    """The source as the configuration names it."""
     lengths: Int64
-    """[documents] tokens of each document, its eos included."""
+    """[documents] number of tokens of each document, its end-of-document token included."""
     shard_ids: Int64
-    """[documents] file each document lies in, ascending."""
+    """[documents] number of the file each document lies in, ascending."""
     text_bytes: Int64 | None
     """[documents] UTF-8 bytes of each document's text, where known."""
     fingerprint: str
@@ -26,13 +27,13 @@ class DocumentStore(Protocol):
     """SHA-256 of the tokenizer's file, where known."""
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
 
     def tokens(self, document: int, start: int, stop: int) -> Int64:
-        """Tokens [stop - start] of a document from `start` on."""
+        """Return tokens `start` to `stop` - 1 of a document, [stop - start]."""
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
-        """What is to be predicted after each of these tokens: the next one, or what a task asks for."""
+        """Return what is to be predicted after each of these tokens: the next one, or what a task asks for."""
 
     def name(self, document: int) -> str:
-        """The document's name."""
+        """Return the document's name."""

@@ -1,11 +1,11 @@
-"""Streams: every row of the batch (a lane) reads on through long text and keeps its memory between steps."""
+"""Feeding by streams: every row of the batch (a lane) reads on through long text and keeps its memory between steps."""
 
 from functools import lru_cache
 
 import numpy as np
 
 from megamem.data.order import epoch_order
-from megamem.data.rows import Piece, SourceReport, chunks_of
+from megamem.data.rows import DocumentSlice, SourceReport, chunks_of
 from megamem.data.store import DocumentStore, Int64
 from megamem.errors import DataError
 
@@ -23,25 +23,38 @@ class StreamPlan:
         self,
         store: DocumentStore,
         *,
-        chunk: int,
+        chunk_size: int,
         chunks_per_step: int,
         lanes: int,
         seed: tuple[int, int],
         shuffle_shards: int = 0,
     ) -> None:
-        """Raises DataError where the source has fewer chunks than lanes."""
+        """Deal a source out to lanes.
+
+        Args:
+            store: the source.
+            chunk_size: tokens of a chunk.
+            chunks_per_step: chunks that a lane reads in an optimizer step.
+            lanes: lanes of this source.
+            seed: the configuration's seed and the source's number.
+            shuffle_shards: files shuffled together; 0 shuffles the whole source.
+
+        Raises:
+            DataError: the source has fewer chunks than lanes.
+        """
         self.store = store
-        self.chunk = chunk
+        self.chunk_size = chunk_size
         self.chunks_per_step = chunks_per_step
         self.seed = seed
         self.shuffle_shards = shuffle_shards
+        # the last token of a document is a label only
         self.usable = np.maximum(store.lengths - 1, 0)
-        self.chunks = chunks_of(self.usable, chunk)
+        self.chunks = chunks_of(self.usable, chunk_size)
         total = int(self.chunks.sum())
         self.lane_chunks = total // lanes
         if self.lane_chunks == 0:
             raise DataError(
-                f"{store.path}: {total} chunks of {chunk} tokens in {len(store)} documents do not fill "
+                f"{store.path}: {total} chunks of {chunk_size} tokens in {len(store)} documents do not fill "
                 f"{lanes} lanes; use fewer rows or a smaller chunk"
             )
         self.report = SourceReport(
@@ -50,37 +63,40 @@ class StreamPlan:
             tokens=int(store.lengths.sum()),
             samples=self.lane_chunks * lanes // chunks_per_step,
             short_documents=int((self.usable == 0).sum()),
-            dropped_tokens=(total - self.lane_chunks * lanes) * chunk,
-            padded_positions=total * chunk - int(self.usable.sum()),
+            dropped_tokens=(total - self.lane_chunks * lanes) * chunk_size,
+            padded_positions=total * chunk_size - int(self.usable.sum()),
         )
         self._epoch = lru_cache(2)(self._make_epoch)
 
-    def pieces(self, lane: int, step: int) -> list[Piece]:
-        """What `lane` reads at `step`: pieces that fill `chunks_per_step` chunks."""
+    def slices(self, lane: int, step: int) -> list[DocumentSlice]:
+        """Return what `lane` reads at `step`: slices that fill `chunks_per_step` chunks."""
         at, end = step * self.chunks_per_step, (step + 1) * self.chunks_per_step
-        pieces = []
+        slices = []
         while at < end:
-            piece, taken = self._piece(lane, at, end - at)
-            pieces.append(piece)
-            at += taken
-        return pieces
+            document_slice, chunks = self._slice_at(lane, at, end - at)
+            slices.append(document_slice)
+            at += chunks
+        return slices
 
-    def _piece(self, lane: int, at: int, most: int) -> tuple[Piece, int]:
-        """The piece that begins at the lane's chunk `at`, and its number of chunks, at most `most`."""
+    def _slice_at(self, lane: int, at: int, most: int) -> tuple[DocumentSlice, int]:
+        """Return the slice that begins at the lane's chunk `at`, and its number of chunks, at most `most`."""
         epoch, offset = divmod(at, self.lane_chunks)
         order, ends = self._epoch(epoch)
         lane_start = lane * self.lane_chunks
+        # the document that holds the epoch's chunk `lane_start + offset`
         place = int(np.searchsorted(ends, lane_start + offset, side="right"))
         document = int(order[place])
         document_start = int(ends[place] - self.chunks[document])
         within = lane_start + offset - document_start
-        taken = min(int(self.chunks[document]) - within, self.lane_chunks - offset, most)
-        start = within * self.chunk
-        length = min(taken * self.chunk, int(self.usable[document]) - start)
-        position = min(within, offset) * self.chunk  # since the document's or the lane's start
-        return Piece(document, start, length, position), taken
+        # up to the end of the document, of the lane's part, or of the step
+        chunks = min(int(self.chunks[document]) - within, self.lane_chunks - offset, most)
+        start = within * self.chunk_size
+        length = min(chunks * self.chunk_size, int(self.usable[document]) - start)
+        # the memory was reset where the document or the lane's part began, whichever came later
+        position = min(within, offset) * self.chunk_size
+        return DocumentSlice(document, start, length, position), chunks
 
     def _make_epoch(self, epoch: int) -> tuple[Int64, Int64]:
-        """Documents in the epoch's order, and the end of each in the list of chunks."""
+        """Return the documents in the epoch's order and the end of each in its list of chunks, both [documents]."""
         order = epoch_order((*self.seed, epoch), self.store.shard_ids, self.shuffle_shards)
         return order, np.cumsum(self.chunks[order])

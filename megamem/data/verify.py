@@ -1,4 +1,4 @@
-"""Reads every byte of a folder of token shards and checks it."""
+"""The full check of a folder of token shards: every byte is read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,15 @@ from tokenization.shard_format import INDEX_FILE, ShardIndex
 
 
 def verify_shards(folder: Path, on_progress: Callable[[int], None] = lambda done: None) -> ShardIndex:
-    """Read every byte of a shard folder and check hashes, token ids and eos. DataError names the bad file."""
+    """Read every byte of a shard folder and check hashes, token ids and the end of every document.
+
+    Args:
+        folder: the shards.
+        on_progress: called with the bytes of each file once it is checked.
+
+    Raises:
+        DataError: a file is damaged or foreign; the message names it.
+    """
     store = ShardStore(str(folder))
     index = store.index
     for shard, record in enumerate((*index.shards, index.documents_file)):

@@ -58,11 +58,11 @@ def resume_point(config: RunConfig, facts: dict[str, Any], group: ProcessGroup) 
 
 def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
     """A run that asks for other weights to start from is another run, which must not go on from this one's."""
-    wanted = config.training.weights
-    begun_with = saved["config"]["training"].get("weights")
+    wanted = config.training.init_from
+    begun_with = saved["config"]["training"].get("init_from")
     if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
         raise CheckpointError(
-            f"{checkpoint.path}: the run did not start from training.weights {wanted}; choose another `name` to "
+            f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "
             "start a new one"
         )
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from checkpoints.folder import FOLDER, Checkpoint
 from checkpoints.resume import start_from
 from checkpoints.saver import Saver
-from checkpoints.weights import fresh_names, save_weights
+from checkpoints.weights import new_parameter_names, save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
@@ -198,19 +198,19 @@ def train(config: RunConfig, console: Console) -> dict[str, Any] | None:
 def _train(
     config: RunConfig, console: Console, topology: Topology, group: ProcessGroup, heartbeat: Heartbeat
 ) -> dict[str, Any] | None:
-    folder, chief = config.run_folder, topology.rank == 0
+    folder, is_rank_0 = config.run_folder, topology.rank == 0
     feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
     facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if (tokenizer := open_tokenizer(config)) else None)
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
     if checkpoint is not None and (done := finished(config, checkpoint)):
-        if chief:
+        if is_rank_0:
             console.print(f"{folder}: ended after step {checkpoint.step} already; these are its figures")
         return done
     heartbeat.begin()
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology, fresh_parameters(config))
-    if chief:
+    engine = build_engine(config, topology, new_parameters(config))
+    if is_rank_0:
         lines = [*describe(config, topology.dp_size), *(report.summary() for report in feeder.reports)]
         goes_on = [*skipped, *([f"goes on from {checkpoint.path}"] if checkpoint else [])]
         for line in [*lines, *describe_stages(engine), *goes_on]:
@@ -218,7 +218,7 @@ def _train(
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
     begun_at = checkpoint.step if checkpoint else 0
-    sinks: list[Sink] = [heartbeat, *open_sinks(config, folder, console, begun_at)] if chief else []
+    sinks: list[Sink] = [heartbeat, *open_sinks(config, folder, console, begun_at)] if is_rank_0 else []
     timeout = config.parallel.stall_timeout_s
     with closing_all(sinks), Watchdog(topology, timeout, ends=heartbeat.failed) as watchdog:
         progress, bad_steps = Progress(), BadSteps(config.training.max_bad_steps)
@@ -233,9 +233,9 @@ def _train(
         if checkpoint is not None:
             watchdog.at(f"loading {checkpoint.path}")
             go_on(trainer, checkpoint, bad_steps, group)
-        elif config.training.weights is not None:
-            watchdog.at(f"loading {config.training.weights}")
-            start_from(engine, config.training.weights, group)
+        elif config.training.init_from is not None:
+            watchdog.at(f"loading {config.training.init_from}")
+            start_from(engine, config.training.init_from, group)
         try:
             trainer.fit()
         except NonFiniteError:  # of all ranks in the same step, with the weights as they were before the bad steps
@@ -259,11 +259,14 @@ def _train(
         return _evaluate(figures, engine, sinks, console, watchdog.at)
 
 
-def fresh_parameters(config: RunConfig) -> set[str]:
-    """Names of the parameters that learn at `optimizer.fresh_lr`. Raises CheckpointError for an unreadable file."""
-    if config.optimizer.fresh_lr is None or config.training.weights is None:
+def new_parameters(config: RunConfig) -> set[str]:
+    """Return the names of the parameters that learn at `optimizer.new_parameters_lr`.
+
+    Raises: CheckpointError for an unreadable file.
+    """
+    if config.optimizer.new_parameters_lr is None or config.training.init_from is None:
         return set()
-    return fresh_names(config.training.weights)
+    return new_parameter_names(config.training.init_from)
 
 
 def finished(config: RunConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def run(**payload):
     return result
 
 
-@pytest.mark.parametrize("feeding", ["windows", "streams"])
+@pytest.mark.parametrize("feeding", ["sequences", "streams"])
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_bfloat16_training(zero_stage, feeding):
     result = run(precision="bf16", zero_stage=zero_stage, feeding=feeding, steps=30)

@@ -193,7 +193,7 @@ class TestData:
         code, line = refused("tokenizer", "train", tmp_path / "empty", "-o", tmp_path / "out")
         assert (code, str(tmp_path / "empty") in line) == (DATA, True)
 
-    def test_only_documents_shorter_than_a_window(self, refused, config, corpus):
+    def test_only_documents_shorter_than_a_sequence(self, refused, config, corpus):
         make_shards(corpus, (5, 9, 20), name="short")
         code, line = refused("train", config, f"data.sources=[{corpus / 'short'}]")
         assert code == DATA

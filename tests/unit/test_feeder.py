@@ -48,9 +48,9 @@ def feeder_of(root, rows=8, micro=2, dp_rank=0, dp_size=1, chunk=CHUNK, **change
 
 
 MODES = [
-    {"feeding": "windows", "short_documents": "drop"},
-    {"feeding": "windows", "short_documents": "pad"},
-    {"feeding": "windows", "short_documents": "pack"},
+    {"feeding": "sequences", "short_documents": "drop"},
+    {"feeding": "sequences", "short_documents": "pad"},
+    {"feeding": "sequences", "short_documents": "pack"},
     {"feeding": "streams"},
 ]
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
@@ -105,7 +105,7 @@ def test_labels_are_the_next_tokens_and_resets_are_document_starts(root, mode):
                 follows = chunk and labelled[chunk * CHUNK - 1] and start == starts[chunk - 1] + CHUNK
                 if follows and count:
                     assert labels[chunk * CHUNK - 1] == tokens[chunk * CHUNK]
-            if mode["feeding"] == "windows":
+            if mode["feeding"] == "sequences":
                 assert starts[0] == 0
 
 
@@ -215,7 +215,7 @@ def test_missing_sources_are_found_before_training(root):
 
 
 def test_no_document_long_enough(root):
-    with pytest.raises(DataError, match="no document is long enough: all 6 are shorter than a window of 80000"):
+    with pytest.raises(DataError, match="no document is long enough: all 6 are shorter than a sequence of 80000"):
         feeder_of(root, sequence_length=80000)
 
 

@@ -121,9 +121,9 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
 
 
 def test_every_registered_mixer_is_compared() -> None:
-    from megamem.config.model import MIXERS
+    from megamem.config.model import MIXERS as REGISTRY
 
-    ours = {kind for kind, config in MIXERS.kinds().items() if config.__module__.startswith("megamem.")}
+    ours = {kind for kind, config in REGISTRY.kinds().items() if config.__module__.startswith("megamem.")}
     assert ours == {mixer["kind"] for mixer in MIXERS.values()}
 
 
@@ -138,7 +138,7 @@ def test_causal_attention_counts_the_triangle() -> None:
 def test_full_attention_over_a_sequence_is_one_triangle() -> None:
     model = small_model({"kind": "full_attention"})
     length = CHUNKS * CHUNK
-    expected = model.layers * 4 * model.heads * model.head * (length + 1) / 2
+    expected = model.layers * 4 * model.heads * model.resolved_head_dim * (length + 1) / 2
     assert flops_per_token(model, length)["attention"] == pytest.approx(expected)
 
 

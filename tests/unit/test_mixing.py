@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamem.data.order import BLOCK, Mixture, epoch_order, quotas
+from megamem.data.order import CYCLE, Mixture, epoch_order, quotas
 from megamem.errors import ConfigError
 
 WEIGHTS = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
@@ -21,23 +21,23 @@ def test_quotas_are_proportional(weights, total):
 
 
 @settings(max_examples=30, deadline=None)
-@given(weights=WEIGHTS, seed=st.integers(0, 5), block=st.integers(0, 10**9))
-def test_every_block_holds_each_share_and_every_sample_comes_once(weights, seed, block):
+@given(weights=WEIGHTS, seed=st.integers(0, 5), cycle=st.integers(0, 10**9))
+def test_every_block_holds_each_share_and_every_sample_comes_once(weights, seed, cycle):
     mixture = Mixture(weights, seed)
-    located = [mixture.locate(sample) for sample in range(block * BLOCK, (block + 1) * BLOCK)]
+    located = [mixture.locate(sample) for sample in range(cycle * CYCLE, (cycle + 1) * CYCLE)]
     for source, quota in enumerate(mixture.quotas):
         indices = [index for s, index in located if s == source]
-        assert indices == list(range(block * quota, (block + 1) * quota))  # in order, without gaps over blocks
+        assert indices == list(range(cycle * quota, (cycle + 1) * quota))  # in order, without gaps over blocks
 
 
 def test_two_to_one():
     mixture = Mixture([2, 1], 0)
-    sources = [mixture.locate(sample)[0] for sample in range(3 * BLOCK)]
+    sources = [mixture.locate(sample)[0] for sample in range(3 * CYCLE)]
     assert sources.count(0) == 3 * 683
     assert sources.count(1) == 3 * 341
-    assert sources[:BLOCK] != sources[BLOCK : 2 * BLOCK]
-    assert [Mixture([4, 2], 0).locate(i)[0] for i in range(3 * BLOCK)] == sources
-    assert [Mixture([2, 1], 1).locate(i)[0] for i in range(3 * BLOCK)] != sources
+    assert sources[:CYCLE] != sources[CYCLE : 2 * CYCLE]
+    assert [Mixture([4, 2], 0).locate(i)[0] for i in range(3 * CYCLE)] == sources
+    assert [Mixture([2, 1], 1).locate(i)[0] for i in range(3 * CYCLE)] != sources
 
 
 def test_one_source_is_read_in_its_own_order():

@@ -14,7 +14,7 @@ CHUNK = 4
 
 def plan(lengths, lanes=3, chunks_per_step=2, seed=(0, 0), **options):
     return StreamPlan(
-        ArrayStore(lengths), chunk=CHUNK, chunks_per_step=chunks_per_step, lanes=lanes, seed=seed, **options
+        ArrayStore(lengths), chunk_size=CHUNK, chunks_per_step=chunks_per_step, lanes=lanes, seed=seed, **options
     )
 
 
@@ -22,11 +22,11 @@ def chunks_read(streams, lane, steps):
     """(document, first token, length, position) of every chunk a lane reads in `steps` steps."""
     chunks = []
     for step in range(steps):
-        pieces = streams.pieces(lane, step)
-        for piece in pieces:
-            for at in range(0, piece.length, CHUNK):
-                length = min(CHUNK, piece.length - at)
-                chunks.append((piece.document, piece.start + at, length, piece.position + at))
+        slices = streams.slices(lane, step)
+        for part in slices:
+            for at in range(0, part.length, CHUNK):
+                length = min(CHUNK, part.length - at)
+                chunks.append((part.document, part.start + at, length, part.position + at))
     return chunks
 
 
@@ -98,16 +98,16 @@ def test_a_lane_that_starts_in_mid_document_starts_at_position_0():
 def test_a_step_is_the_same_whatever_was_read_before():
     lengths = [30, 7, 81, 2, 55]
     reference = plan(lengths)
-    expected = [reference.pieces(1, step) for step in range(40)]
+    expected = [reference.slices(1, step) for step in range(40)]
     streams = plan(lengths)
     for step in (39, 0, 17, 18, 3):
-        assert streams.pieces(1, step) == expected[step]
-    assert [plan(lengths, seed=(1, 0)).pieces(1, step) for step in range(40)] != expected
+        assert streams.slices(1, step) == expected[step]
+    assert [plan(lengths, seed=(1, 0)).slices(1, step) for step in range(40)] != expected
 
 
 def test_epochs_shuffle_documents_within_groups_of_shards():
     store = ArrayStore([9] * 40, np.repeat(np.arange(8), 5))
-    streams = StreamPlan(store, chunk=4, chunks_per_step=1, lanes=1, seed=(0, 0), shuffle_shards=2)
+    streams = StreamPlan(store, chunk_size=4, chunks_per_step=1, lanes=1, seed=(0, 0), shuffle_shards=2)
     shards = [store.shard_ids[document] for document in streams._epoch(0)[0]]
     assert [len(set(shards[i : i + 10])) for i in range(0, 40, 10)] == [2, 2, 2, 2]
     assert streams._epoch(0)[0].tolist() != streams._epoch(1)[0].tolist()

@@ -65,7 +65,7 @@ class TestRecall:
             ("pairs: 13", "pairs 13 do not fit"),
             ("pair: 3", "pair: unknown key; did you mean 'pairs'"),
             ("pairs: 0", r"pairs: .*\(got 0\)"),
-            ("kind: recall", "kind: 'recall' is none of mqar, niah"),
+            ("kind: recall", "kind: 'recall' is no task; valid: mqar, niah"),
         ],
     )
     def test_bad_descriptions_are_one_line(self, tmp_path, line, message):

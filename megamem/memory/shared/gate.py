@@ -23,7 +23,7 @@ class MemoryGate(nn.Module):
     def __init__(self, model: ModelConfig, linears: Linears, gate_init: float, per_channel: bool = False) -> None:
         super().__init__()
         heads = model.heads // linears.tp_size
-        shape = (heads, model.head) if per_channel else (heads,)
+        shape = (heads, model.resolved_head_dim) if per_channel else (heads,)
         self.logit = declare(nn.Parameter(torch.empty(shape)), constant(gate_init), shard_axis=0)
 
     def forward(self) -> Tensor:
