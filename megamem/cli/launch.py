@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from megamem.cli.options import ModelFile
 from megamem.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def launch(
     ] = None,
     on: Annotated[Target, typer.Option(help="where it runs")] = "local",
     cluster: Annotated[Path | None, typer.Option(help="YAML file of the cluster, as in configs/clusters/")] = None,
+    model: ModelFile = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be written; write and start nothing")
     ] = False,
@@ -47,7 +49,7 @@ def launch(
     from launchers.snapshot import write_snapshot
     from megamem.config.load import dump_yaml
 
-    settings, nodes = _load(config, overrides or [], cluster)
+    settings, nodes = _load(config, overrides or [], cluster, model)
     job = _job(settings, nodes, on)
     files = {"config.yaml": dump_yaml(settings), "cluster.yaml": dump_yaml(nodes), **_script(job, settings, on)}
     if dry_run:
@@ -60,13 +62,14 @@ def launch(
     raise typer.Exit(_start(job, on, submit))
 
 
-def _load(config: Path, overrides: list[str], cluster: Path | None) -> tuple[RunConfig, LaunchConfig]:
-    """The run and the cluster."""
-    from megamem.config.load import load_config
-    from megamem.config.run import RunConfig
+def _load(
+    config: Path, overrides: list[str], cluster: Path | None, model: Path | None = None
+) -> tuple[RunConfig, LaunchConfig]:
+    """Return the run and the cluster."""
+    from megamem.config.recipe import load_run
 
     nodes, rest = load_cluster(overrides, cluster)
-    return load_config(RunConfig, config, rest), nodes
+    return load_run(config, rest, model), nodes
 
 
 def load_cluster(overrides: list[str], path: Path | None) -> tuple[LaunchConfig, list[str]]:
