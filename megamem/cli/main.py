@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from launchers.local import inside_job, run_local
+from launchers.local_ranks import inside_job, run_local
 from megamem.cli.checkpoint import checkpoint_app
 from megamem.cli.data import corpus_app, shards_app, tokenizer_app
 from megamem.cli.launch import agent, launch
