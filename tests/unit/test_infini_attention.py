@@ -1,13 +1,9 @@
 """Infini-Transformer: its sizes in the paper's tables, and what is special in its gate, write and numerics."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes, state_sizes
 from megamem.memory.attention.local_attention import LocalAttentionConfig
@@ -15,8 +11,8 @@ from megamem.memory.base import Chunk
 from megamem.memory.compressive.infini_attention import InfiniAttention, InfiniAttentionConfig, features, retrieve
 from megamem.memory.shared.blocks import BlockSlice
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
+from tests.unit.shipped import shipped
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 BLOCK, HEADS, WIDTH = 8, 4, 6
 CPU = torch.device("cpu")
 
@@ -56,7 +52,7 @@ class TestSizes:
     )
     def test_memory_and_added_parameters_of_the_paper(self, size, memory, gates):
         """Tables 1, 2 and 4: 0.8M, 1.2M and 1.6M numbers; H parameters a layer, 96 in the 100M model."""
-        model = load_config(RunConfig, RECIPES / f"infini-{size}.yaml").model
+        model = shipped(f"infini-{size}").model
         numbers = {"associations": 0, "mass": 0}
         for layer in range(model.layers):
             specs = model.mixer_at(layer).state_specs(model)
@@ -67,15 +63,14 @@ class TestSizes:
         planned = model_state_bytes(model, 1, torch.bfloat16, context_tokens=32_768)
         assert planned == {"memory": 4 * (memory + model.layers * model.hidden_size), "open": 0}
         assert sum(model.mixer_at(layer).extra_parameters(model) for layer in range(model.layers)) == gates
-        plain = load_config(RunConfig, RECIPES / f"transformer-{size}.yaml").model
+        plain = shipped(f"transformer-{size}").model
         assert parameter_counts(model)["total"] - parameter_counts(plain)["total"] == gates
         assert parameter_counts(model)["memory"] == gates
 
     @pytest.mark.parametrize("size", ["100m", "200m", "400m"])
     def test_recipes_differ_from_the_compared_ones_in_the_model_alone(self, size):
         infini, elastic = (
-            load_config(RunConfig, RECIPES / f"{kind}-{size}.yaml").model_dump(exclude={"model", "name"})
-            for kind in ("infini", "elastic")
+            shipped(f"{kind}-{size}").model_dump(exclude={"model", "name"}) for kind in ("infini", "elastic")
         )
         assert infini == elastic
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.memory.attention.memorizing_attention import INITIAL_SCALE, MemorizingAttention
 from megamem.memory.base import Chunk, TensorSpec, detach
@@ -18,6 +15,7 @@ from megamem.ops.attention import nearest as search
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.unit.shipped import shipped
 
 CHUNK, CPU = 8, torch.device("cpu")
 
@@ -305,8 +303,7 @@ def test_flops_count_what_is_chosen() -> None:
 
 @pytest.mark.parametrize("size", ["100m", "200m", "400m"])
 def test_shipped_models_keep_what_elastic_memory_keeps(size: str) -> None:
-    configs = Path(__file__).resolve().parents[2] / "configs" / "recipes"
-    ours, elastic = (load_config(RunConfig, configs / f"{kind}-{size}.yaml") for kind in ("memorizing", "elastic"))
+    ours, elastic = (shipped(f"{kind}-{size}") for kind in ("memorizing", "elastic"))
     assert numbers(ours.model) == numbers(elastic.model)
     assert [layer for layer in range(12) if ours.model.mixer_at(layer).kind == "memorizing_attention"] == [8]
     assert ours.model_dump(exclude={"model", "name"}) == elastic.model_dump(exclude={"model", "name"})
