@@ -23,7 +23,7 @@ from megamem.pipeline.schedule import Action
 from megamem.training.checkpointing import placed_as_before
 
 CHUNK = 16
-ATTENTION = {"kind": "attention"}
+ATTENTION = {"kind": "local_attention"}
 FULL = {"kind": "full_attention"}
 ELASTIC = {"kind": "elastic_memory", "order": 12, "samples": 6}
 MODEL = {
