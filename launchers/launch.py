@@ -10,7 +10,8 @@ from launchers.config import ClusterConfig
 from launchers.job import Job
 from launchers.snapshot import snapshot_folder, write_snapshot
 from launchers.target import Report, Target, cluster_config_type, find_target
-from megamem.config.load import apply_override, dump_yaml, load_config, parse_config, read_yaml
+from megamem.config.load import apply_override, dump_yaml, parse_config, read_yaml
+from megamem.config.recipe import load_run
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.training.checks import check_layout
@@ -44,10 +45,12 @@ class Launch:
         return self.target.start(self.job, submit, report)
 
 
-def load_launch(config: Path, overrides: Sequence[str], cluster: Path | None, target: str) -> Launch:
+def load_launch(
+    config: Path, overrides: Sequence[str], cluster: Path | None, target: str, model: Path | None = None
+) -> Launch:
     """Return the job that files and overrides describe, checked as far as no data is needed. Raises ConfigError."""
     settings, run_overrides = load_cluster(overrides, cluster)
-    return plan_launch(load_config(RunConfig, config, run_overrides), settings, target)
+    return plan_launch(load_run(config, run_overrides, model), settings, target)
 
 
 def load_cluster(overrides: Sequence[str], path: Path | None) -> tuple[ClusterConfig, list[str]]:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from launchers import DEFAULT_TARGET, target_names
+from megamem.cli.options import ModelFile
 
 console = Console(soft_wrap=True)
 
@@ -20,6 +21,7 @@ def launch(
     ] = None,
     on: Annotated[str, typer.Option(help=f"where it runs: {', '.join(target_names())}")] = DEFAULT_TARGET,
     cluster: Annotated[Path | None, typer.Option(help="YAML file of the cluster, as in configs/clusters/")] = None,
+    model: ModelFile = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be written; write and start nothing")
     ] = False,
@@ -30,7 +32,7 @@ def launch(
     """Write the job of a run on one or many nodes to its run folder, and start it."""
     from launchers.launch import load_launch
 
-    planned = load_launch(config, overrides or [], cluster, on)
+    planned = load_launch(config, overrides or [], cluster, on, model)
     if dry_run:
         for name, text in planned.files.items():
             console.print(f"# {planned.job.folder / name}\n{text}", highlight=False, markup=False)

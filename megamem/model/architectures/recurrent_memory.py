@@ -85,8 +85,8 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         """See `ArchitectureConfig.summary`."""
         rows = self.rows_before + self.rows_behind
         return (
-            f"recurrent memory: {self.memory_tokens} tokens pass from chunk to chunk; layers read {rows} rows more with "
-            f"each {model.chunk_size:,} tokens"
+            f"recurrent memory: {self.memory_tokens} tokens pass from chunk to chunk; layers read {rows} more rows with"
+            f" each {model.chunk_size:,} tokens"
         )
 
     def build(self, model: ModelConfig, linears: Linears, layers: range) -> RecurrentMemory:
