@@ -90,6 +90,10 @@ class ArchitectureConfig(ConfigModel):
         """Parameters besides embedding, layers, last norm and output head."""
         return 0
 
+    def training_window(self, model: ModelConfig) -> int:
+        """Chunks a window must span at least for every parameter of the architecture to get a gradient."""
+        return 1
+
     def summary(self, model: ModelConfig) -> str | None:
         """What a person should know of such a model before a run starts, in one line; None if there is nothing."""
         return None
@@ -336,7 +340,15 @@ class ModelConfig(ConfigModel):
         self.architecture.check(self)
         inner = self.layer_model
         for layer in range(self.layers):
-            self.mixer_at(layer).check(inner)
+            try:
+                self.mixer_at(layer).check(inner)
+            except ValueError as error:
+                if inner.chunk_size == self.chunk_size:
+                    raise
+                added = inner.chunk_size - self.chunk_size
+                raise ValueError(
+                    f"{error} (chunk_size {self.chunk_size} and {added} rows of architecture {self.architecture.kind})"
+                ) from None
         if self.mup is not None:
             try:
                 base = self.base

@@ -226,9 +226,15 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        architecture = self.model.architecture
+        if self.bptt_chunks < (needed := architecture.training_window(self.model)):
+            raise ValueError(
+                f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {architecture.kind} without gradients: "
+                f"what it writes in one chunk is read in the next; use at least {needed}"
+            )
         for layer in range(self.model.layers):
             mixer = self.model.mixer_at(layer)
-            if self.bptt_chunks < (needed := mixer.training_window(self.model)):
+            if self.bptt_chunks < (needed := mixer.training_window(self.model.layer_model)):
                 raise ValueError(
                     f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
                     f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
@@ -297,9 +303,12 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        if self.parallel.sequence_parallel and model.chunk_size % tp:
+        rows = model.layer_model.chunk_size
+        if self.parallel.sequence_parallel and rows % tp:
+            added = f" with {rows - model.chunk_size} rows of the architecture" if rows > model.chunk_size else ""
             raise ValueError(
-                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size} is not divisible by parallel.tp {tp}"
+                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
+                f"parallel.tp {tp}"
             )
         if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
             raise ValueError(

@@ -29,7 +29,12 @@ LLAMA = {
 
 def is_llama(model: ModelConfig) -> bool:
     """Whether transformers' own Llama computes the same function: full attention over all tokens in every layer."""
-    plain = (model.norm, model.mlp, model.bias, model.positions) == ("rms", "swiglu", False, "rotary")
+    plain = model.architecture.kind == "decoder" and (model.norm, model.mlp, model.bias, model.positions) == (
+        "rms",
+        "swiglu",
+        False,
+        "rotary",
+    )
     return (
         plain
         and model.score_scale == model.logit_scale == 1.0

@@ -10,7 +10,7 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.state_bytes import state_bytes, state_sizes
+from megamem.costs.state_bytes import stage_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.model.stage import build_stage
@@ -112,11 +112,8 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
     """Of a rank that holds `layers` with so many parameters."""
     zero, dtype = config.parallel.zero_stage, DTYPES[config.training.precision]
     mixed = dtype != torch.float32
-    sizes = state_sizes(config.model, config.training.micro_batch_size)
-    states = [
-        state_bytes(config.model.mixer_at(i).state_specs(config.model), sizes, dtype, tp_size, config.chunks)
-        for i in layers
-    ]
+    rows = config.training.micro_batch_size
+    states = stage_state_bytes(config.model, layers, rows, dtype, tp_size, config.chunks)
 
     def share(divided: bool, each: int) -> int:
         return -(-parameters * each // (dp_size if divided else 1))

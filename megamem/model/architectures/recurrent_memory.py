@@ -81,6 +81,10 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         """The learned rows r and w."""
         return 2 * self.memory_tokens * model.hidden_size if self.form == "read_write" else 0
 
+    def training_window(self, model: ModelConfig) -> int:
+        """See `ArchitectureConfig.training_window`: what w becomes is read in the next chunk only."""
+        return 2 if self.form == "read_write" else 1
+
     def summary(self, model: ModelConfig) -> str:
         """See `ArchitectureConfig.summary`."""
         rows = self.rows_before + self.rows_behind
