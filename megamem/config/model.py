@@ -12,9 +12,9 @@ from megamem.config.cost import Flops
 from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megamem.memory.base import Mixer, StateSpec
-    from megamem.model.objective import Objective
-    from megamem.model.stage import Stage
     from megamem.parallel.linears import Linears
 
 
@@ -99,8 +99,8 @@ class ArchitectureConfig(ConfigModel):
         return None
 
     @abstractmethod
-    def build(self, model: ModelConfig, linears: Linears, layers: range) -> Stage:
-        """The module of a pipeline stage that holds `layers`, its projections made by `linears`."""
+    def build(self, model: ModelConfig, linears: Linears, layers: range) -> nn.Module:
+        """The `megamem.model.stage.Stage` that holds `layers` of the model, its projections made by `linears`."""
 
 
 ARCHITECTURES: Registry[ArchitectureConfig] = Registry(
@@ -121,8 +121,8 @@ class ObjectiveConfig(ConfigModel):
         """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
 
     @abstractmethod
-    def build(self, model: ModelConfig) -> Objective:
-        """The objective for `model`."""
+    def build(self, model: ModelConfig) -> object:
+        """The `megamem.model.objective.Objective` for `model`."""
 
 
 OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")

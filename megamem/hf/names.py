@@ -29,14 +29,10 @@ LLAMA = {
 
 def is_llama(model: ModelConfig) -> bool:
     """Whether transformers' own Llama computes the same function: full attention over all tokens in every layer."""
-    plain = model.architecture.kind == "decoder" and (model.norm, model.mlp, model.bias, model.positions) == (
-        "rms",
-        "swiglu",
-        False,
-        "rotary",
-    )
+    plain = (model.norm, model.mlp, model.bias, model.positions) == ("rms", "swiglu", False, "rotary")
     return (
         plain
+        and model.architecture.kind == "decoder"
         and model.score_scale == model.logit_scale == 1.0
         and model.resolved_padded_vocab_size == model.vocab_size
         and model.hidden_size % model.heads == 0  # transformers wants it, whatever the width of heads

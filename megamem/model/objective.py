@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 from torch import Tensor
 
-from megamem.config.model import ModelConfig
+from megamem.config.model import ModelConfig, ObjectiveConfig
 from megamem.memory.base import Losses
 from megamem.model.stage import Stage
+
+
+def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
+    """Build the objective that a configuration names, for `model`."""
+    return cast(Objective, config.build(model))
 
 
 class Objective(ABC):

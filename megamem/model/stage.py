@@ -22,7 +22,8 @@ from megamem.parallel.linears import Linears, PlainLinears
 
 def build_stage(model: ModelConfig, linears: Linears, layers: range | None = None) -> Stage:
     """Build the stage that holds `layers` of a model, all of them if not given; its weights have no values yet."""
-    return model.architecture.build(model, linears, range(model.layers) if layers is None else layers)
+    built = model.architecture.build(model, linears, range(model.layers) if layers is None else layers)
+    return cast(Stage, built)
 
 
 def meta_stage(model: ModelConfig) -> Stage:

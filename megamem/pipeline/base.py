@@ -15,6 +15,7 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
+from megamem.model.objective import build_objective
 from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
@@ -84,7 +85,7 @@ class TrainingEngine(ABC):
         self.accumulation = config.accumulation_steps(topology.dp_size)
         self.dtype = DTYPES[config.training.precision]
         self.stage = build_own_stage(config, topology, layers)
-        self.objective = config.training.objective.build(config.model)
+        self.objective = build_objective(config.training.objective, config.model)
         whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
         groups = len(parameter_groups(whole, config.optimizer, new_parameters))
         self.optimizer = AgreeingAdamW(

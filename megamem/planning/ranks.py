@@ -123,7 +123,7 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
         weights=share(zero == 3, dtype.itemsize),
         gradients=share(zero >= 2, 4),
         optimizer=share(zero >= 1, 12 if mixed or zero else 8),
-        states=sum(sum(kinds.values()) for kinds in states),
+        states=sum(states.values()),
     )
 
 

@@ -8,6 +8,7 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.model.compiled import compile_pointwise, restore_pointwise
 from megamem.model.norm import rms_norm
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -41,7 +42,7 @@ def run(stage: Stage, first: int = 0) -> tuple[torch.Tensor, dict[str, torch.Ten
     starts = (first + torch.arange(0, CHUNKS * CHUNK, CHUNK))[:, None].repeat(1, ROWS).numpy()
     states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
     stage.zero_grad()
-    loss, _, _ = Window(stage)(tokens, labels, starts, states, torch.tensor(1e-2))
+    loss, _, _ = Window(stage, NextToken(stage.config))(tokens, labels, starts, states, torch.tensor(1e-2))
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in stage.named_parameters()}
 

@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from megamem.pipeline.schedule import Action, bubble, chunk_schedule, forward_order, peak_units
+from megamem.pipeline.schedule import Action, bubble, chunk_schedule, forward_order, groups_of, peak_units
 from megamem.pipeline.simulate import DeadlockError, Timeline, chunk_cost, even_cost, simulate
 
 CHUNKS = (1, 2, 4, 8, 16)
@@ -108,7 +108,7 @@ def test_memory_and_its_gradient_cross_no_border():
 
 
 def test_an_evaluation_has_no_backwards():
-    timeline = simulate([forward_order(2, 3)] * 4, 1)
+    timeline = simulate([forward_order(groups_of(2, 1, False), 3)] * 4, 1)
     assert timeline.makespan == 2 * 3 + 4 - 1
     assert {event.action.kind for event in timeline.events} == {"forward"}
 
