@@ -33,7 +33,7 @@ def model_from(path: Path, **changes: Any) -> ModelConfig:
     return parse_config(ModelConfig, {**read_yaml(path)["model"], **changes}, str(path))
 
 
-def without_memory(model: ModelConfig, mixer: str = "attention") -> ModelConfig:
+def without_memory(model: ModelConfig, mixer: str = "local_attention") -> ModelConfig:
     """The same shape with `mixer` at every layer."""
     return parse_config(ModelConfig, {**model.model_dump(mode="json"), "memory": [], "mixer": mixer}, "benchmark")
 

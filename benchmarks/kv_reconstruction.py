@@ -26,7 +26,7 @@ from benchmarks.common import OUTPUT, fix_threads, publish, table
 from checkpoints.trained import open_run
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
-from megamem.memory.continuous.elastic import ElasticMemory
+from megamem.memory.continuous.elastic_memory import ElasticMemory
 from megamem.memory.continuous.hippo import kernel, reconstruction
 from megamem.model.stage import Stage
 from megamem.training.start import held_out

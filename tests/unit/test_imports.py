@@ -30,7 +30,8 @@ ALLOWED = {
     "tokenization": {"megamem.errors", "megamem.files"},
     "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
     "megamem.pipeline": {
-        "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
+        "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model",
+        "megamem.parallel",
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {

@@ -149,11 +149,11 @@ class TestConfiguration:
     def test_kernels_are_those_of_the_machine_that_runs(self, config, monkeypatch):
         """Not of the one that submits, which may have no device."""
         monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-        launch(config, ["model.attention=flash_attn"], on="slurm", dry_run=True)
+        launch(config, ["model.attention_kernel=flash_attn"], on="slurm", dry_run=True)
         with pytest.raises(typer.Exit):
-            launch(config, ["model.attention=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
-        with pytest.raises(ConfigError, match=r"model\.attention: flash_attn is not installed"):
-            launch(config, ["model.attention=flash_attn"], on="local")
+            launch(config, ["model.attention_kernel=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
+        with pytest.raises(ConfigError, match=r"model\.attention_kernel: flash_attn is not installed"):
+            launch(config, ["model.attention_kernel=flash_attn"], on="local")
 
     def test_node_counts_that_batch_and_layout_fit(self, config):
         def fits(*overrides):

@@ -19,11 +19,11 @@ from megamem.parallel.linears import Linears
 
 
 @MIXERS.register
-class AttentionConfig(MixerConfig):
+class LocalAttentionConfig(MixerConfig):
     """Causal attention inside blocks; nothing passes from block to block (Transformer++ without memory)."""
 
-    kind: Literal["attention"] = "attention"
-    """`attention`"""
+    kind: Literal["local_attention"] = "local_attention"
+    """`local_attention`"""
     block: PositiveInt | None = None
     """Tokens a block spans; the chunk if not given. Divides model.chunk_size."""
 

@@ -17,7 +17,7 @@ from megamem.memory.shared.block_attention import (
     local_attention_flops,
     open_specs,
 )
-from megamem.memory.shared.blocks import position_tables
+from megamem.memory.shared.blocks import row_rotary_tables
 from megamem.ops.attention.softmax import Past, attention
 from megamem.parallel.linears import Linears
 
@@ -76,11 +76,13 @@ class FullAttention(AttentionProjections):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         tokens = query.shape[0]
-        tables = position_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
-        query, key = (self.turn(x, *tables) for x in (query, key))
+        tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        query, key = (self.apply_rotary(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
-        output = attention(self.asking(query), *self.local(key, value), self._visible(entries, chunk), self.backend)
+        output = attention(
+            self.scaled_query(query), *self.local(key, value), self._visible(entries, chunk), self.backend
+        )
         past = list(state["past"])
         if open_keys.shape[0]:
             key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
@@ -120,7 +122,7 @@ class FullAttention(AttentionProjections):
             parts.append(Past(keys, values, visible))
         return parts[::-1]
 
-    def _bounded(self, past: list[dict[str, Tensor]], waiting: int, chunk: Chunk) -> list[dict[str, Tensor]]:
-        """The entries within some row's reach; `waiting` tokens of it lie in the open chunk."""
-        needed = -(-max(0, max(self._reach(chunk.starts)) - waiting) // self.chunk)
+    def _bounded(self, past: list[dict[str, Tensor]], open_tokens: int, chunk: Chunk) -> list[dict[str, Tensor]]:
+        """The entries within some row's reach; `open_tokens` tokens of it lie in the open chunk."""
+        needed = -(-max(0, max(self._reach(chunk.starts)) - open_tokens) // self.chunk)
         return past[max(len(past) - needed, 0) :]

@@ -17,14 +17,15 @@ from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, to_device
 from megamem.memory.shared.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
-from megamem.memory.shared.blocks import Span
-from megamem.parallel.linears import Linears, constant, declare
+from megamem.memory.shared.blocks import BlockSlice
+from megamem.memory.shared.gate import MemoryGate
+from megamem.parallel.linears import Linears
 
 
 @MIXERS.register
@@ -148,32 +149,34 @@ class InfiniAttention(BlockAttention):
         self.eps = model.norm_eps if config.normalize else None
         self.groups = model.heads // model.resolved_kv_heads
         self.differentiable_state = not config.stop_gradient
-        self.gate = declare(
-            nn.Parameter(torch.empty(model.heads // linears.tp_size)), constant(config.gate_init), shard_axis=0
-        )
+        self.gate = MemoryGate(model, linears, config.gate_init)
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         return super().forward(hidden, state if self.differentiable_state else detach(state), chunk)
 
-    def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
-        """g A_mem + (1 - g) A_local; A_local alone where the memory is empty: in the first block of a document."""
-        gate = self.gate.sigmoid()[:, None, None]
-        if not any(start > phase for start, phase in zip(span.starts, span.phases, strict=True)):
-            # equals are mixed: ZeRO 3 wants a gradient of the gate, if of zeros, from each backward pass
-            return torch.lerp(output, output, gate[:, 0].to(output.dtype))
+    def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
+        """Return g A_mem + (1 - g) A_local; A_local alone where the memory is empty: in a document's first block.
+
+        Shapes: see `BlockAttention.mix`.
+        """
+        gate = self.gate()
+        if not any(block_slice.finished_tokens):
+            # A_local is mixed with itself: ZeRO 3 needs a gradient of the gate, if of zeros, from each backward pass
+            return torch.lerp(output, output, gate.to(output.dtype))
         associations, mass = (x.repeat_interleave(self.groups, 1) for x in (state["associations"], state["mass"]))
         sigma = features(heads_first(query).to(mass.dtype))
         retrieved, known = retrieve(sigma, associations, mass, self.eps)
-        gate = torch.where(known, gate, 0)
+        # heads first: [batch, heads, tokens, 1]
+        gate = torch.where(known, gate[:, None], 0)
         return torch.lerp(output, tokens_first(retrieved).to(output.dtype), tokens_first(gate).to(output.dtype))
 
-    def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
+    def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
         """The write, in rows whose block ends; all of a block is compared with the memory from before it."""
         associations, mass = state["associations"], state["mass"]
         sigma, new = features(heads_first(keys).to(mass.dtype)), heads_first(values).to(mass.dtype)
-        if self.config.update == "delta" and any(end > self.block for end in span.ends):
+        if self.config.update == "delta" and any(end > self.block for end in block_slice.ends):
             new = new - retrieve(sigma, associations, mass)[0]
-        if not all(span.closing):
-            sigma = sigma * to_device(span.closing, sigma.device, torch.bool)[:, None, None, None]
+        if not all(block_slice.closing):
+            sigma = sigma * to_device(block_slice.closing, sigma.device, torch.bool)[:, None, None, None]
         return {"associations": associations + sigma.mT @ new, "mass": mass + sigma.sum(-2)}

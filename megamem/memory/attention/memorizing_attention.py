@@ -1,7 +1,8 @@
 """Memorizing Transformer: the newest keys and values of past blocks in a queue, read by attention.
 
-Wu, Rabe, Hutchins and Szegedy, "Memorizing Transformers", 2022, as paper 000 compares it: dense attention to the queue
-in place of the nearest keys, and gradients through it.
+Wu, Rabe, Hutchins and Szegedy, "Memorizing Transformers", 2022, in the form that the Elastic Memory paper ("Towards
+Compressive and Scalable Recurrent Memory") compares: dense attention to the queue in place of the nearest keys, and
+gradients through it. The gate is section 3.2 of the original.
 
     sigmoid  A = g A_mem + (1 - g) A_local,   A_mem = softmax(q K_mem^T / sqrt(d)) V_mem,   g = sigmoid(b), b per head
     none     A = softmax over [K_mem, K_local] at once
@@ -21,15 +22,16 @@ from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach
 from megamem.memory.shared.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
-from megamem.memory.shared.blocks import Span
-from megamem.memory.shared.queue import entry_counts, gated, push, queued, readable
+from megamem.memory.shared.blocks import BlockSlice
+from megamem.memory.shared.gate import MemoryGate, gated
+from megamem.memory.shared.queue import entry_counts, push, queued, readable
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
 INITIAL_SCALE = 20.0
-"""Of products of normalized queries and keys, at the start."""
+"""What products of normalized queries and keys are multiplied by at the start."""
 
 
 @MIXERS.register
@@ -70,14 +72,14 @@ class MemorizingAttentionConfig(MixerConfig):
         resolve_block(self.block, model)
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The queue, the newest token last, zeros where nothing has come yet; and the open block."""
+        """Declare the queue, the newest token last and zeros where nothing has come yet, and the open block."""
         entry = TensorSpec((self.queue, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": entry, "values": entry, **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Scores and weighted values of the tokens in the queue at each block; with `topk` a search for them first.
+        """Count attention to the tokens in the queue at each block; with `topk` also the search for them.
 
-        The search has no backward, nor have with `stop_gradient` the tokens a chunk finds in the queue.
+        The search has no backward pass; with `stop_gradient`, neither have the tokens that a chunk finds in the queue.
         """
         block = resolve_block(self.block, model)
         blocks = -(-sequence_length // block)
@@ -94,12 +96,25 @@ class MemorizingAttentionConfig(MixerConfig):
         return parts if self.top_k is None else {**parts, "memory_retrieval": searching}
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """A gate and a scale per head, where there are such."""
+        """Count a gate and a scale per head, where there are such."""
         return model.heads * ((self.gate == "sigmoid") + self.normalize_keys)
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> MemorizingAttention:
         """See `MixerConfig.build`."""
         return MemorizingAttention(self, model, linears)
+
+
+class CosineScale(nn.Module):
+    """A learned positive number per head, by which cosines of queries and keys are multiplied."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        start = constant(math.log(INITIAL_SCALE))
+        self.log = declare(nn.Parameter(torch.empty(heads)), start, shard_axis=0)
+
+    def forward(self) -> Tensor:
+        """Return the scales [local heads]."""
+        return self.log.exp()
 
 
 class MemorizingAttention(BlockAttention):
@@ -109,59 +124,66 @@ class MemorizingAttention(BlockAttention):
         super().__init__(model, linears, config.state_specs(model), resolve_block(config.block, model))
         self.config = config
         self.differentiable_state = not config.stop_gradient
-        heads = model.heads // linears.tp_size
-        self.gate: nn.Parameter | None = None
-        self.log_scale: nn.Parameter | None = None
-        if config.gate == "sigmoid":
-            self.gate = declare(nn.Parameter(torch.empty(heads)), constant(config.gate_init), shard_axis=0)
+        self.gate = MemoryGate(model, linears, config.gate_init) if config.gate == "sigmoid" else None
+        self.cosine_scale = CosineScale(model.heads // linears.tp_size) if config.normalize_keys else None
         if config.normalize_keys:
-            self.score_scale = 1.0  # the learned one, of any width
-            start = constant(math.log(INITIAL_SCALE))
-            self.log_scale = declare(nn.Parameter(torch.empty(heads)), start, shard_axis=0)
+            # the learned scale takes the place of the one that depends on the width
+            self.score_scale = 1.0
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         return super().forward(hidden, state if self.differentiable_state else detach(state), chunk)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionProjections.project`; normalized, q k^T / sqrt(d) is the scale times the cosine."""
+        """See `AttentionProjections.project`; with `normalize_keys`, q k^T / sqrt(d) is the scale times the cosine."""
         query, key, value = super().project(hidden)
-        if self.log_scale is None:
+        if self.cosine_scale is None:
             return query, key, value
-        scale = (self.log_scale.exp() * self.width**0.5)[:, None].to(query.dtype)
+        # attention kernels divide by sqrt(head_dim), which cancels here
+        scale = (self.cosine_scale() * self.width**0.5)[:, None].to(query.dtype)
         return unit(query) * scale, unit(key), value
 
-    def entries(self, span: Span) -> list[int]:
-        """Per row: how many tokens of its document are in the queue, those of its finished blocks."""
-        return entry_counts(span, self.block, self.config.queue)
+    def entries(self, block_slice: BlockSlice) -> list[int]:
+        """Return how many tokens of each row's document are in the queue: those of its finished blocks."""
+        return entry_counts(block_slice, self.block, self.config.queue)
 
-    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
-        """Without a gate the queue stands in front of the block: its keys, not rotated, at the block's first place."""
-        entries = self.entries(span)
+    def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
+        """See `BlockAttention.recall`: without a gate the queue stands in front of the block.
+
+        Its keys are not rotated, which puts all of them at the block's first position.
+        """
+        entries = self.entries(block_slice)
         if self.gate is not None or not any(entries):
             return []
         past = queued(state["keys"], state["values"], entries)
         return [past if self.config.top_k is None else nearest(like, past, self.config.top_k)]
 
-    def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
-        """g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document."""
+    def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
+        """Return g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document.
+
+        Shapes: see `BlockAttention.mix`.
+        """
         if self.gate is None:
             return output
-        entries = self.entries(span)
-        # with an empty queue the gate mixes equals: ZeRO 3 wants a gradient, if of zeros, from each backward pass
+        entries = self.entries(block_slice)
+        # where every queue is empty the gate mixes A_local with itself: ZeRO 3 needs a gradient of every parameter, if
+        # of zeros, from each backward pass
         retrieved = self.retrieve(query, state, entries) if any(entries) else output
-        return gated(retrieved, output, self.gate.sigmoid()[:, None], entries)
+        return gated(retrieved, output, self.gate(), entries)
 
     def retrieve(self, query: Tensor, state: State, entries: list[int]) -> Tensor:
-        """A_mem; something finite in rows with an empty queue."""
+        """Return A_mem [tokens, batch, local heads, head_dim]; anything finite in rows with an empty queue.
+
+        query (before rotation): [tokens, batch, local heads, head_dim]; entries: by row, see `entries`.
+        """
         past = readable(state["keys"], state["values"], entries)
         if self.config.top_k is None:
-            return past_attention(self.asking(query), past, self.backend)
-        return nearest_attention(self.asking(query), past, self.config.top_k, self.backend)
+            return past_attention(self.scaled_query(query), past, self.backend)
+        return nearest_attention(self.scaled_query(query), past, self.config.top_k, self.backend)
 
-    def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
-        """Append the block and drop the oldest tokens, in rows whose block ends."""
+    def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
+        """See `BlockAttention.remember`: the block is appended and the oldest tokens are dropped."""
         return {
-            "keys": push(state["keys"], keys, span.closing),
-            "values": push(state["values"], values, span.closing),
+            "keys": push(state["keys"], keys, block_slice.closing),
+            "values": push(state["values"], values, block_slice.closing),
         }

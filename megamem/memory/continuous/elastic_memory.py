@@ -17,7 +17,7 @@ from megamem.memory.base import State, StateSpec, TensorSpec, state_dtype, to_de
 from megamem.memory.continuous.hippo import Sampling
 from megamem.memory.continuous.hippo_bank import Discretization, HippoBank
 from megamem.memory.shared.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
-from megamem.memory.shared.blocks import Span
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.attention.softmax import Past
 from megamem.parallel.linears import Linears
 
@@ -120,9 +120,11 @@ class ElasticMemory(BlockAttention):
             c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, c.points, c.discretization, dtype
         )
 
-    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
+    def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
         """K_mem, V_mem = R C (Eq. 8), not rotated; rows in the first block of their document see none."""
-        seen = tuple(max(start - phase, 0) for start, phase in zip(span.starts, span.phases, strict=True))
+        seen = tuple(
+            max(start - offset, 0) for start, offset in zip(block_slice.starts, block_slice.offsets, strict=True)
+        )
         if not any(seen):
             return []
         coefficients = state["coefficients"]
@@ -132,10 +134,10 @@ class ElasticMemory(BlockAttention):
         visible = None if all(seen) else to_device([t > 0 for t in seen], like.device, torch.bool)
         return [Past(keys, values, visible)]
 
-    def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
+    def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
         """C <- P C + K F (Eq. 6) of the rows whose block ends, keys taken before rotation."""
-        closing = span.closing
-        starts = tuple(end - self.block if close else 0 for end, close in zip(span.ends, closing, strict=True))
+        closing = block_slice.closing
+        starts = tuple(end - self.block if close else 0 for end, close in zip(block_slice.ends, closing, strict=True))
         old = state["coefficients"]
         transition, kernel = self.bank(old.dtype).update_matrices(starts, keys.device)
         block = torch.stack((keys, values), dim=2).to(old.dtype).transpose(0, 1)

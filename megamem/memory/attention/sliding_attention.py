@@ -17,7 +17,7 @@ from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, to_device
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns
-from megamem.memory.shared.blocks import position_tables
+from megamem.memory.shared.blocks import row_rotary_tables
 from megamem.ops.attention.softmax import Past, attention
 from megamem.parallel.linears import Linears
 
@@ -81,8 +81,8 @@ class SlidingAttention(AttentionProjections):
         """See `Mixer.forward`."""
         query, key, value = self.project(hidden)
         tokens, before = query.shape[0], self.window - 1
-        tables = position_tables(chunk.starts, tokens, self.width, self.theta, query)
-        query, key = self.asking(self.turn(query, *tables)), self.turn(key, *tables)
+        tables = row_rotary_tables(chunk.starts, tokens, self.width, self.theta, query)
+        query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
         step, outputs = part_tokens(self.window), []
         for begin in range(0, tokens, step):
