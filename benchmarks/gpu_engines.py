@@ -103,7 +103,7 @@ class Minimal:
             for decay in (True, False)
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=LR, betas=settings.betas, eps=settings.eps, fused=True)
-        self._clip = settings.clip
+        self._clip = settings.grad_clip
         self._window = Window(self.stage)
         self._device = torch.device(device)
 

@@ -53,8 +53,8 @@ class TheirMemory(Mixer):
 
         super().__init__({}, {}, 1)
         self.memory = NeuralMemory(
-            dim=model.hidden_size, heads=model.heads, dim_head=model.head, chunk_size=step_tokens, batch_size=INNER,
-            default_model_kwargs={"depth": 2, "expansion_factor": 4.0},
+            dim=model.hidden_size, heads=model.heads, dim_head=model.resolved_head_dim, chunk_size=step_tokens,
+            batch_size=INNER, default_model_kwargs={"depth": 2, "expansion_factor": 4.0},
         )  # fmt: skip
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

@@ -26,7 +26,7 @@ from checkpoints.training_state import (
     set_random_states,
     spread_masters,
 )
-from checkpoints.weights import fresh_names
+from checkpoints.weights import new_parameter_names
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
@@ -118,7 +118,7 @@ def _difference(name: str, saved: Any, now: Any) -> str | None:
 def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
     """Weights from a safetensors file of whole tensors by global name, as a run leaves at its end; nothing else.
 
-    Parameters that the file lists as fresh keep their initial values.
+    Parameters that the file lists as new keep their initial values.
 
     A collective call of all ranks of `group`. Raises: CheckpointError naming file and tensor.
     """
@@ -141,7 +141,7 @@ def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
     except (OSError, SafetensorError) as error:
         return f"{path}: not a readable safetensors file ({error})"
-    if wrong := sorted(set(shapes) - set(found) - fresh_names(path)):
+    if wrong := sorted(set(shapes) - set(found) - new_parameter_names(path)):
         return f"{path}: {wrong[0]} is missing; the file belongs to another model"
     if wrong := sorted(set(found) - set(shapes)):
         return f"{path}: {wrong[0]} is not in the model; the file belongs to another model"

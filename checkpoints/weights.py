@@ -35,21 +35,25 @@ def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: 
         write_weights(whole, path)
 
 
-def write_weights(weights: dict[str, Tensor], path: Path, fresh: Sequence[str] = ()) -> None:
+def write_weights(weights: dict[str, Tensor], path: Path, new_parameters: Sequence[str] = ()) -> None:
     """Write whole FP32 weights by global name as one file, whole or not at all.
 
-    fresh: parameters of the model that the file does not hold and that start as in a new run.
+    new_parameters: parameters of the model that the file does not hold and that start as in a new run.
     """
     temporary = path.with_suffix(".tmp")
-    save_file(weights, temporary, metadata={"format": "megamem", "dtype": "fp32", "fresh": json.dumps(list(fresh))})
+    save_file(
+        weights,
+        temporary,
+        metadata={"format": "megamem", "dtype": "fp32", "new_parameters": json.dumps(list(new_parameters))},
+    )
     temporary.replace(path)
 
 
-def fresh_names(path: Path) -> set[str]:
+def new_parameter_names(path: Path) -> set[str]:
     """Parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return set(json.loads((file.metadata() or {}).get("fresh", "[]")))
+            return set(json.loads((file.metadata() or {}).get("new_parameters", "[]")))
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 

@@ -132,7 +132,7 @@ def start_from(
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
-    train(config, [*(overrides or []), f"training.weights={weights}"], processes=processes)
+    train(config, [*(overrides or []), f"training.init_from={weights}"], processes=processes)
 
 
 @app.command()

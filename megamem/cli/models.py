@@ -123,12 +123,12 @@ def from_hf(
     if as_json:
         console.file.write(json.dumps(facts) + "\n")
         return
-    fresh, unused = len(facts["fresh"]), len(facts["unused"])
+    new, unused = len(facts["new_parameters"]), len(facts["unused"])
     console.print(
         f"{out}: {facts['parameters']:,} parameters of a {facts['architecture']}"
-        f"{f', {fresh} tensors to start afresh' if fresh else ''}"
+        f"{f', {new} new parameters' if new else ''}"
         f"{f', {unused} tensors of the source unused' if unused else ''}\n"
-        f"train with `base: {out / 'model.yaml'}` and training.weights={out / 'weights.safetensors'}",
+        f"train with `base: {out / 'model.yaml'}` and training.init_from={out / 'weights.safetensors'}",
         highlight=False,
     )
 

@@ -38,7 +38,7 @@ class MixerConfig(ConfigModel):
 
     def projection_parameters(self, model: ModelConfig) -> int:
         """Parameters of one layer's query, key, value and output projections."""
-        return 2 * model.hidden_size * (model.heads + model.kv) * model.head
+        return 2 * model.hidden_size * (model.heads + model.resolved_kv_heads) * model.resolved_head_dim
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Parameters of one layer besides those."""
@@ -108,7 +108,7 @@ class ModelConfig(ConfigModel):
     """Inner width of the MLP; if not given, 8/3 of hidden_size rounded up to a multiple of 64, 4 times with `gelu`."""
     vocab_size: PositiveInt = 32_000
     """Tokens that can be read and predicted; the tokenizer may have fewer pieces, never more."""
-    vocab_rows: PositiveInt | None = None
+    padded_vocab_size: PositiveInt | None = None
     """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
@@ -145,17 +145,17 @@ class ModelConfig(ConfigModel):
     BF16 on CUDA; everything else torch computes all the same."""
 
     @property
-    def kv(self) -> int:
+    def resolved_kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
-    def head(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Width of a head."""
         return self.head_dim or self.hidden_size // self.heads
 
     @property
-    def ffn(self) -> int:
+    def resolved_ffn_size(self) -> int:
         """Inner width of the MLP."""
         if self.mlp == "gelu":
             return self.ffn_size or 4 * self.hidden_size
@@ -164,20 +164,25 @@ class ModelConfig(ConfigModel):
     @property
     def mlp_matrices(self) -> int:
         """Weights of one layer's MLP, biases left out."""
-        return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.ffn
+        return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.resolved_ffn_size
 
     @property
-    def rows(self) -> int:
+    def resolved_padded_vocab_size(self) -> int:
         """Rows of embedding and head."""
-        return self.vocab_rows or self.vocab_size
+        return self.padded_vocab_size or self.vocab_size
 
     @property
     def layer_vectors(self) -> int:
         """Parameters of one layer's norms and biases."""
         if not self.bias:
             return 2 * self.norm_vectors
-        projections = (self.heads + 2 * self.kv) * self.head + self.hidden_size
-        return 2 * self.norm_vectors + projections + (1 if self.mlp == "gelu" else 2) * self.ffn + self.hidden_size
+        projections = (self.heads + 2 * self.resolved_kv_heads) * self.resolved_head_dim + self.hidden_size
+        return (
+            2 * self.norm_vectors
+            + projections
+            + (1 if self.mlp == "gelu" else 2) * self.resolved_ffn_size
+            + self.hidden_size
+        )
 
     @property
     def norm_vectors(self) -> int:
@@ -192,9 +197,9 @@ class ModelConfig(ConfigModel):
         """
         if self.mup is None:
             return self
-        inner = self.heads * self.head
+        inner = self.heads * self.resolved_head_dim
         heads = self.mup.base_heads or self._narrowed("heads", self.heads)
-        kv = self.mup.base_kv_heads or _share("kv_heads", self.kv * heads, self.heads)
+        kv = self.mup.base_kv_heads or _share("kv_heads", self.resolved_kv_heads * heads, self.heads)
         width = _share("head_dim", self._narrowed("heads * head_dim", inner), heads)
         ffn = self.mup.base_ffn_size or (self.ffn_size and self._narrowed("ffn_size", self.ffn_size))
         narrow = {
@@ -209,7 +214,7 @@ class ModelConfig(ConfigModel):
     @property
     def score_scale(self) -> float:
         """What queries of softmax attention are multiplied by: scores go as 1 / head_dim beyond the base model's."""
-        return 1.0 if self.mup is None else (self.base.head / self.head) ** 0.5
+        return 1.0 if self.mup is None else (self.base.resolved_head_dim / self.resolved_head_dim) ** 0.5
 
     @property
     def logit_scale(self) -> float:
@@ -227,12 +232,12 @@ class ModelConfig(ConfigModel):
                 f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
                 "choose a multiple or give head_dim"
             )
-        if self.head % 2:
-            raise ValueError(f"head_dim {self.head} is odd; rotary positions need an even width")
-        if self.heads % self.kv:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv}")
-        if self.rows < self.vocab_size:
-            raise ValueError(f"vocab_rows {self.vocab_rows} are fewer than vocab_size {self.vocab_size}")
+        if self.resolved_head_dim % 2:
+            raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
+        if self.heads % self.resolved_kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
+        if self.resolved_padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
         if (self.positions == "learned") != (self.max_positions is not None):
             raise ValueError(
                 f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "

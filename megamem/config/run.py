@@ -54,11 +54,11 @@ class OptimizerConfig(ConfigModel):
 
     lr: PositiveFloat = 2e-3
     """Peak learning rate."""
-    fresh_lr: PositiveFloat | None = None
-    """Peak learning rate of parameters that `training.weights` lists as fresh (added memories); lr if not given."""
+    new_parameters_lr: PositiveFloat | None = None
+    """Peak learning rate of parameters that `training.init_from` lists as new (added memories); lr if not given."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end over the peak."""
-    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the steps with a rising learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of the moments."""
@@ -66,7 +66,7 @@ class OptimizerConfig(ConfigModel):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Of matrices and embeddings; vectors (norms) do not decay."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
 
@@ -89,7 +89,7 @@ class TrainingConfig(ConfigModel):
     """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
-    weights: Path | None = None
+    init_from: Path | None = None
     """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it; random if not given.
     A run that goes on from a checkpoint has its own."""
     compile: bool = False
@@ -153,7 +153,7 @@ class EvaluationConfig(ConfigModel):
     final_max_tokens: PositiveInt | None = None
     """Tokens of the evaluation at the end; all held-out text if not given."""
     rows: PositiveInt = 8
-    """Documents read side by side."""
+    """Rows of a batch on each rank: documents read side by side."""
     sliding_stride: PositiveInt | None = None
     """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
     sliding_max_tokens: PositiveInt = 32_768
@@ -283,12 +283,12 @@ class RunConfig(ConfigModel):
     def _layout_fits(self) -> RunConfig:
         model, tp = self.model, self.parallel.tp
         sizes = {
-            "heads": model.heads, "kv_heads": model.kv, "ffn_size": model.ffn,
-            "vocab_size" if model.vocab_rows is None else "vocab_rows": model.rows,
+            "heads": model.heads, "kv_heads": model.resolved_kv_heads, "ffn_size": model.resolved_ffn_size,
+            "vocab_size" if model.padded_vocab_size is None else "padded_vocab_size": model.resolved_padded_vocab_size,
         }  # fmt: skip
         for name, size in sizes.items():
             if size % tp:
-                hint = "; vocab_rows may be larger" if name == "vocab_size" else ""
+                hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
         if self.parallel.sequence_parallel and model.chunk_size % tp:
             raise ValueError(

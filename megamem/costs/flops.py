@@ -23,7 +23,7 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     parts: dict[str, Flops] = {
         "projections": product(2 * sum(mixer.projection_parameters(model) for mixer in mixers)),
         "mlp": product(2 * model.layers * model.mlp_matrices),
-        "head": product(2 * model.hidden_size * model.rows),
+        "head": product(2 * model.hidden_size * model.resolved_padded_vocab_size),
     }
     # layers with equal mixers cost the same
     counts = Counter(mixer.model_dump_json() for mixer in mixers)

@@ -14,7 +14,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """
     hidden = model.hidden_size
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    embedding = model.rows * hidden
+    embedding = model.resolved_padded_vocab_size * hidden
     positions = (model.max_positions or 0) * hidden
     inner = {
         "attention": sum(mixer.projection_parameters(model) for mixer in mixers),

@@ -17,7 +17,7 @@ def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str
     return {
         "batch": rows,
         "heads": model.heads,
-        "kv_heads": model.kv,
+        "kv_heads": model.resolved_kv_heads,
         "hidden": model.hidden_size,
         "chunk": model.chunk_size,
         "open": open_tokens,

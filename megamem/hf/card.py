@@ -37,8 +37,8 @@ tags:
 # {name}
 
 A decoder with {counts["total"]:,} parameters ({counts["non_embedding"]:,} without embedding and head): {model.layers}
-layers of {model.hidden_size}, {model.heads} query and {model.kv} key heads, vocabulary of {model.vocab_size:,}, chunks
-of {model.chunk_size:,} tokens. Mixers: {kinds}.
+layers of {model.hidden_size}, {model.heads} query and {model.resolved_kv_heads} key heads, vocabulary of
+{model.vocab_size:,}, chunks of {model.chunk_size:,} tokens. Mixers: {kinds}.
 
 Trained with megamem {facts["megamem"]} for {facts["step"]:,} steps = {facts["tokens"]:,} tokens of {sources}
 (sequences of {config["data"]["sequence_length"]:,} tokens, {config["training"]["batch_tokens"]:,} tokens a step,

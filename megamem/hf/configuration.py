@@ -37,7 +37,7 @@ class MegamemConfig(PreTrainedConfig):
             self.megamem = model.model_dump(mode="json")
             self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
             self.num_hidden_layers, self.num_attention_heads = model.layers, model.heads
-            self.num_key_value_heads, self.tie_word_embeddings = model.kv, model.tie_embeddings
+            self.num_key_value_heads, self.tie_word_embeddings = model.resolved_kv_heads, model.tie_embeddings
         super().__post_init__(**kwargs)
 
     @property

@@ -1,7 +1,7 @@
 """`megamem convert from-hf`: transformers' Llama and GPT-2 types and our own exports as weights to start from.
 
 OUT/model.yaml           the `model` section, for `base:` of a run's configuration
-OUT/weights.safetensors  FP32 weights by global name, for training.weights
+OUT/weights.safetensors  FP32 weights by global name, for training.init_from
 OUT/tokenizer/           where the source has one
 """
 
@@ -51,12 +51,12 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         raise ConversionError(f"{source}: quantised weights are not read; take the model's BF16 or FP32 form")
     section = source_section(opened, kind)
     if section["vocab_size"] % vocab_multiple and kind != "megamem":
-        section["vocab_rows"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
+        section["padded_vocab_size"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
     tree: dict[str, Any] = {"model": section}
     for override in overrides:
         tree = apply_override(tree, f"model.{override}")
     model = parse_config(ModelConfig, with_closed_gates(tree["model"]), f"{source}: as a model section")
-    weights, fresh = collect(opened, kind, model)
+    weights, new_parameters = collect(opened, kind, model)
     words = None
     with whole_folder(out) as partial:
         with tempfile.TemporaryDirectory() as scratch:
@@ -64,13 +64,13 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
                 words = import_tokenizer(files, partial / TOKENIZER).vocab_size
         if words is not None and words > model.vocab_size:
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
-        write_weights(weights, partial / WEIGHTS, fresh=fresh)
+        write_weights(weights, partial / WEIGHTS, new_parameters=new_parameters)
         text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
         (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
     return {
         "architecture": kind,
         "parameters": sum(value.numel() for value in weights.values()),
-        "fresh": fresh,
+        "new_parameters": new_parameters,
         "tokenizer": words,
         "unused": sorted(opened.unused()),
     }
@@ -84,11 +84,11 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
     shapes = {name: tuple(p.shape) for name, p in meta_stage(model).named_parameters()}
     take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor}[kind]
     weights: dict[str, Tensor] = {}
-    fresh = []
+    new_parameters = []
     for name, shape in shapes.items():
         value = take(source, name)
         if value is None:
-            fresh.append(name)
+            new_parameters.append(name)
             continue
         if not value.is_floating_point() or value.element_size() < 2:
             raise ConversionError(f"{source.folder}: {name} is stored as {value.dtype}; quantised weights are not read")
@@ -100,9 +100,9 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
         weights[name] = value.contiguous()
     theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
     added = re.compile(r"layers\.\d+\.mixer\..*")
-    if lacking := [name for name in fresh if name in theirs or not added.fullmatch(name)]:
+    if lacking := [name for name in new_parameters if name in theirs or not added.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
-    return weights, fresh
+    return weights, new_parameters
 
 
 def source_section(source: Source, kind: str) -> dict[str, Any]:

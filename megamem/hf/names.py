@@ -33,7 +33,7 @@ def is_llama(model: ModelConfig) -> bool:
     return (
         plain
         and model.score_scale == model.logit_scale == 1.0
-        and model.rows == model.vocab_size
+        and model.resolved_padded_vocab_size == model.vocab_size
         and model.hidden_size % model.heads == 0  # transformers wants it, whatever the width of heads
         and all(
             (mixer := model.mixer_at(layer)).kind == "full_attention" and getattr(mixer, "max_chunks", None) is None

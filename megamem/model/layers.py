@@ -71,8 +71,8 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.linears = linears
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.up = linears.column(model.hidden_size, model.ffn, normal(model.init_std), model.bias)
-        self.down = linears.row(model.ffn, model.hidden_size, back, model.bias)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.bias)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
@@ -89,9 +89,9 @@ class SwiGLU(nn.Module):
         self.gated = gated
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.gate = linears.column(model.hidden_size, model.ffn, init, model.bias)
-        self.up = linears.column(model.hidden_size, model.ffn, init, model.bias)
-        self.down = linears.row(model.ffn, model.hidden_size, back, model.bias)
+        self.gate = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]."""

@@ -62,7 +62,9 @@ class Stage(nn.Module):
         """Whether states that a new document leaves behind keep their place in the backward pass, with gradients of
         zero: ZeRO 3 wants all ranks to run the same modules backward, wherever their documents begin."""
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(model.rows, model.hidden_size, normal(model.init_std))
+            self.embedding = linears.embedding(
+                model.resolved_padded_vocab_size, model.hidden_size, normal(model.init_std)
+            )
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
             self.positions = declare(nn.Parameter(table), normal(model.init_std))
@@ -70,7 +72,7 @@ class Stage(nn.Module):
         if self.last:
             self.norm = make_norm(model, linears)
             if not model.tie_embeddings:
-                self.head = linears.column(model.hidden_size, model.rows, normal(model.init_std))
+                self.head = linears.column(model.hidden_size, model.resolved_padded_vocab_size, normal(model.init_std))
         if model.mup is not None:
             follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
 

@@ -45,7 +45,7 @@ class PartCosts:
 
 def parameter_costs(model: ModelConfig) -> PartCosts:
     """Parameters of each layer and of embedding and head (tied: both hold the matrix)."""
-    matrix = float(model.rows * model.hidden_size)
+    matrix = float(model.resolved_padded_vocab_size * model.hidden_size)
     shared = model.mlp_matrices + model.layer_vectors
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
     return PartCosts(
@@ -64,7 +64,7 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
         mixing = mixer.mixing_flops(model, sequence_length, True).values()
         products = 6.0 * (shared + mixer.projection_parameters(model))
         layers.append(products + sum(flops.forward + flops.backward for flops in mixing))
-    return PartCosts(tuple(layers), 0.0, 6.0 * model.rows * model.hidden_size)
+    return PartCosts(tuple(layers), 0.0, 6.0 * model.resolved_padded_vocab_size * model.hidden_size)
 
 
 def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
@@ -87,7 +87,7 @@ def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
                 forward[stage][chunk] += linear + total[0] - before[0]
                 backward[stage][chunk] += 2 * linear + total[1] - before[1]
                 before = total
-    head = 2.0 * model.rows * model.hidden_size
+    head = 2.0 * model.resolved_padded_vocab_size * model.hidden_size
     for chunk in range(chunks):
         forward[-1][chunk] += head
         backward[-1][chunk] += 2 * head

@@ -61,11 +61,16 @@ class TrainingEngine(ABC):
     """One rank's layers, optimizer and, in streams mode, memory states carried from step to step."""
 
     def __init__(
-        self, config: RunConfig, topology: Topology, layers: range | None, backwards: int, fresh: Collection[str]
+        self,
+        config: RunConfig,
+        topology: Topology,
+        layers: range | None,
+        backwards: int,
+        new_parameters: Collection[str],
     ) -> None:
         """layers: those of this rank's stage, all if None. backwards: see `deepspeed_config`.
 
-        fresh: names of parameters that learn at `optimizer.fresh_lr`.
+        new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
         """
         import deepspeed
 
@@ -75,9 +80,9 @@ class TrainingEngine(ABC):
         self.dtype = DTYPES[config.training.precision]
         self.stage = build_stage(config, topology, layers)
         whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
-        groups = len(parameter_groups(whole, config.optimizer, fresh))
+        groups = len(parameter_groups(whole, config.optimizer, new_parameters))
         self.optimizer = AgreeingAdamW(
-            parameter_groups(self.stage.named_parameters(), config.optimizer, fresh, groups), config.optimizer
+            parameter_groups(self.stage.named_parameters(), config.optimizer, new_parameters, groups), config.optimizer
         )
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
@@ -188,8 +193,8 @@ class TrainingEngine(ABC):
                 total += parameter.grad.float().square().sum()
         dist.all_reduce(total, group=self.topology.model_group)
         norm = total.sqrt()
-        if self.config.optimizer.clip:
-            torch._foreach_mul_(gradients, (self.config.optimizer.clip / (norm + 1e-6)).clamp(max=1.0))
+        if self.config.optimizer.grad_clip:
+            torch._foreach_mul_(gradients, (self.config.optimizer.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -22,7 +22,7 @@ def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": backwards,
-        "gradient_clipping": config.optimizer.clip if parallel.zero_stage else 0.0,  # see _clip_plain
+        "gradient_clipping": config.optimizer.grad_clip if parallel.zero_stage else 0.0,  # see _clip_plain
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": True,

@@ -28,19 +28,22 @@ from megamem.pipeline.schedule import stage_order, window_schedule
 from megamem.pipeline.window import Window
 
 
-def build_engine(config: RunConfig, topology: Topology, fresh: Collection[str] = ()) -> TrainingEngine:
-    """The engine for the topology's pipeline size. fresh: names of parameters that learn at `optimizer.fresh_lr`."""
+def build_engine(config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> TrainingEngine:
+    """Return the engine for the topology's pipeline size.
+
+    new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
+    """
     if topology.pp_size == 1:
-        return WindowEngine(config, topology, fresh)
-    return PipelineEngine(config, topology, fresh)
+        return WindowEngine(config, topology, new_parameters)
+    return PipelineEngine(config, topology, new_parameters)
 
 
 class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
-    def __init__(self, config: RunConfig, topology: Topology, fresh: Collection[str] = ()) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
         self.windows = config.accumulation_steps(topology.dp_size) * (config.chunks // config.bptt_chunks)
-        super().__init__(config, topology, None, self.windows, fresh)
+        super().__init__(config, topology, None, self.windows, new_parameters)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
@@ -85,10 +88,10 @@ class WindowEngine(TrainingEngine):
 class PipelineEngine(TrainingEngine):
     """One stage of a pipeline, ZeRO 0 or 1: chunks up, gradients down, memory stays."""
 
-    def __init__(self, config: RunConfig, topology: Topology, fresh: Collection[str] = ()) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
-        super().__init__(config, topology, layers[topology.pp_rank], 1, fresh)
+        super().__init__(config, topology, layers[topology.pp_rank], 1, new_parameters)
         self.placement = layers
         self.order = stage_order(
             topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks

@@ -17,23 +17,23 @@ from megamem.parallel.linears import info
 def parameter_groups(
     parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
-    fresh: Collection[str] = (),
+    new_parameters: Collection[str] = (),
     least: int = 0,
 ) -> list[dict[str, Any]]:
-    """AdamW groups by each parameter's declaration, with and without decay, and by whether it is fresh.
+    """AdamW groups by each parameter's declaration, with and without decay, and by whether it is new.
 
     `lr_scale` of a group is its learning rate over the run's. A rate that follows the width leaves its product with the
-    weight decay as it is, as a fresh parameter's does not.
+    weight decay as it is, as that of a new parameter does not.
 
     least: groups are cut in two until there are so many. DeepSpeed reduces over all stages group by group, so they need
         as many each.
     """
-    scale = 1.0 if config.fresh_lr is None else config.fresh_lr / config.lr
+    scale = 1.0 if config.new_parameters_lr is None else config.new_parameters_lr / config.lr
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         declared = info(parameter)
         decay = config.weight_decay / declared.lr_scale if declared.decay else 0.0
-        rate = declared.lr_scale * (scale if name in fresh else 1.0)
+        rate = declared.lr_scale * (scale if name in new_parameters else 1.0)
         groups.setdefault((decay, rate), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)  # with decay first
     made: list[dict[str, Any]] = [
@@ -79,9 +79,9 @@ class AgreeingAdamW(torch.optim.AdamW):
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up, cosine down to lr * min_lr_ratio."""
-    warmup = math.ceil(config.warmup * steps)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    warmup_steps = math.ceil(config.warmup_ratio * steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)

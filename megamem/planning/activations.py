@@ -125,7 +125,7 @@ class _Lines:
         # the same goes for one head
         split = END_TOKENS if not layers else of.model.chunk_size
         sizes = [size for size in tp_sizes(of.model) if not how.sequence_parallel or split % size == 0]
-        several = [size for size in sizes if of.model.kv // size > 1]
+        several = [size for size in sizes if of.model.resolved_kv_heads // size > 1]
         self.sizes = several[-2:] if len(several) > 1 else sizes[-2:]
         self.chunks = of.chunks if layers else 1
         stage = _stage(of.model, of.dtype, layers, how)

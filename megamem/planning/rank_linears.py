@@ -14,8 +14,8 @@ from megamem.parallel.linears import Initializer, PlainLinears
 
 def tp_sizes(model: ModelConfig) -> list[int]:
     """The tensor-parallel sizes into which everything of `model` divides, in order."""
-    shared = (model.heads, model.kv, model.ffn, model.rows)
-    return [size for size in range(1, model.kv + 1) if not any(whole % size for whole in shared)]
+    shared = (model.heads, model.resolved_kv_heads, model.resolved_ffn_size, model.resolved_padded_vocab_size)
+    return [size for size in range(1, model.resolved_kv_heads + 1) if not any(whole % size for whole in shared)]
 
 
 class RankLinears(PlainLinears):

@@ -58,7 +58,7 @@ def part_parameters(model: ModelConfig, tp_size: int) -> PartParameters:
 @lru_cache(maxsize=64)
 def _part_parameters(written: str, tp_size: int) -> PartParameters:
     model = ModelConfig.model_validate_json(written)
-    for name, size in {"model.heads": model.heads, "model.kv_heads": model.kv}.items():
+    for name, size in {"model.heads": model.heads, "model.kv_heads": model.resolved_kv_heads}.items():
         if size % tp_size:
             raise LayoutError(f"parallel.tp: {tp_size} ranks cannot share {name} {size} evenly")
     kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpoints.weights import fresh_names
+from checkpoints.weights import new_parameter_names
 from megamem.config.extensions import CallbackConfig
 from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
@@ -42,15 +42,15 @@ def held_out_documents(config: RunConfig) -> list[EvaluationDocument]:
     return list(evaluation_documents(config.data, chunk_size=config.model.chunk_size))
 
 
-def fresh_parameters(config: RunConfig) -> set[str]:
-    """Return the names of parameters that learn at `optimizer.fresh_lr`.
+def new_parameters(config: RunConfig) -> set[str]:
+    """Return the names of parameters that learn at `optimizer.new_parameters_lr`.
 
     Raises:
         CheckpointError: the weights file that lists them cannot be read.
     """
-    if config.optimizer.fresh_lr is None or config.training.weights is None:
+    if config.optimizer.new_parameters_lr is None or config.training.init_from is None:
         return set()
-    return fresh_names(config.training.weights)
+    return new_parameter_names(config.training.init_from)
 
 
 def build_callbacks(config: RunConfig) -> list[Callback]:

@@ -69,11 +69,11 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
 
 def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
     """Raise CheckpointError for a run that wants other weights to start from: it is another run than the saved one."""
-    wanted = config.training.weights
-    begun_with = saved["config"]["training"].get("weights")
+    wanted = config.training.init_from
+    begun_with = saved["config"]["training"].get("init_from")
     if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
         raise CheckpointError(
-            f"{checkpoint.path}: the run did not start from training.weights {wanted}; choose another `name` to "
+            f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "
             "start a new one"
         )
 

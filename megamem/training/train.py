@@ -33,7 +33,7 @@ from megamem.training.build import (
     build_instruments,
     build_metrics,
     build_validation,
-    fresh_parameters,
+    new_parameters,
     held_out_documents,
     open_tokenizer,
     start_topology,
@@ -104,7 +104,7 @@ def _train_in_folder(
     heartbeat.begin()
 
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology, fresh_parameters(config))
+    engine = build_engine(config, topology, new_parameters(config))
     if is_rank_0:
         _print_facts(engine, feeder, checkpoint, skipped, console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
@@ -175,7 +175,7 @@ def _callbacks(
 
 def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadSteps, group: ProcessGroup) -> None:
     """Load what the run starts from: its own checkpoint, else weights that its configuration names."""
-    weights = trainer.config.training.weights
+    weights = trainer.config.training.init_from
     if checkpoint is not None:
         trainer.watch(f"loading {checkpoint.path}")
         resume(trainer, checkpoint, bad_steps, group)

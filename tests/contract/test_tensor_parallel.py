@@ -138,7 +138,7 @@ def test_local_states_have_the_declared_shapes(observations, tp, case):
     """Law 8 under tensor parallelism."""
     model = case.model(heads=HEADS)
     specs = model.mixer_at(0).state_specs(model)
-    names = {"batch": 2, "heads": model.heads, "kv_heads": model.kv, "hidden": model.hidden_size}
+    names = {"batch": 2, "heads": model.heads, "kv_heads": model.resolved_kv_heads, "hidden": model.hidden_size}
     names |= {"chunk": model.chunk_size, "open": 0}
     for rank in observations(tp, case, "mixer", "whole"):
         for spec, tensor in tensors(specs, rank["states"][0]):

@@ -41,7 +41,7 @@ EVERY = layers_of(sorted(MIXERS))
 """Every mechanism, for a few layouts: the laws hold each to float64 by itself."""
 GPT2 = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "max_positions": 3 * CHUNK,
-    "tie_embeddings": True, "vocab_size": VOCABULARY, "vocab_rows": VOCABULARY + 8,
+    "tie_embeddings": True, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY + 8,
 }  # fmt: skip
 """GPT-2's norm, MLP, biases and positions; a vocabulary with spare rows."""
 
@@ -59,7 +59,7 @@ def run_config(steps: int = 20, **sections) -> RunConfig:
             "steps": steps, "batch_tokens": ROWS * LENGTH, "precision": "fp32", **sections.get("training", {}),
         },
         "parallel": {"timeout_s": 120, "stall_timeout_s": 60, "device": "cpu", **sections.get("parallel", {})},
-        "optimizer": {"clip": 0.0, **sections.get("optimizer", {})},
+        "optimizer": {"grad_clip": 0.0, **sections.get("optimizer", {})},
     }  # fmt: skip
     return parse_config(RunConfig, tree, "test")
 

@@ -121,7 +121,7 @@ def train(payload: dict[str, Any]) -> dict[str, Any]:
     config = run_config(
         training={"precision": payload["precision"], "compile": payload.get("compile", False)},
         parallel={"zero_stage": payload["zero_stage"], "device": device},
-        optimizer={"clip": 1.0},
+        optimizer={"grad_clip": 1.0},
         data={"feeding": "streams", "short_documents": "drop"} if payload.get("feeding") == "streams" else {},
     )
     topology = Topology.start(device=device)

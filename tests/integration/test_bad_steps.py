@@ -16,18 +16,18 @@ MODEL = {"layers": 2, "memory": [{"layers": [1], "mixer": {"kind": "elastic_memo
 STREAMS = {"data": {"feeding": "streams", "short_documents": "drop"}}
 
 
-def case(target, value, parallel, zero, precision="fp32", clip=0.0, **sections):
+def case(target, value, parallel, zero, precision="fp32", grad_clip=0.0, **sections):
     training = {"precision": precision, "bptt_chunks": 2, "micro_batch_size": 2 * parallel["tp"]}
     config = {
         "model": MODEL, "parallel": parallel | {"zero_stage": zero}, "training": training,
-        "optimizer": {"clip": clip}, **sections,
+        "optimizer": {"grad_clip": grad_clip}, **sections,
     }  # fmt: skip
     return {"config": config, "target": target, "value": value}
 
 
 CASES = {
-    "tp2-zero2-matrix": case("embedding", math.inf, TP2, 2, clip=1.0),
-    "dp2-zero3-matrix": case("embedding", math.inf, DP2, 3, clip=1.0),
+    "tp2-zero2-matrix": case("embedding", math.inf, TP2, 2, grad_clip=1.0),
+    "dp2-zero3-matrix": case("embedding", math.inf, DP2, 3, grad_clip=1.0),
     "tp2-zero0-loss": case("loss", math.nan, TP2, 0),
     "dp2-zero1-loss": case("loss", math.inf, DP2, 1),
     "tp2-zero1-streams": case("state", math.nan, TP2, 1, **STREAMS),
@@ -41,7 +41,7 @@ GRID = {
         for zero in range(4)
     },
     **{
-        f"{layout}-zero{zero}-bf16": case("norm", math.inf, parallel, zero, "bf16", clip=1.0)
+        f"{layout}-zero{zero}-bf16": case("norm", math.inf, parallel, zero, "bf16", grad_clip=1.0)
         for layout, parallel in (("tp2", TP2), ("dp2", DP2))
         for zero in (1, 2)
     },

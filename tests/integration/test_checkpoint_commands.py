@@ -122,7 +122,7 @@ def copy(run, folder):
 @pytest.mark.parametrize("layout", [{"tp": 1, "pp": 2}, {"tp": 2, "zero_stage": 3}], ids=["pp2", "tp2-zero3"])
 def test_a_new_run_starts_from_weights(data, run, tmp_path, layout):
     """Its first loss is what these weights give, under another layout; moments and counters are its own."""
-    sections = {**SECTIONS, "training": {"steps": 1, "weights": str(run / "model.safetensors")}, "parallel": layout}
+    sections = {**SECTIONS, "training": {"steps": 1, "init_from": str(run / "model.safetensors")}, "parallel": layout}
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", name="new", **sections))
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
         assert job.codes(90) == [0, 0], job.output(0)
@@ -142,7 +142,7 @@ def test_a_new_run_starts_from_weights(data, run, tmp_path, layout):
 )
 def test_weights_of_another_model_are_refused(data, run, tmp_path, change, said):
     save_file(change(load_file(run / "model.safetensors")), tmp_path / "w.safetensors")
-    sections = {**SECTIONS, "training": {"steps": 1, "weights": str(tmp_path / "w.safetensors")}}
+    sections = {**SECTIONS, "training": {"steps": 1, "init_from": str(tmp_path / "w.safetensors")}}
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", name="new", **sections))
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
         assert job.codes(90) == [CheckpointError.exit_code] * 2

@@ -205,8 +205,8 @@ def test_a_run_starts_from_an_imported_model_with_a_memory_added(data, place, tm
     invoke("convert", "from-hf", place / "llama", tmp_path / "ours", f"chunk_size={CHUNK}", memory)
     base = {"base": str(tmp_path / "ours" / "model.yaml")}
     tree = run_tree(
-        data, tmp_path / "runs", training={"weights": str(tmp_path / "ours" / "weights.safetensors")},
-        optimizer={"lr": 1e-3, "fresh_lr": 1e-2}, logging={"every": 1},
+        data, tmp_path / "runs", training={"init_from": str(tmp_path / "ours" / "weights.safetensors")},
+        optimizer={"lr": 1e-3, "new_parameters_lr": 1e-2}, logging={"every": 1},
     )  # fmt: skip
     del tree["model"]
     losses = []

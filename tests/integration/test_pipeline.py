@@ -32,7 +32,7 @@ RUNS = {
     1: {
         "one": {},
         "one-streams": {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}},
-        "one-tied": {"model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2}},
+        "one-tied": {"model": {"tie_embeddings": True}, "optimizer": {"grad_clip": 0.2}},
     },
     2: {
         "pp2-streams": {
@@ -44,7 +44,7 @@ RUNS = {
         "pp2-tp2": {"parallel": {"pp": 2, "tp": 2, "sequence_parallel": True}},
         "pp2-tp2-bf16": {"parallel": {"pp": 2, "tp": 2}, "training": BF16},
         "pp4-tied": {
-            "parallel": {"pp": 4, "zero_stage": 0}, "model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2},
+            "parallel": {"pp": 4, "zero_stage": 0}, "model": {"tie_embeddings": True}, "optimizer": {"grad_clip": 0.2},
         },
     },
 }  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_process(runs, staged, whole):
 
 @pytest.mark.slow
 def test_other_pipelines_too(data, tmp_path):
-    tied = {"model": {"tie_embeddings": True}, "optimizer": {"clip": 0.2}}
+    tied = {"model": {"tie_embeddings": True}, "optimizer": {"grad_clip": 0.2}}
     staged = {"pp2": {"parallel": {"pp": 2}}, "pp2-tied": {"parallel": {"pp": 2, "zero_stage": 0}, **tied}}
     found = make_runs(data, tmp_path, {1: {"one": {}, "one-tied": tied}, 2: staged})
     for name in staged:

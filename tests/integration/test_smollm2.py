@@ -54,7 +54,7 @@ def ours(folder, pretrained):
     from megamem.hf.importing import from_hf
 
     facts = from_hf(folder / "model.gguf", folder / "ours", [f"chunk_size={CHUNK}"])
-    assert facts["fresh"] == facts["unused"] == []
+    assert facts["new_parameters"] == facts["unused"] == []
     return folder / "ours"
 
 
@@ -91,9 +91,9 @@ def test_with_a_memory_it_learns_and_is_exported_again(folder, pretrained, ours,
         },
         "training": {
             "steps": steps, "batch_tokens": 4 * CHUNK, "precision": "fp32",
-            "weights": str(tmp_path / "start" / "weights.safetensors"),
+            "init_from": str(tmp_path / "start" / "weights.safetensors"),
         },
-        "optimizer": {"lr": 1e-4, "warmup": 0.1}, "evaluation": {"every": 0}, "checkpoint": {"every": 0},
+        "optimizer": {"lr": 1e-4, "warmup_ratio": 0.1}, "evaluation": {"every": 0}, "checkpoint": {"every": 0},
         "parallel": {"device": "cpu", "timeout_s": 900, "stall_timeout_s": 600},
         "logging": {"every": 1, "wandb": {"mode": "disabled"}},
     }  # fmt: skip

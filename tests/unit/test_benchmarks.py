@@ -175,7 +175,7 @@ def test_keys_and_values_are_those_the_memory_stores():
     stage, _ = cpu.unit(shape.model, shape)
     documents = [torch.randint(64, (32,), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     signal = kv_reconstruction.keys_and_values(stage, documents)
-    assert signal.shape == (32, 2, 2, shape.model.kv, shape.model.head)
+    assert signal.shape == (32, 2, 2, shape.model.resolved_kv_heads, shape.model.resolved_head_dim)
     known = {order: kv_reconstruction.errors(signal, order, 0.5) for order in (1, 8, 31)}
     assert known[1]["keys_over_variance"] == pytest.approx(1, rel=1e-6), "one coefficient is the mean"
     assert known[31]["values_over_variance"] < known[8]["values_over_variance"] < 1

@@ -106,13 +106,15 @@ def test_memory_of_the_paper(size: str, memory: int) -> None:
     """Table 4 of the Elastic Memory paper: 0.8M, 1.2M and 1.6M numbers of memory a row."""
     model = load_model(CONFIGS / "models" / f"elastic-{size}.yaml")
     found = 0
-    sizes = {"batch": 1, "kv_heads": model.kv}
+    sizes = {"batch": 1, "kv_heads": model.resolved_kv_heads}
     for layer in range(model.layers):
         for spec in model.mixer_at(layer).state_specs(model).values():
             if isinstance(spec, TensorSpec) and spec.kind == "memory":
                 found += torch.Size(spec.sizes(sizes)).numel()
     assert found == memory
-    assert found == model.head**2 * model.heads * model.layers, "the size of the paper's Infini-Transformer"
+    assert found == model.resolved_head_dim**2 * model.heads * model.layers, (
+        "the size of the paper's Infini-Transformer"
+    )
 
 
 @pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])

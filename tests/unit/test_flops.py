@@ -138,7 +138,7 @@ def test_causal_attention_counts_the_triangle() -> None:
 def test_full_attention_over_a_sequence_is_one_triangle() -> None:
     model = small_model({"kind": "full_attention"})
     length = CHUNKS * CHUNK
-    expected = model.layers * 4 * model.heads * model.head * (length + 1) / 2
+    expected = model.layers * 4 * model.heads * model.resolved_head_dim * (length + 1) / 2
     assert flops_per_token(model, length)["attention"] == pytest.approx(expected)
 
 

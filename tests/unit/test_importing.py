@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from checkpoints.weights import fresh_names
+from checkpoints.weights import new_parameter_names
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, ConversionError
@@ -76,8 +76,8 @@ def test_llama(tmp_path, ids, tied):
     model = saved("llama", tmp_path / "hf", tie_word_embeddings=tied)
     facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
     stage = imported(tmp_path / "ours")
-    assert facts["unused"] == facts["fresh"] == []
-    assert stage.config.vocab_rows == 128, "filled up to a multiple that tensor-parallel sizes divide"
+    assert facts["unused"] == facts["new_parameters"] == []
+    assert stage.config.padded_vocab_size == 128, "filled up to a multiple that tensor-parallel sizes divide"
     found = logits(stage, ids)
     torch.testing.assert_close(found[..., :96], theirs(model, ids), rtol=1e-4, atol=1e-4)
     assert found[..., 96:].isneginf().all(), "rows beyond the vocabulary are never predicted"
@@ -87,7 +87,7 @@ def test_gpt2(tmp_path, ids):
     model = saved("gpt2", tmp_path / "hf")
     facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
     stage = imported(tmp_path / "ours")
-    assert facts["fresh"] == []
+    assert facts["new_parameters"] == []
     torch.testing.assert_close(logits(stage, ids)[..., :97], theirs(model, ids), rtol=1e-4, atol=1e-4)
 
 
@@ -117,8 +117,8 @@ def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, i
     local = ["chunk_size=16", "mixer=attention"]
     from_hf(tmp_path / "hf", tmp_path / "plain", local)
     facts = from_hf(tmp_path / "hf", tmp_path / "ours", [*local, f"memory=[{{layers: [1], mixer: {kind}}}]"])
-    assert facts["fresh"] == ["layers.1.mixer.gate"]
-    assert fresh_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
+    assert facts["new_parameters"] == ["layers.1.mixer.gate"]
+    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
     section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]
     assert section["memory"][0]["mixer"]["gate_init"] == -6.0
     before, after = (logits(imported(tmp_path / name), ids)[..., :96] for name in ("plain", "ours"))

@@ -63,7 +63,7 @@ class TestSizes:
             for name in numbers:
                 numbers[name] += torch.Size(specs[name].sizes(state_sizes(model, 1))).numel()
         assert numbers == {"associations": memory, "mass": model.layers * model.hidden_size}
-        assert memory == model.head**2 * model.heads * model.layers
+        assert memory == model.resolved_head_dim**2 * model.heads * model.layers
         planned = model_state_bytes(model, 1, torch.bfloat16, context_tokens=32_768)
         assert planned == {"memory": 4 * (memory + model.layers * model.hidden_size), "open": 0}
         assert sum(model.mixer_at(layer).extra_parameters(model) for layer in range(model.layers)) == gates

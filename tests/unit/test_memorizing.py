@@ -241,7 +241,7 @@ def numbers(model: ModelConfig) -> int:
     """Numbers of memory per row, from the declarations alone."""
     specs = [spec for layer in range(model.layers) for spec in model.mixer_at(layer).state_specs(model).values()]
     memory = [spec for spec in specs if isinstance(spec, TensorSpec) and spec.kind == "memory"]
-    return sum(math.prod(spec.sizes({"batch": 1, "kv_heads": model.kv})) for spec in memory)
+    return sum(math.prod(spec.sizes({"batch": 1, "kv_heads": model.resolved_kv_heads})) for spec in memory)
 
 
 @pytest.mark.parametrize(("queue", "times"), [(540, 1), (1080, 2), (2160, 4), (4320, 8), (8640, 16)])

@@ -77,11 +77,11 @@ def test_defaults_follow_from_the_sizes():
     model = ModelConfig.model_validate(
         {**GOOD, "ffn_size": None, "mixer": "full_attention", **memory("elastic_memory")}
     )
-    assert (model.kv, model.head, model.ffn) == (4, 4, 64)
+    assert (model.resolved_kv_heads, model.resolved_head_dim, model.resolved_ffn_size) == (4, 4, 64)
     assert [model.mixer_at(layer).kind for layer in range(2)] == ["full_attention", "elastic_memory"]
     assert model.mixer_at(1).sample_count == 512
     grouped = ModelConfig.model_validate({**GOOD, "kv_heads": 2, "head_dim": 6})
-    assert (grouped.kv, grouped.head) == (2, 6)
+    assert (grouped.resolved_kv_heads, grouped.resolved_head_dim) == (2, 6)
 
 
 def test_configurations_survive_a_round_trip_with_their_mixers_options():

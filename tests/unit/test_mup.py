@@ -100,13 +100,24 @@ class TestBaseWidth:
 
         grouped = {"hidden_size": 256, "heads": 16, "kv_heads": 4, "ffn_size": 512}
         more = base(**grouped, mup={"base_width": 64})
-        assert (more.heads, more.kv, more.head, more.ffn, more.mup) == (4, 1, 16, 128, None)
+        assert (more.heads, more.resolved_kv_heads, more.resolved_head_dim, more.resolved_ffn_size, more.mup) == (
+            4,
+            1,
+            16,
+            128,
+            None,
+        )
         wider = base(**grouped, mup={"base_width": 64, "base_heads": 16, "base_ffn_size": 256})
-        assert (wider.heads, wider.kv, wider.head, wider.ffn) == (16, 4, 4, 256)
+        assert (wider.heads, wider.resolved_kv_heads, wider.resolved_head_dim, wider.resolved_ffn_size) == (
+            16,
+            4,
+            4,
+            256,
+        )
         shared = base(**grouped, mup={"base_width": 64, "base_kv_heads": 4})
-        assert (shared.heads, shared.kv, shared.head) == (4, 4, 16)
+        assert (shared.heads, shared.resolved_kv_heads, shared.resolved_head_dim) == (4, 4, 16)
         by_rule = base(hidden_size=512, heads=8, mup={"base_width": 128})
-        assert (by_rule.heads, by_rule.ffn) == (2, 384)
+        assert (by_rule.heads, by_rule.resolved_ffn_size) == (2, 384)
         assert base(hidden_size=512, heads=8).hidden_size == 512
 
     @pytest.mark.parametrize(

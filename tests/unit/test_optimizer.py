@@ -124,13 +124,13 @@ def test_groups_follow_the_declarations():
     assert plain == {"params": [norm], "weight_decay": 0.0, "lr_scale": 1.0}
 
 
-def test_fresh_parameters_learn_at_their_own_rate():
+def test_new_parameters_learn_at_their_own_rate():
     names = ("old", "new", "old.norm", "new.norm")
     parameters = {name: nn.Parameter(torch.ones(*((2,) if "norm" in name else (2, 2)))) for name in names}
     for parameter in parameters.values():
         declare(parameter, constant(1.0))
-    config = OptimizerConfig(lr=1e-4, fresh_lr=1e-3, weight_decay=0.1)
-    groups = parameter_groups(parameters.items(), config, fresh={"new", "new.norm"})
+    config = OptimizerConfig(lr=1e-4, new_parameters_lr=1e-3, weight_decay=0.1)
+    groups = parameter_groups(parameters.items(), config, new_parameters={"new", "new.norm"})
     found = {(g["weight_decay"], g["lr_scale"]): g["params"] for g in groups}
     assert found == {
         (0.1, 1.0): [parameters["old"]], (0.1, 10.0): [parameters["new"]],
@@ -145,7 +145,7 @@ def test_a_parameter_without_a_declaration_is_a_defect():
 
 
 class TestSchedule:
-    CONFIG = OptimizerConfig(lr=1.0, warmup=0.1, min_lr_ratio=0.2)
+    CONFIG = OptimizerConfig(lr=1.0, warmup_ratio=0.1, min_lr_ratio=0.2)
 
     def test_shape(self):
         rates = [learning_rate(self.CONFIG, step, 100) for step in range(100)]
@@ -157,12 +157,12 @@ class TestSchedule:
         assert (rates[54] + rates[55]) / 2 == pytest.approx((1 + 0.2) / 2)
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
-    @pytest.mark.parametrize("warmup", [0.0, 0.01, 0.5, 0.99])
-    def test_short_runs_have_positive_rates(self, steps, warmup):
-        config = OptimizerConfig(lr=1.0, warmup=warmup, min_lr_ratio=0.0)
+    @pytest.mark.parametrize("warmup_ratio", [0.0, 0.01, 0.5, 0.99])
+    def test_short_runs_have_positive_rates(self, steps, warmup_ratio):
+        config = OptimizerConfig(lr=1.0, warmup_ratio=warmup_ratio, min_lr_ratio=0.0)
         rates = [learning_rate(config, step, steps) for step in range(steps)]
         assert rates[0] > 0
         assert all(0 <= rate <= 1 for rate in rates)
 
     def test_without_warmup_it_starts_at_the_peak(self):
-        assert learning_rate(OptimizerConfig(lr=3.0, warmup=0.0), 0, 50) == 3.0
+        assert learning_rate(OptimizerConfig(lr=3.0, warmup_ratio=0.0), 0, 50) == 3.0

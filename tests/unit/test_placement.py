@@ -195,7 +195,7 @@ def test_full_attention_costs_more_with_each_chunk():
     for kind, factor in (("forward", 1), ("backward", 2)):
         found = by_chunk(FULL, kind)
         # 5 layers attend to 16 more keys: a score and a weighted value each, 2 operations a product
-        step = factor * 5 * 4 * config.heads * config.head * CHUNK
+        step = factor * 5 * 4 * config.heads * config.resolved_head_dim * CHUNK
         # 1e-9: differences of sums up to 6 chunks long
         assert [b - a for a, b in itertools.pairwise(found)] == pytest.approx([step] * 5, rel=1e-9)
 

@@ -133,9 +133,9 @@ REFUSALS = {
     ),
     "name": ({"name": "../elsewhere"}, ["name:", "'../elsewhere'"]),
     "empty name": ({"name": ""}, ["name:", "at least 1 character"]),
-    "warm-up": ({"optimizer": {"warmup": 1.0}}, ["optimizer.warmup: should be less than 1 (got 1.0)"]),
+    "warm-up": ({"optimizer": {"warmup_ratio": 1.0}}, ["optimizer.warmup_ratio: should be less than 1 (got 1.0)"]),
     "beta": ({"optimizer": {"betas": [0.9, 1.0]}}, ["optimizer.betas.1: should be less than 1 (got 1.0)"]),
-    "clip": ({"optimizer": {"clip": -1}}, ["optimizer.clip: should be greater than or equal to 0 (got -1)"]),
+    "clip": ({"optimizer": {"grad_clip": -1}}, ["optimizer.grad_clip: should be greater than or equal to 0 (got -1)"]),
 }  # fmt: skip
 
 

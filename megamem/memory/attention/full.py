@@ -33,7 +33,7 @@ class FullAttentionConfig(MixerConfig):
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """One entry of rotated keys and values per finished chunk, and the open chunk."""
-        entry = TensorSpec(("chunk", "batch", "kv_heads", model.head), shard="kv_heads")
+        entry = TensorSpec(("chunk", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -42,7 +42,7 @@ class FullAttentionConfig(MixerConfig):
         reach = chunks if self.max_chunks is None else self.max_chunks
         past = model.chunk_size * sum(min(chunk, reach) for chunk in range(chunks)) / chunks
         own = local_attention_flops(model.chunk_size, model, sequence_length, causal)["attention"]
-        return {"attention": own + attention_flops(model.heads, model.head, past)}
+        return {"attention": own + attention_flops(model.heads, model.resolved_head_dim, past)}
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> FullAttention:
         """See `MixerConfig.build`."""

@@ -71,7 +71,7 @@ class MemorizingAttentionConfig(MixerConfig):
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """The queue, the newest token last, zeros where nothing has come yet; and the open block."""
-        entry = TensorSpec((self.queue, "batch", "kv_heads", model.head), shard="kv_heads")
+        entry = TensorSpec((self.queue, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": entry, "values": entry, **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -81,7 +81,7 @@ class MemorizingAttentionConfig(MixerConfig):
         """
         block = resolve_block(self.block, model)
         blocks = -(-sequence_length // block)
-        per_key = 2 * model.heads * model.head / blocks
+        per_key = 2 * model.heads * model.resolved_head_dim / blocks
         reading = searching = Flops(0.0, 0.0)
         for begin in range(0, blocks * block, block):
             keys = min(self.queue, begin)

@@ -37,7 +37,7 @@ class SlidingAttentionConfig(MixerConfig):
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """The window's keys and values, the newest last; zeros where the document is shorter."""
-        spec = TensorSpec((self.resolved(model) - 1, "batch", "kv_heads", model.head), shard="kv_heads")
+        spec = TensorSpec((self.resolved(model) - 1, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": spec, "values": spec}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -47,7 +47,7 @@ class SlidingAttentionConfig(MixerConfig):
             keys = window - window * (window - 1) / (2 * sequence_length)
         else:
             keys = _computed_keys(self.resolved(model), model.chunk_size, sequence_length)
-        return {"attention": attention_flops(model.heads, model.head, keys)}
+        return {"attention": attention_flops(model.heads, model.resolved_head_dim, keys)}
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> SlidingAttention:
         """See `MixerConfig.build`."""

@@ -57,7 +57,7 @@ class MemoryCachingConfig(SegmentedConfig):
 
     def kept_specs(self, model: ModelConfig, memories: int | str, kind: Any = "memory") -> dict[str, TensorSpec]:
         """The end of `memories` segments: their weights, pooled keys, and whether the row's segment ended there."""
-        shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.head,)}
+        shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.resolved_head_dim,)}
         specs = {
             name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
             for name, shape in shapes.items()
@@ -70,7 +70,7 @@ class MemoryCachingConfig(SegmentedConfig):
         waiting = self.kept_specs(model, "open", "open")
         return {
             **self.recurrent.state_specs(model),
-            "key_sum": TensorSpec(("batch", "kv_heads", model.head), "float32", shard="kv_heads"),
+            "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
             "kept": kept,
             **{f"closed_{name}": spec for name, spec in waiting.items()},
         }
@@ -90,7 +90,7 @@ class MemoryCachingConfig(SegmentedConfig):
 
     def projection_parameters(self, model: ModelConfig) -> int:
         """The memory's, and the router's."""
-        router = model.hidden_size * model.heads * model.head if self.routed else 0
+        router = model.hidden_size * model.heads * model.resolved_head_dim if self.routed else 0
         return self.recurrent.projection_parameters(model) + router
 
     def extra_parameters(self, model: ModelConfig) -> int:
@@ -110,7 +110,7 @@ class MemoryCachingConfig(SegmentedConfig):
         within, read = self.kept_and_read(model, sequence_length)
         sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
         if self.combine != "residual":
-            parts["memory_routing"] = product(2 * model.heads * model.head * within)
+            parts["memory_routing"] = product(2 * model.heads * model.resolved_head_dim * within)
         parts["memory_caching"] = product(2 * model.heads * sizes * read)
         return parts
 
@@ -160,7 +160,9 @@ class MemoryCaching(Mixer):
         self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys))
         self.router = None
         if config.routed:
-            self.router = linears.column(model.hidden_size, model.heads * model.head, normal(model.init_std))
+            self.router = linears.column(
+                model.hidden_size, model.heads * model.resolved_head_dim, normal(model.init_std)
+            )
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""

@@ -50,9 +50,9 @@ class InfiniAttentionConfig(MixerConfig):
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """M (the size that papers count), z, and the open block."""
-        mass = ("batch", "kv_heads", model.head)
+        mass = ("batch", "kv_heads", model.resolved_head_dim)
         return {
-            "associations": TensorSpec((*mass, model.head), "float32", shard="kv_heads"),
+            "associations": TensorSpec((*mass, model.resolved_head_dim), "float32", shard="kv_heads"),
             "mass": TensorSpec(mass, "float32", shard="kv_heads"),
             **open_specs(model),
         }
@@ -69,11 +69,14 @@ class InfiniAttentionConfig(MixerConfig):
         linked = {b for b in blocks if b and not (self.stop_gradient and b % per_chunk == 0)}
         taught = {b - 1 for b in linked}
         reads = len(blocks) - 1
-        read = 2 * model.head * (model.head + 1) / len(blocks)
-        write = 2 * model.kv * model.head**2 / len(blocks)
+        read = 2 * model.resolved_head_dim * (model.resolved_head_dim + 1) / len(blocks)
+        write = 2 * model.resolved_kv_heads * model.resolved_head_dim**2 / len(blocks)
         update = Flops(write * len(blocks), write * 2 * len(taught))
         if self.update == "delta":
-            update += Flops(model.kv * read * reads, model.kv * read * (len(taught - {0}) + len(taught & linked)))
+            update += Flops(
+                model.resolved_kv_heads * read * reads,
+                model.resolved_kv_heads * read * (len(taught - {0}) + len(taught & linked)),
+            )
         return {
             **local_attention_flops(block, model, sequence_length, causal),
             "memory_retrieval": Flops(model.heads * read * reads, model.heads * read * (reads + len(linked))),
@@ -143,7 +146,7 @@ class InfiniAttention(BlockAttention):
         super().__init__(model, linears, config.state_specs(model), resolve_block(config.block, model))
         self.config = config
         self.eps = model.norm_eps if config.normalize else None
-        self.groups = model.heads // model.kv
+        self.groups = model.heads // model.resolved_kv_heads
         self.differentiable_state = not config.stop_gradient
         self.gate = declare(
             nn.Parameter(torch.empty(model.heads // linears.tp_size)), constant(config.gate_init), shard_axis=0

@@ -70,10 +70,10 @@ class MelodiConfig(MixerConfig):
         specs = {
             "memory": TensorSpec((self.summaries, "batch", "hidden")),
             **open_specs(model),
-            "open_outputs": TensorSpec(("open", "batch", "heads", model.head), shard="heads", kind="open"),
+            "open_outputs": TensorSpec(("open", "batch", "heads", model.resolved_head_dim), shard="heads", kind="open"),
         }
         if self.long_memory is not None:
-            entry = TensorSpec((self.long_memory, "batch", "kv_heads", model.head), shard="kv_heads")
+            entry = TensorSpec((self.long_memory, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
             specs |= {"long_keys": entry, "long_values": entry}
         return specs
 
@@ -90,7 +90,7 @@ class MelodiConfig(MixerConfig):
         block, count = resolve_block(self.block, model), self.summaries
         blocks = -(-sequence_length // block)
         written = (blocks - 1) / blocks
-        queries, keys = model.heads * model.head, model.kv * model.head
+        queries, keys = model.heads * model.resolved_head_dim, model.resolved_kv_heads * model.resolved_head_dim
         projections = 2 * model.hidden_size * (2 * queries + 2 * keys)
         attending, attending_memory = 4 * queries * (block + count), 4 * queries * count
         mixing = 2 * queries * (block + count)
@@ -100,7 +100,7 @@ class MelodiConfig(MixerConfig):
         retrieval = per_token * 2 * model.hidden_size * 2 * keys
         parts = {
             **local_attention_flops(block, model, sequence_length, causal),
-            "memory_attention": attention_flops(model.heads, model.head, count),
+            "memory_attention": attention_flops(model.heads, model.resolved_head_dim, count),
             "memory_retrieval": Flops(retrieval, retrieval * (1 + written)),
             "memory_update": Flops(always + recalled, 2 * (always + recalled) * written),
         }
@@ -109,10 +109,10 @@ class MelodiConfig(MixerConfig):
     def _long_flops(self, model: ModelConfig, block: int, blocks: int) -> dict[str, Flops]:
         """Attention of tokens and summaries to the entries there are at each block, and what makes new ones."""
         entries = [min(i * self.long_increment, self.long_memory or 0) for i in range(blocks)]
-        tokens = 4 * model.heads * model.head * sum(entries) / blocks
+        tokens = 4 * model.heads * model.resolved_head_dim * sum(entries) / blocks
         summaries = tokens * self.summaries / block
         learning = summaries * sum(entries[:-1]) / (sum(entries) or 1)
-        entry = 2 * model.hidden_size * (self.summaries + 2 * model.kv * model.head)
+        entry = 2 * model.hidden_size * (self.summaries + 2 * model.resolved_kv_heads * model.resolved_head_dim)
         made = entry * self.long_increment / block
         return {
             "long_memory_attention": Flops(tokens + summaries, 2 * (tokens + learning)),
@@ -122,7 +122,7 @@ class MelodiConfig(MixerConfig):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Summary tokens and mixing weights; what makes the long-term memory's entries, and its gate."""
         short = self.summaries * (model.hidden_size + resolve_block(self.block, model) + self.summaries)
-        long = self.summaries * self.long_increment + model.heads * model.head
+        long = self.summaries * self.long_increment + model.heads * model.resolved_head_dim
         return short + long * (self.long_memory is not None)
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Melodi:
@@ -187,7 +187,7 @@ class Melodi(BlockAttention):
         self.gate: nn.Parameter | None = None
         if config.long_memory is not None:
             self.long_entries = LongEntries(config.summaries, config.long_increment, init)
-            shape = (model.heads // linears.tp_size, model.head)
+            shape = (model.heads // linears.tp_size, model.resolved_head_dim)
             self.gate = declare(nn.Parameter(torch.empty(shape)), constant(config.long_gate_init), shard_axis=0)
 
     def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:

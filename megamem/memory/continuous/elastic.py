@@ -77,7 +77,7 @@ class ElasticMemoryConfig(MixerConfig):
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Coefficients of keys (0) and values (1), and the open block."""
-        shape = ("batch", self.order, 2, "kv_heads", model.head)
+        shape = ("batch", self.order, 2, "kv_heads", model.resolved_head_dim)
         return {"coefficients": TensorSpec(shape, "float32", shard="kv_heads"), **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -87,14 +87,14 @@ class ElasticMemoryConfig(MixerConfig):
         neither has a gradient (for a window that spans the sequence).
         """
         block = resolve_block(self.block, model)
-        channels = 2 * model.kv * model.head
+        channels = 2 * model.resolved_kv_heads * model.resolved_head_dim
         blocks = -(-sequence_length // block)
         recalling = (blocks - 1) / blocks
         carried = max(blocks - 2, 0) / blocks
         per_coefficient = 2 * channels * self.order / block
         return {
             **local_attention_flops(block, model, sequence_length, causal),
-            "memory_attention": attention_flops(model.heads, model.head, self.sample_count * recalling),
+            "memory_attention": attention_flops(model.heads, model.resolved_head_dim, self.sample_count * recalling),
             "memory_update": Flops(
                 per_coefficient * (self.order + block), per_coefficient * (self.order * carried + block * recalling)
             ),

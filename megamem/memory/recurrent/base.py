@@ -47,7 +47,7 @@ class RecurrentConfig(MixerConfig):
 
     def values(self, model: ModelConfig) -> int:
         """Width of a head's values."""
-        return model.head
+        return model.resolved_head_dim
 
     def token_gates(self) -> int:
         """Projections of the input to one number per token and key/value head."""
@@ -83,7 +83,7 @@ class RecurrentConfig(MixerConfig):
 
     def _convolution_specs(self, model: ModelConfig) -> StateSpec:
         taps = self.convolution - 1
-        widths = {"query": ("heads", model.head), "key": ("kv_heads", model.head)}
+        widths = {"query": ("heads", model.resolved_head_dim), "key": ("kv_heads", model.resolved_head_dim)}
         widths["value"] = ("kv_heads", self.values(model))
         return {
             f"before_{name}": TensorSpec((taps, "batch", heads, width), shard=heads)
@@ -94,12 +94,14 @@ class RecurrentConfig(MixerConfig):
     def projection_parameters(self, model: ModelConfig) -> int:
         """Query, key, value, output and gates."""
         read = model.heads * self.values(model) * (2 if self.output_gate else 1)
-        written = model.kv * (model.head + self.values(model) + self.token_gates())
-        return model.hidden_size * (model.heads * model.head + written + read)
+        written = model.resolved_kv_heads * (model.resolved_head_dim + self.values(model) + self.token_gates())
+        return model.hidden_size * (model.heads * model.resolved_head_dim + written + read)
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Convolutions, and the norm of what is read."""
-        convolved = model.heads * model.head + model.kv * (model.head + self.values(model))
+        convolved = model.heads * model.resolved_head_dim + model.resolved_kv_heads * (
+            model.resolved_head_dim + self.values(model)
+        )
         taps = self.convolution if self.convolution > 1 else 0
         return taps * convolved + model.heads * self.values(model)
 
@@ -214,8 +216,10 @@ class TokenGate(nn.Module):
 
     def __init__(self, model: ModelConfig, linears: Linears, start: float) -> None:
         super().__init__()
-        self.weight = linears.column(model.hidden_size, model.kv, normal(model.init_std))
-        self.start = declare(nn.Parameter(torch.empty(model.kv // linears.tp_size)), constant(start), shard_axis=0)
+        self.weight = linears.column(model.hidden_size, model.resolved_kv_heads, normal(model.init_std))
+        self.start = declare(
+            nn.Parameter(torch.empty(model.resolved_kv_heads // linears.tp_size)), constant(start), shard_axis=0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens], in float32 (float64 of float64)."""
@@ -227,17 +231,26 @@ class RecurrentMixer(Mixer):
     """Projections, convolutions, norm and gates around a memory that every token writes and reads."""
 
     def __init__(self, config: RecurrentConfig, model: ModelConfig, linears: Linears) -> None:
-        sizes = {"heads": model.heads, "kv_heads": model.kv, "hidden": model.hidden_size, "chunk": model.chunk_size}
+        sizes = {
+            "heads": model.heads,
+            "kv_heads": model.resolved_kv_heads,
+            "hidden": model.hidden_size,
+            "chunk": model.chunk_size,
+        }
         super().__init__(config.state_specs(model), sizes, linears.tp_size)
         self.linears = linears
-        self.width = model.head
+        self.width = model.resolved_head_dim
         self.unit_keys = False
         """Whether keys have length 1, whatever the width of heads."""
-        self.groups = model.heads // model.kv
+        self.groups = model.heads // model.resolved_kv_heads
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
         wide, values = model.hidden_size, config.values(model)
-        shapes = {"query": (model.heads, model.head), "key": (model.kv, model.head), "value": (model.kv, values)}
+        shapes = {
+            "query": (model.heads, model.resolved_head_dim),
+            "key": (model.resolved_kv_heads, model.resolved_head_dim),
+            "value": (model.resolved_kv_heads, values),
+        }
         self.widths = {name: width for name, (_, width) in shapes.items()}
         for name, (heads, width) in shapes.items():
             setattr(self, name, linears.column(wide, heads * width, init))

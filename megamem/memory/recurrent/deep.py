@@ -81,7 +81,7 @@ class DeepConfig(RecurrentConfig):
 
     def matrices(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
         """Shapes of a head's weights, by name, first to last."""
-        width = model.head
+        width = model.resolved_head_dim
         if self.network == "linear":
             return {"matrix": (width, width)}
         return {"up": (self.expansion * width, width), "down": (width, self.expansion * width)}
@@ -91,7 +91,7 @@ class DeepConfig(RecurrentConfig):
         shapes = self.matrices(model)
         if self.has_momentum():
             shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
-        waiting = TensorSpec(("batch", "kv_heads", "open", model.head), shard="kv_heads", kind="open")
+        waiting = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
         gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
         gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
         return {
@@ -115,7 +115,7 @@ class DeepConfig(RecurrentConfig):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Convolutions and norm, start values of the gates, and the weights that documents start from."""
         start = sum(rows * columns for rows, columns in self.matrices(model).values())
-        learned = model.kv * (self.token_gates() + (start if self.start == "learned" else 0))
+        learned = model.resolved_kv_heads * (self.token_gates() + (start if self.start == "learned" else 0))
         return super().extra_parameters(model) + learned
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
@@ -145,8 +145,8 @@ def deep_flops(
     within = 2 * model.heads * seen * sum(spans_of)
     # of keys: all layers but the last forwards, the last one for the error of l2, and back through it for the slope
     last = len(sizes) - 1
-    gradients = 2 * model.kv * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
-    write = 2 * model.kv * sum(sizes)
+    gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
+    write = 2 * model.resolved_kv_heads * sum(sizes)
     # weights of zeros that a memory begins with have no gradient
     taught = 2.0 if config.start == "learned" else 1 + momentum
     read, update = Flops(through, taught * through), Flops(gradients + write, taught * gradients + 2 * write * newer)
@@ -155,7 +155,7 @@ def deep_flops(
         read += Flops(through, through * (1 + momentum))
         update += Flops(write, 2 * write * momentum)
         # the weights of gradients, two triangles of inner x inner in each head, and of the first momentum
-        coefficients = 2 * model.kv * (seen * inner + seen)
+        coefficients = 2 * model.resolved_kv_heads * (seen * inner + seen)
         attention += Flops(coefficients, coefficients * (1 + config.decay))
     return {"memory_attention": attention, "memory_retrieval": read, "memory_update": update}
 
@@ -165,7 +165,7 @@ class StartWeights(nn.Module):
 
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
-        local = model.kv // linears.tp_size
+        local = model.resolved_kv_heads // linears.tp_size
         for name, (rows, columns) in config.matrices(model).items():
             # each layer keeps the variance of its input
             start = nn.Parameter(torch.empty(local, rows, columns))
@@ -184,7 +184,7 @@ class DeepMemory(RecurrentMixer):
         self.config = config
         self.unit_keys = config.normalize
         self.names = list(config.matrices(model))
-        self.max_rate = config.max_rate or 1 / model.head
+        self.max_rate = config.max_rate or 1 / model.resolved_head_dim
         self.start = StartWeights(config, model, linears) if config.start == "learned" else None
         self.token_gates = nn.ModuleDict(
             {name: self.make_gate(model, linears, value) for name, value in config.gate_starts().items()}

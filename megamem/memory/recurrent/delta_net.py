@@ -43,7 +43,7 @@ class DeltaNetConfig(MatrixConfig):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Convolutions and norm, and the start values of the gates, with A of the decay."""
-        return super().extra_parameters(model) + model.kv * (3 if self.decay else 1)
+        return super().extra_parameters(model) + model.resolved_kv_heads * (3 if self.decay else 1)
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
@@ -60,7 +60,9 @@ class Decay(nn.Module):
     def __init__(self, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
         self.token = TokenGate(model, linears, FIRST_DECAY)
-        self.log_pace = declare(nn.Parameter(torch.empty(model.kv // linears.tp_size)), constant(0.0), shard_axis=0)
+        self.log_pace = declare(
+            nn.Parameter(torch.empty(model.resolved_kv_heads // linears.tp_size)), constant(0.0), shard_axis=0
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens]."""

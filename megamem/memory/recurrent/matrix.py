@@ -33,16 +33,16 @@ class MatrixConfig(RecurrentConfig):
 
     def values(self, model: ModelConfig) -> int:
         """See `RecurrentConfig.values`."""
-        return self.expand_v * model.head
+        return self.expand_v * model.resolved_head_dim
 
     def memory_specs(self, model: ModelConfig) -> StateSpec:
         """S."""
-        shape = ("batch", "kv_heads", model.head, self.values(model))
+        shape = ("batch", "kv_heads", model.resolved_head_dim, self.values(model))
         return {"memory": TensorSpec(shape, "float32", shard="kv_heads")}
 
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
         """S."""
-        return {"memory": (model.head, self.values(model))}
+        return {"memory": (model.resolved_head_dim, self.values(model))}
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
@@ -61,16 +61,16 @@ def matrix_flops(
     seen = (inner + 1) / 2 if causal else inner
     # shares of inner chunks: those that have one before them, those whose writing somebody reads
     older, newer = 1 - inner / begun, 1 - inner / sequence_length
-    keys, values = model.head, config.values(model)
+    keys, values = model.resolved_head_dim, config.values(model)
     within = 2 * model.heads * seen * (keys + values)
-    read, write = 2 * model.heads * keys * values, 2 * model.kv * keys * values
+    read, write = 2 * model.heads * keys * values, 2 * model.resolved_kv_heads * keys * values
     parts = {
         "memory_attention": Flops(within, 2 * within),
         "memory_retrieval": Flops(read, read * (1 + older)),
         "memory_update": Flops(write, write * 2 * newer),
     }
     if delta:
-        overlap, solve = 2 * model.kv * seen * keys, model.kv * seen * values
+        overlap, solve = 2 * model.resolved_kv_heads * seen * keys, model.resolved_kv_heads * seen * values
         parts["memory_attention"] += Flops(overlap + solve, 2 * overlap + 3 * solve)
         parts["memory_update"] += Flops(write, write * (1 + older))
     return parts

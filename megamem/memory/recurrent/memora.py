@@ -47,7 +47,7 @@ class MemoraConfig(DeepConfig):
 
     def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
         """A number per channel."""
-        return (model.head,)
+        return (model.resolved_head_dim,)
 
     def token_gates(self) -> int:
         """Numbers of the low ranks."""
@@ -55,15 +55,18 @@ class MemoraConfig(DeepConfig):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """As of the other deep memories, and from the low rank to channels, with a start value of each."""
-        gates, per_gate = len(self.gate_starts()), model.kv * (self.gate_rank + 1) * model.head
-        return super().extra_parameters(model) - model.kv * self.token_gates() + gates * per_gate
+        gates, per_gate = (
+            len(self.gate_starts()),
+            model.resolved_kv_heads * (self.gate_rank + 1) * model.resolved_head_dim,
+        )
+        return super().extra_parameters(model) - model.resolved_kv_heads * self.token_gates() + gates * per_gate
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `deep_flops`; also the low ranks, and the first token of each inner chunk, which is written twice."""
         parts = super().memory_flops(model, sequence_length, causal, begun)
         sizes = sum(rows * columns for rows, columns in self.matrices(model).values())
-        parts["memory_update"] += product(2 * model.kv * sizes / min(self.inner_chunk, begun))
-        ranks = 2 * model.kv * self.gate_rank * model.head * len(self.gate_starts())
+        parts["memory_update"] += product(2 * model.resolved_kv_heads * sizes / min(self.inner_chunk, begun))
+        ranks = 2 * model.resolved_kv_heads * self.gate_rank * model.resolved_head_dim * len(self.gate_starts())
         return {**parts, "memory_gates": product(ranks)}
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Memora:
@@ -76,12 +79,12 @@ class ChannelGate(nn.Module):
 
     def __init__(self, model: ModelConfig, linears: Linears, rank: int, start: float) -> None:
         super().__init__()
-        local = model.kv // linears.tp_size
-        self.weight = linears.column(model.hidden_size, model.kv * rank, normal(model.init_std))
+        local = model.resolved_kv_heads // linears.tp_size
+        self.weight = linears.column(model.hidden_size, model.resolved_kv_heads * rank, normal(model.init_std))
         self.channels = declare(
-            nn.Parameter(torch.empty(local, rank, model.head)), normal(rank**-0.5), shard_axis=0, fan_in=1
+            nn.Parameter(torch.empty(local, rank, model.resolved_head_dim)), normal(rank**-0.5), shard_axis=0, fan_in=1
         )
-        self.start = declare(nn.Parameter(torch.empty(local, model.head)), constant(start), shard_axis=0)
+        self.start = declare(nn.Parameter(torch.empty(local, model.resolved_head_dim)), constant(start), shard_axis=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens, width], float32 (float64 of float64)."""

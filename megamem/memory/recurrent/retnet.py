@@ -44,7 +44,7 @@ class RetNet(MatrixMixer):
     def __init__(self, config: RetNetConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.theta = model.rope_theta
-        local = model.kv // linears.tp_size
+        local = model.resolved_kv_heads // linears.tp_size
         # of all heads, wherever they are: rank 1 does not begin with the first decay again
         self.first = linears.tp_rank * local
         self.local = local

@@ -38,7 +38,7 @@ class SSDConfig(MatrixConfig):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Convolutions and norm; start value of the step, A and D."""
-        return super().extra_parameters(model) + 3 * model.kv
+        return super().extra_parameters(model) + 3 * model.resolved_kv_heads
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> SSD:
         """See `MixerConfig.build`."""
@@ -50,7 +50,9 @@ class HeadValue(nn.Module):
 
     def __init__(self, model: ModelConfig, linears: Linears, start: float) -> None:
         super().__init__()
-        self.value = declare(nn.Parameter(torch.empty(model.kv // linears.tp_size)), constant(start), shard_axis=0)
+        self.value = declare(
+            nn.Parameter(torch.empty(model.resolved_kv_heads // linears.tp_size)), constant(start), shard_axis=0
+        )
 
     def forward(self, like: Tensor) -> Tensor:
         """[local kv_heads] in the dtype of `like`."""

@@ -21,7 +21,7 @@ from megamem.parallel.linears import Linears, normal
 
 def open_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """Keys (before rotation) and values of the unfinished block."""
-    spec = TensorSpec(("open", "batch", "kv_heads", model.head), shard="kv_heads", kind="open")
+    spec = TensorSpec(("open", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads", kind="open")
     return {"open_keys": spec, "open_values": spec}
 
 
@@ -36,7 +36,7 @@ def resolve_block(block: int | None, model: ModelConfig) -> int:
 def local_attention_flops(block: int, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
     """FLOPs per token of attention within blocks: on average (block + 1) / 2 keys, or all of the block's."""
     block = min(block, sequence_length)
-    return {"attention": attention_flops(model.heads, model.head, (block + 1) / 2 if causal else block)}
+    return {"attention": attention_flops(model.heads, model.resolved_head_dim, (block + 1) / 2 if causal else block)}
 
 
 def last_columns(x: Tensor, count: int) -> Tensor:
@@ -55,24 +55,28 @@ class AttentionProjections(Mixer):
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec) -> None:
         sizes = {
             "heads": model.heads,
-            "kv_heads": model.kv,
+            "kv_heads": model.resolved_kv_heads,
             "hidden": model.hidden_size,
             "chunk": model.chunk_size,
         }
         super().__init__(specs, sizes, linears.tp_size)
         self.linears = linears
-        self.width = model.head
+        self.width = model.resolved_head_dim
         self.theta = model.rope_theta
         self.backend = model.attention
         self.score_scale = model.score_scale
         self.rotates = model.positions == "rotary"
         self.turn = turn if self.rotates else unturned
         init = normal(model.init_std)
-        self.query = linears.column(model.hidden_size, model.heads * model.head, init, model.bias)
-        self.key = linears.column(model.hidden_size, model.kv * model.head, init, model.bias)
-        self.value = linears.column(model.hidden_size, model.kv * model.head, init, model.bias)
+        self.query = linears.column(model.hidden_size, model.heads * model.resolved_head_dim, init, model.bias)
+        self.key = linears.column(
+            model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, model.bias
+        )
+        self.value = linears.column(
+            model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, model.bias
+        )
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.output = linears.row(model.heads * model.head, model.hidden_size, back, model.bias)
+        self.output = linears.row(model.heads * model.resolved_head_dim, model.hidden_size, back, model.bias)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [tokens, batch, local heads, width] before rotation."""

@@ -10,13 +10,15 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
     output = []
     for t in range(len(hidden)):
         first = t - t % block
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t - first, model.rope_theta)
             keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
             mixed.append(attend(q, keys, [value[j, g] for j in range(first, t + 1)]))

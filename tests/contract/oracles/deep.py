@@ -36,9 +36,9 @@ class Memory:
         self.mixer, self.model, self.weights, self.hidden = mixer, model, weights, hidden
         self.names = ["matrix"] if mixer.network == "linear" else ["up", "down"]
         self.momentum = getattr(mixer, "momentum", False)
-        wide, width = mixer.expansion * model.head, model.head
+        wide, width = mixer.expansion * model.resolved_head_dim, model.resolved_head_dim
         shapes = {"matrix": (width, width), "up": (wide, width), "down": (width, wide)}
-        self.zeros = [torch.zeros(model.kv, *shapes[name], dtype=torch.float64) for name in self.names]
+        self.zeros = [torch.zeros(model.resolved_kv_heads, *shapes[name], dtype=torch.float64) for name in self.names]
         self.starts = self.zeros
         if mixer.start == "learned":
             self.starts = [weights[f"start.{name}"] for name in self.names]
@@ -60,7 +60,7 @@ class Memory:
             projected = self.weights[f"token_gates.{name}.weight.weight"][h] @ self.hidden[t]
             return recurrence.sigmoid(float(projected + self.weights[f"token_gates.{name}.start"][h]))
 
-        most = self.mixer.max_rate or 1 / self.model.head
+        most = self.mixer.max_rate or 1 / self.model.resolved_head_dim
         return {
             "rate": most if self.mixer.rate == "fixed" else most * gate("rate"),
             "decay": gate("log_decay") if self.mixer.decay else 1.0,
@@ -116,8 +116,8 @@ class Memory:
         for name, gate in (("log_decay", "decay"), ("log_momentum", "momentum"), ("rate", "rate")):
             if name != "rate" and not getattr(self.mixer, gate, False):
                 continue
-            each = [[self.gates[t, h][gate] for t in range(done, tokens)] for h in range(self.model.kv)]
-            found = torch.tensor(each, dtype=torch.float64).reshape(1, self.model.kv, tokens - done)
+            each = [[self.gates[t, h][gate] for t in range(done, tokens)] for h in range(self.model.resolved_kv_heads)]
+            found = torch.tensor(each, dtype=torch.float64).reshape(1, self.model.resolved_kv_heads, tokens - done)
             state[f"open_{name}"] = found if name == "rate" else found.log()
         return state
 

@@ -70,14 +70,16 @@ def read(mixer, coefficients: Tensor, t: int) -> Tensor:
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
-    coefficients = torch.zeros(mixer.order, 2, model.kv, model.head, dtype=torch.float64)
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
+    coefficients = torch.zeros(mixer.order, 2, model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
     memory, output = None, []
     for t in range(len(hidden)):
         first = t - t % block
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t - first, model.rope_theta)
             keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
             values = [value[j, g] for j in range(first, t + 1)]

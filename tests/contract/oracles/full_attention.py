@@ -10,14 +10,16 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     chunk = model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
     turned = torch.stack([torch.stack([rotary(k, t, model.rope_theta) for k in key[t]]) for t in range(len(hidden))])
     output = []
     for t in range(len(hidden)):
         first = 0 if mixer.max_chunks is None else max(0, (t // chunk - mixer.max_chunks) * chunk)
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t, model.rope_theta)
             mixed.append(attend(q, list(turned[first : t + 1, g]), list(value[first : t + 1, g])))
         output.append(weights["output.weight"] @ torch.cat(mixed))

@@ -30,15 +30,17 @@ def read(vector: Tensor, M: Tensor, z: Tensor) -> Tensor:
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
-    M = torch.zeros(model.kv, model.head, model.head, dtype=torch.float64)
-    z = torch.zeros(model.kv, model.head, dtype=torch.float64)
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
+    M = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, model.resolved_head_dim, dtype=torch.float64)
+    z = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
     output = []
     for t in range(len(hidden)):
         first = t - t % block
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t - first, model.rope_theta)
             keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
             local = attend(q, keys, [value[j, g] for j in range(first, t + 1)])
@@ -54,7 +56,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         if (t + 1) % block == 0:
             before, total = M.clone(), z.clone()
             for j in range(first, t + 1):
-                for g in range(model.kv):
+                for g in range(model.resolved_kv_heads):
                     new = value[j, g]
                     if mixer.update == "delta" and first > 0:
                         new = new - read(key[j, g], before[g], total[g])

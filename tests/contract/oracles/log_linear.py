@@ -54,11 +54,13 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
     memory = importlib.import_module(f"tests.contract.oracles.{inner.kind}").Memory(inner, model, own, hidden)
     made, state = recurrence.projections(inner, model, own, hidden)
-    changes, groups = Changes(memory), model.heads // model.kv
+    changes, groups = Changes(memory), model.heads // model.resolved_kv_heads
     decays = getattr(inner, "decay", False)
-    now = [memory.begin(h) for h in range(model.kv)]
-    log_kept = [0.0] * model.kv
-    segments: list[list[tuple[list[Tensor], float]]] = [[] for _ in range(model.kv)]  # (changes, log of decays)
+    now = [memory.begin(h) for h in range(model.resolved_kv_heads)]
+    log_kept = [0.0] * model.resolved_kv_heads
+    segments: list[list[tuple[list[Tensor], float]]] = [
+        [] for _ in range(model.resolved_kv_heads)
+    ]  # (changes, log of decays)
     keys, output, count = torch.zeros_like(made["key"]), [], mixer.levels + 1
 
     def stretch(h: int, first: int, last: int) -> tuple[list[Tensor], float]:
@@ -70,7 +72,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         return total, logs
 
     for t in range(len(hidden)):
-        for h in range(model.kv):
+        for h in range(model.resolved_kv_heads):
             keys[t, h] = memory.prepare(made["key"][t, h], t)
             now[h] = memory.write(now[h], t, h, keys[t, h], made["value"][t, h])
             if decays:
@@ -89,16 +91,17 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             reads.append(read)
         output.append(recurrence.finished(inner, model, own, hidden[t], reads))
         if (t + 1) % mixer.segment == 0:
-            for h in range(model.kv):
+            for h in range(model.resolved_kv_heads):
                 segments[h].append((changes.of(now[h], h), log_kept[h]))
                 now[h], log_kept[h] = memory.begin(h), 0.0
     names = list(memory.kept(memory.begin(0)))
     shapes = [tensor.shape for tensor in changes.of(memory.begin(0), 0)]
     levels = {
-        name: torch.zeros(1, model.kv, mixer.levels, *shape).double() for name, shape in zip(names, shapes, strict=True)
+        name: torch.zeros(1, model.resolved_kv_heads, mixer.levels, *shape).double()
+        for name, shape in zip(names, shapes, strict=True)
     }
-    logs = torch.zeros(1, model.kv, mixer.levels, dtype=torch.float64)
-    for h in range(model.kv):
+    logs = torch.zeros(1, model.resolved_kv_heads, mixer.levels, dtype=torch.float64)
+    for h in range(model.resolved_kv_heads):
         for level, first, last in cut(len(segments[h]), mixer.levels):
             found, logs[0, h, level] = stretch(h, first, last)
             for name, tensor in zip(names, found, strict=True):

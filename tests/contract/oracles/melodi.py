@@ -30,7 +30,7 @@ def look(model, query: Tensor, position: int, memory, keys, values) -> Tensor:
     """What all heads of one query get, joined; keys and values are lists of (position, [kv_heads, width])."""
     mixed = []
     for h in range(model.heads):
-        g = h // (model.heads // model.kv)
+        g = h // (model.heads // model.resolved_kv_heads)
         seen_keys = [rotary(k[g], at, model.rope_theta) for at, k in keys]
         seen_values = [v[g] for _, v in values]
         if memory is not None:
@@ -43,11 +43,11 @@ def look_long(model, query: Tensor, got: Tensor, bias: Tensor, entries: list) ->
     """`got` of all heads of one query, joined with what they read from the long memory."""
     if not entries:
         return got
-    got = got.clone().view(model.heads, model.head)
+    got = got.clone().view(model.heads, model.resolved_head_dim)
     for h in range(model.heads):
-        g = h // (model.heads // model.kv)
+        g = h // (model.heads // model.resolved_kv_heads)
         read = attend(query[h], [key[g] for key, _ in entries], [value[g] for _, value in entries])
-        for c in range(model.head):
+        for c in range(model.resolved_head_dim):
             gate = 1 / (1 + math.exp(-float(bias[h, c])))
             got[h, c] = (1 - gate) * got[h, c] + gate * read[c]
     return got.flatten()
@@ -56,9 +56,13 @@ def look_long(model, query: Tensor, got: Tensor, bias: Tensor, entries: list) ->
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block, count = mixer.block or model.chunk_size, mixer.summaries
     u, mixing, back = weights["summaries.weight"], weights["mixing.weight"], weights["output.weight"]
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
     n = torch.stack([normed(vector, model.norm_eps) for vector in u])
-    u_query, u_key, u_value = (heads(n, weights[f"{name}.weight"], model.head) for name in ("query", "key", "value"))
+    u_query, u_key, u_value = (
+        heads(n, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("query", "key", "value")
+    )
     m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
     memory, got, entries = None, [], []
     bias = weights.get("gate")
@@ -77,14 +81,15 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             for s in range(count):
                 mixed = summaries[s] + sum(mixing[i, s] * z for i, z in enumerate(everything))
                 m[s] = normed(u[s] + back @ mixed, model.norm_eps)
-            memory = tuple(heads(m, weights[f"{name}.weight"], model.head) for name in ("key", "value"))
+            memory = tuple(heads(m, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("key", "value"))
             if mixer.long_memory is not None:
                 mixed = [
                     sum(n_s * m_s for n_s, m_s in zip(w, m, strict=True)) for w in weights["long_entries.weight"].T
                 ]
                 new = torch.stack([normed(vector, model.norm_eps) for vector in mixed])
                 entries += zip(
-                    *(heads(new, weights[f"{name}.weight"], model.head) for name in ("key", "value")), strict=True
+                    *(heads(new, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("key", "value")),
+                    strict=True,
                 )
                 while len(entries) > mixer.long_memory:
                     entries.pop(0)
@@ -93,11 +98,13 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         "memory": m[:, None],
         "open_keys": columns(key, done, len(hidden)),
         "open_values": columns(value, done, len(hidden)),
-        "open_outputs": columns(z.unflatten(1, (model.heads, model.head)), done, len(hidden)),
+        "open_outputs": columns(z.unflatten(1, (model.heads, model.resolved_head_dim)), done, len(hidden)),
     }
     if mixer.long_memory is not None:
         for side, name in enumerate(("long_keys", "long_values")):
-            kept = torch.zeros(mixer.long_memory, 1, model.kv, model.head, dtype=torch.float64)
+            kept = torch.zeros(
+                mixer.long_memory, 1, model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64
+            )
             for place, entry in enumerate(entries):
                 kept[mixer.long_memory - len(entries) + place, 0] = entry[side]
             state[name] = kept

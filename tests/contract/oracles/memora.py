@@ -46,7 +46,10 @@ class Memory(deep.Memory):
             projected = low @ self.weights[f"{prefix}.channels"][h] + self.weights[f"{prefix}.start"][h]
             return torch.tensor([recurrence.sigmoid(x) for x in projected.tolist()], dtype=torch.float64)
 
-        most, ones = self.mixer.max_rate or 1 / self.model.head, torch.ones(self.model.head, dtype=torch.float64)
+        most, ones = (
+            self.mixer.max_rate or 1 / self.model.resolved_head_dim,
+            torch.ones(self.model.resolved_head_dim, dtype=torch.float64),
+        )
         return {
             "rate": most * ones if self.mixer.rate == "fixed" else most * gate("rate"),
             "decay": gate("log_decay") if self.mixer.decay else ones,
@@ -91,9 +94,9 @@ class Memory(deep.Memory):
         for name, gate in (("log_decay", "decay"), ("rate", "rate")):
             if name == "log_decay" and not self.mixer.decay:
                 continue
-            each = [self.gates[t, h][gate] for h in range(self.model.kv) for t in range(done, tokens)]
+            each = [self.gates[t, h][gate] for h in range(self.model.resolved_kv_heads) for t in range(done, tokens)]
             stacked = torch.stack(each) if each else torch.zeros(0, dtype=torch.float64)
-            found = stacked.reshape(1, self.model.kv, tokens - done, self.model.head)
+            found = stacked.reshape(1, self.model.resolved_kv_heads, tokens - done, self.model.resolved_head_dim)
             state[f"open_{name}"] = found if name == "rate" else found.log()
         return state
 

@@ -39,7 +39,9 @@ def best(mixer, query: Tensor, entries: list[tuple[Tensor, Tensor]]) -> tuple[li
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     block = mixer.block or model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
     if mixer.normalize_keys:
         query, key = normalized(query, key, weights["log_scale"])
     queue: list[int] = []
@@ -48,7 +50,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         first = t - t % block
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t - first, model.rope_theta)
             keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
             values = [value[j, g] for j in range(first, t + 1)]
@@ -72,7 +74,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         "open_values": columns(value, len(hidden) - len(hidden) % block, len(hidden)),
     }
     for name, rows in (("keys", key), ("values", value)):
-        kept = torch.zeros(mixer.queue, 1, model.kv, model.head, dtype=torch.float64)
+        kept = torch.zeros(mixer.queue, 1, model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
         for place, j in enumerate(queue):
             kept[mixer.queue - len(queue) + place, 0] = rows[j]
         state[name] = kept

@@ -32,11 +32,11 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
     memory = importlib.import_module(f"tests.contract.oracles.{inner.kind}").Memory(inner, model, own, hidden)
     made, state = recurrence.projections(inner, model, own, hidden)
-    routed = heads(hidden, weights["router.weight"], model.head) if "router.weight" in weights else None
-    groups, tokens, segment = model.heads // model.kv, len(hidden), mixer.segment
-    now = [memory.begin(h) for h in range(model.kv)]
-    total = torch.zeros(model.kv, model.head, dtype=torch.float64)
-    closed: list[list[tuple]] = [[] for _ in range(model.kv)]  # (memory, pool) of each head's segments
+    routed = heads(hidden, weights["router.weight"], model.resolved_head_dim) if "router.weight" in weights else None
+    groups, tokens, segment = model.heads // model.resolved_kv_heads, len(hidden), mixer.segment
+    now = [memory.begin(h) for h in range(model.resolved_kv_heads)]
+    total = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
+    closed: list[list[tuple]] = [[] for _ in range(model.resolved_kv_heads)]  # (memory, pool) of each head's segments
     keys, output = torch.zeros_like(made["key"]), []
     for t in range(tokens):
         count = t % segment + 1
@@ -46,7 +46,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         else:
             reach = within
         first = (within - reach) // segment
-        for h in range(model.kv):
+        for h in range(model.resolved_kv_heads):
             keys[t, h] = memory.prepare(made["key"][t, h], t)
             now[h] = memory.write(now[h], t, h, keys[t, h], made["value"][t, h])
             total[h] += keys[t, h]
@@ -66,7 +66,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         reads = [read + memory.beside(made["value"][t, h // groups], h // groups) for h, read in enumerate(reads)]
         output.append(recurrence.finished(inner, model, own, hidden[t], reads))
         if count == segment:
-            for h in range(model.kv):
+            for h in range(model.resolved_kv_heads):
                 pool = total[h] / segment if mixer.pooling == "mean" else total[h].clone()
                 closed[h].append((memory.closed(now[h]), pool))
                 total[h] = 0
@@ -92,10 +92,10 @@ def kept_state(mixer, model, memory, closed) -> dict:
         count = len(heads[0])
         found = {}
         for name in names:
-            like = {**memory.kept(memory.begin(0)), "pool": torch.zeros(model.head)}[name]
+            like = {**memory.kept(memory.begin(0)), "pool": torch.zeros(model.resolved_head_dim)}[name]
             each = [column[name] for head in heads for column in head]
             stacked = torch.stack(each) if each else torch.zeros(0, *like.shape, dtype=torch.float64)
-            found[name] = stacked.reshape(1, model.kv, count, *like.shape)
+            found[name] = stacked.reshape(1, model.resolved_kv_heads, count, *like.shape)
         return {**found, "filled": torch.ones(1, count, dtype=torch.float64)}
 
     per = model.chunk_size // mixer.segment

@@ -46,7 +46,11 @@ def convolved(mixer, weights: dict[str, Tensor], name: str, projected: Tensor) -
 
 def projections(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> tuple[dict, dict]:
     """Query, key and value after their convolutions, and the `before_` tensors of the state."""
-    widths = {"query": model.head, "key": model.head, "value": model.head * getattr(mixer, "expand_v", 1)}
+    widths = {
+        "query": model.resolved_head_dim,
+        "key": model.resolved_head_dim,
+        "value": model.resolved_head_dim * getattr(mixer, "expand_v", 1),
+    }
     made, state = {}, {}
     for name, width in widths.items():
         projected = heads(hidden, weights[f"{name}.weight"], width)
@@ -83,11 +87,13 @@ class Matrix:
 
     def ask(self, vector: Tensor, t: int) -> Tensor:
         """What the memory gets of a query."""
-        return self.prepare(vector, t) / math.sqrt(self.model.head)
+        return self.prepare(vector, t) / math.sqrt(self.model.resolved_head_dim)
 
     def begin(self, h: int) -> Tensor:
         """Before the first token."""
-        return torch.zeros(self.model.head, self.model.head * self.mixer.expand_v, dtype=torch.float64)
+        return torch.zeros(
+            self.model.resolved_head_dim, self.model.resolved_head_dim * self.mixer.expand_v, dtype=torch.float64
+        )
 
     def write(self, S: Tensor, t: int, h: int, key: Tensor, value: Tensor) -> Tensor:
         """After token t."""
@@ -121,12 +127,12 @@ class Matrix:
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor, kind: type = Matrix) -> Answer:
     memory = kind(mixer, model, weights, hidden)
     made, state = projections(mixer, model, weights, hidden)
-    groups = model.heads // model.kv
-    now = [memory.begin(h) for h in range(model.kv)]
+    groups = model.heads // model.resolved_kv_heads
+    now = [memory.begin(h) for h in range(model.resolved_kv_heads)]
     keys = torch.zeros_like(made["key"])
     output = []
     for t in range(len(hidden)):
-        for h in range(model.kv):
+        for h in range(model.resolved_kv_heads):
             keys[t, h] = memory.prepare(made["key"][t, h], t)
             now[h] = memory.write(now[h], t, h, keys[t, h], made["value"][t, h])
         reads = [

@@ -10,14 +10,16 @@ from tests.contract.oracles.common import Answer, attend, heads, rotary
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     window = mixer.window or model.chunk_size
-    query, key, value = (heads(hidden, weights[f"{n}.weight"], model.head) for n in ("query", "key", "value"))
+    query, key, value = (
+        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
+    )
     turned = torch.stack([torch.stack([rotary(k, t, model.rope_theta) for k in key[t]]) for t in range(len(hidden))])
     output = []
     for t in range(len(hidden)):
         seen = [i for i in range(t + 1) if t - i < window]
         mixed = []
         for h in range(model.heads):
-            g = h // (model.heads // model.kv)
+            g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t, model.rope_theta)
             mixed.append(attend(q, [turned[i, g] for i in seen], [value[i, g] for i in seen]))
         output.append(weights["output.weight"] @ torch.cat(mixed))
