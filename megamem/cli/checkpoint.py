@@ -55,16 +55,16 @@ def ls(run: RunFolder, as_json: Json = False) -> None:
 
     rows: list[dict[str, Any]] = []
     for checkpoint in checkpoints_in(_folder(run)):
-        facts = checkpoint.run() if checkpoint.complete else {}
+        saved = checkpoint.run() if checkpoint.complete else None
         rows.append(
             {
                 "path": str(checkpoint.path),
                 "step": checkpoint.step,
                 "complete": checkpoint.complete,
                 "bytes": checkpoint.bytes,
-                "tokens": facts.get("tokens"),
-                "val_loss": facts.get("val_loss"),
-                "layout": facts.get("layout"),
+                "tokens": saved["tokens"] if saved else None,
+                "val_loss": saved["val_loss"] if saved else None,
+                "layout": saved["layout"] if saved else None,
             }
         )
     if as_json:

@@ -93,8 +93,9 @@ def run_as_job(study: StudyConfig, cluster: LaunchConfig, state: RunState, optio
     from launchers.slurm_jobs import submit
     from launchers.snapshot import write_snapshot
     from megamem.config.load import dump_yaml
+    from megamem.runs.result import RESULT
     from megamem.study.submit import CONFIG, READINGS
-    from megamem.study.tasks import RESULT, changes_of, plain
+    from megamem.study.tasks import changes_of, plain
 
     settings, given = state.run.config, cluster.slurm.sbatch
     sbatch = {**given, **options}

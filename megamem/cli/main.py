@@ -105,20 +105,21 @@ def _prepare_processor(precision: str) -> None:
 
 def _rank(settings: object, dry: bool) -> None:
     from megamem.config.run import RunConfig
-    from megamem.training import start
+    from megamem.training.dry_run import dry_run
+    from megamem.training.train import train as train_rank
 
     assert isinstance(settings, RunConfig)
     if dry:
-        start.dry_run(settings, console)
+        dry_run(settings, console)
         return
-    figures = start.train(settings, console)
+    result = train_rank(settings, console)
     is_rank_0 = os.environ.get("RANK", "0") == "0"
-    if figures is None:
+    if result is None:
         if is_rank_0:
             console.print(_stopped(settings))
         raise typer.Exit(STOPPED)
     if is_rank_0:
-        console.file.write(json.dumps(figures) + "\n")
+        console.file.write(json.dumps(result.to_dict()) + "\n")
         console.file.flush()
 
 

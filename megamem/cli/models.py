@@ -281,7 +281,7 @@ def _held_out(model: Path, overrides: list[str], dtype: torch.dtype, device: str
     from megamem.evaluation.report import finite, result_table
     from megamem.evaluation.run import final_evaluation
     from megamem.parallel.topology import Topology
-    from megamem.training.start import held_out, open_tokenizer
+    from megamem.training.build import held_out_documents, open_tokenizer
 
     checkpoint = one_checkpoint(model)
     tree = _run_config(checkpoint).model_dump(mode="json")
@@ -293,7 +293,13 @@ def _held_out(model: Path, overrides: list[str], dtype: torch.dtype, device: str
     topology = Topology.start(device=str(_device(device)))
     stage = _trained(checkpoint, config, dtype, topology.device)
     figures = final_evaluation(
-        stage, lambda: held_out(config), open_tokenizer(config), config, topology, dtype=dtype, console=console
+        stage,
+        lambda: held_out_documents(config),
+        open_tokenizer(config),
+        config,
+        topology,
+        dtype=dtype,
+        console=console,
     )
     figures = {name: value for name, value in finite(figures).items() if not isinstance(value, dict)}
     console.print(result_table(figures, title=f"{config.name}, step {checkpoint.step}"))

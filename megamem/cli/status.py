@@ -27,15 +27,15 @@ def status(
     """What a run is at: state, step, speed, last checkpoint, and every rank's last action."""
     from rich.live import Live
 
-    from megamem.runs.status import look, run_page
+    from megamem.runs.status import read_status, run_page
 
-    found = look(run)
+    found = read_status(run)
     if as_json:
-        console.file.write(json.dumps(found.as_dict()) + "\n")
+        console.file.write(json.dumps(found.to_dict()) + "\n")
         while watch and found.condition in ("running", "stale"):
             time.sleep(EVERY_S)
-            found = look(run)
-            console.file.write(json.dumps(found.as_dict()) + "\n")
+            found = read_status(run)
+            console.file.write(json.dumps(found.to_dict()) + "\n")
             console.file.flush()
     elif not watch:
         console.print(run_page(found), highlight=False)
@@ -43,7 +43,7 @@ def status(
         with Live(run_page(found), console=console, auto_refresh=False) as live:
             while found.condition in ("running", "stale"):
                 time.sleep(EVERY_S)
-                found = look(run)
+                found = read_status(run)
                 live.update(run_page(found), refresh=True)
 
 
@@ -52,12 +52,12 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """A table of all runs in a folder: state, step, losses, speed. With --json one object a line."""
-    from megamem.runs.status import look, runs_below, runs_table
+    from megamem.runs.status import find_runs, read_status, runs_table
 
-    found = [look(path) for path in runs_below(folder)]
+    found = [read_status(path) for path in find_runs(folder)]
     if as_json:
         for run in found:
-            console.file.write(json.dumps(run.as_dict()) + "\n")
+            console.file.write(json.dumps(run.to_dict()) + "\n")
         return
     if not found:
         console.print(f"{folder}: no runs", highlight=False)

@@ -33,8 +33,8 @@ from megamem.training.build import (
     build_instruments,
     build_metrics,
     build_validation,
-    new_parameters,
     held_out_documents,
+    new_parameters,
     open_tokenizer,
     start_topology,
 )
@@ -114,11 +114,11 @@ def _train_in_folder(
     if is_rank_0:
         resumed_at = checkpoint.step if checkpoint else 0
         sinks = [heartbeat, *build_sinks(config, config.run_folder, console, resumed_at)]
-    with closing(sinks), Watchdog(topology, config.parallel.stall_timeout_s, ends=heartbeat.failed) as watchdog:
+    with closing(sinks), Watchdog(topology, config.parallel.stall_timeout_s, on_end=heartbeat.failed) as watchdog:
         saver = Saver(config.run_folder / FOLDER, config.checkpoint, group)
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
-        trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.at)
+        trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.progress)
         heartbeat.follow(trainer, watchdog)
         _load_start(trainer, checkpoint, bad_steps, group)
 
@@ -161,7 +161,7 @@ def _callbacks(
     watchdog: Watchdog,
 ) -> list[Callback]:
     """Build the callbacks of a run, in the order they act: each log record passes all of them."""
-    validation = build_validation(engine, sinks, watchdog.at)
+    validation = build_validation(engine, sinks, watchdog.progress)
     return [
         throughput,
         bad_steps,

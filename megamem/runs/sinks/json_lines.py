@@ -24,7 +24,9 @@ class JsonLines(Sink):
 
     def write(self, record: LogRecord) -> None:
         """See `Sink.write`. Numbers that are not finite become null: JSON has none."""
-        clean = {name: None if value is not None and not math.isfinite(value) else value for name, value in record.items()}
+        clean = {
+            name: None if value is not None and not math.isfinite(value) else value for name, value in record.items()
+        }
         self._file.write(json.dumps(clean) + "\n")
         self._file.flush()
 
