@@ -42,7 +42,7 @@ BASES: dict[str, dict[str, Any]] = {
     "dla": {"kind": "dla"},
     "titans": {"kind": "titans"},
 }
-COMBINE = {"residual": "residual", "grm": "gated", "soup": "soup", "ssc": "selective"}
+COMBINE = ("residual", "grm", "soup", "ssc")
 OTHERS: dict[str, dict[str, Any]] = {
     FULL: {"kind": "full_attention"},
     "retnet": {"kind": "retnet"},
@@ -67,8 +67,8 @@ def models(quick: bool) -> dict[str, ModelConfig]:
     for name, base in BASES.items():
         mixers[name] = base
         mixers[f"{name} + log-linear"] = {"kind": "log_linear", "memory": base, **segment}
-        for label, combine in COMBINE.items():
-            mixers[f"{name} + {label}"] = {"kind": "memory_caching", "memory": base, "combine": combine, **segment}
+        for combine in COMBINE:
+            mixers[f"{name} + {combine}"] = {"kind": "memory_caching", "memory": base, "combine": combine, **segment}
     return {name: parse_config(ModelConfig, {**shape, "mixer": mixer}, name) for name, mixer in mixers.items()}
 
 

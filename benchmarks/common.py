@@ -22,12 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("runs/benchmarks")
 
 
+def shipped_model(name: str) -> Path:
+    """Return the file of configs/models with this name, such as `elastic-100m`."""
+    (path,) = (ROOT / "configs" / "models").glob(f"*/{name}.yaml")
+    return path
+
+
 def model_from(path: Path, **changes: Any) -> ModelConfig:
     """The `model` section of a YAML file of configs/, with fields changed."""
     return parse_config(ModelConfig, {**read_yaml(path)["model"], **changes}, str(path))
 
 
-def without_memory(model: ModelConfig, mixer: str = "attention") -> ModelConfig:
+def without_memory(model: ModelConfig, mixer: str = "local_attention") -> ModelConfig:
     """The same shape with `mixer` at every layer."""
     return parse_config(ModelConfig, {**model.model_dump(mode="json"), "memory": [], "mixer": mixer}, "benchmark")
 

@@ -107,7 +107,7 @@ def scores(mixer: AttentionProjections, projected: tuple[Tensor, Tensor, Tensor]
     """Of softmax attention, of each token with itself (which rotations leave as they are)."""
     query, key, _ = projected
     key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)  # of several queries each
-    return (mixer.asking(query) * key).sum(-1) * mixer.width**-0.5
+    return (mixer.scaled_query(query) * key).sum(-1) * mixer.width**-0.5
 
 
 def read(stage: Stage, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,6 +29,7 @@ from benchmarks.common import (
     publish,
     random_batch,
     ratio,
+    shipped_model,
     summary,
     table,
     without_memory,
@@ -66,7 +67,7 @@ def shapes(quick: bool) -> dict[str, Shape]:
         tiny = {"layers": 3, "hidden_size": 32, "heads": 2, "vocab_size": 64, "chunk_size": 16}
         memory = [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8}}]
         return {"quick": Shape(model_from(ROOT / "configs/recipes/demo.yaml", **tiny, memory=memory), 4, 1, 2)}
-    paper = model_from(ROOT / "configs/models/elastic-100m.yaml", chunk_size=512, vocab_size=4096)
+    paper = model_from(shipped_model("elastic-100m"), chunk_size=512, vocab_size=4096)
     return {"demo": Shape(demo, 8, 4, 11), "paper": Shape(paper, 8, 1, 5, profiles=1)}
 
 

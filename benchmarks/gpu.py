@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import OUTPUT, ROOT, model_from, publish, random_batch, summary, table
+from benchmarks.common import OUTPUT, model_from, publish, random_batch, shipped_model, summary, table
 from benchmarks.gpu_engines import Trainable, build, missing_libraries
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
@@ -66,7 +66,7 @@ def tiny_model(kind: str) -> ModelConfig:
 
 def model_of(size: str, kind: str) -> ModelConfig:
     """The model of configs/models, or the tiny one."""
-    return tiny_model(kind) if size == "tiny" else model_from(ROOT / f"configs/models/{kind}-{size}.yaml")
+    return tiny_model(kind) if size == "tiny" else model_from(shipped_model(f"{kind}-{size}"))
 
 
 class Bench:

@@ -29,7 +29,7 @@ from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
-from megamem.memory.continuous.elastic import ElasticMemory
+from megamem.memory.continuous.elastic_memory import ElasticMemory
 from megamem.memory.continuous.hippo import kernel, reconstruction
 from megamem.model.stage import Stage
 from megamem.training.build import held_out_documents

@@ -1,4 +1,4 @@
-"""What the fullest rank holds, for the 760M and 1.3B recipes in every layout of TP 1-8 and PP 1-4.
+"""What the fullest rank holds, for the 760M and 1.3B models in every layout of TP 1-8 and PP 1-4.
 
     python -m benchmarks.layouts > docs/layouts.md
 
@@ -7,15 +7,11 @@ Built on the meta device, rank by rank; `megamem plan CONFIG --layouts` gives th
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-from benchmarks.common import table
-from megamem.config.load import load_config
-from megamem.config.run import RunConfig
+from benchmarks.common import ROOT, table
+from megamem.config.recipe import load_run
 from megamem.planning.ranks import layouts
 
-RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+SIZES = ("760m", "1.3b")
 HEAD = """# Bytes per rank
 
 GiB that the fullest rank of a layout holds between steps (BF16 weights, FP32 sums of gradients, FP32 master weights and
@@ -29,15 +25,16 @@ This page: `python -m benchmarks.layouts > docs/layouts.md`.
 
 def main() -> None:
     """Print the page."""
-    recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if re.search(r"-(760m|1\.3b)$", path.stem)]
+    models = [(path, size) for size in SIZES for path in (ROOT / "configs" / "models").glob(f"*/*-{size}.yaml")]
     columns: list[str] = []
     rows: list[list[str]] = []
-    for path in recipes:
-        config = load_config(RunConfig, path, ["training.micro_batch_size=1"])
+    for path, size in sorted(models, key=lambda item: item[0].stem):
+        recipe = ROOT / "configs" / "recipes" / f"memory_caching_{size}.yaml"
+        config = load_run(recipe, ["training.micro_batch_size=1"], path)
         found = layouts(config)
         if not columns:
             print(HEAD.format(tokens=config.data.sequence_length))
-            columns = ["recipe", "parameters", *(f"TP {tp} PP {pp}" for tp, pp in found)]
+            columns = ["model", "parameters", *(f"TP {tp} PP {pp}" for tp, pp in found)]
         whole = found[1, 1]
         sizes = ["-" if isinstance(rank, str) else f"{rank.total / 2**30:.2f}" for rank in found.values()]
         count = "-" if isinstance(whole, str) else f"{whole.parameters:,}"

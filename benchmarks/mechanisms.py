@@ -20,12 +20,12 @@ import torch
 from benchmarks.charts import beside
 from benchmarks.common import (
     OUTPUT,
-    ROOT,
     fix_threads,
     interleaved,
     model_from,
     publish,
     ratio,
+    shipped_model,
     summary,
     table,
     without_memory,
@@ -45,7 +45,7 @@ def models(quick: bool) -> dict[str, ModelConfig]:
     changes: dict[str, Any] = {"chunk_size": 512, "vocab_size": 4096}
     if quick:
         changes = {"chunk_size": 64, "vocab_size": 64, "layers": 9, "hidden_size": 64, "ffn_size": 64}
-    found = {name: model_from(ROOT / f"configs/models/{name}-100m.yaml", **changes) for name in GOALS}
+    found = {name: model_from(shipped_model(f"{name}-100m"), **changes) for name in GOALS}
     plain = without_memory(found["elastic"])
     return {**found, LOCAL: plain, FULL: without_memory(plain, "full_attention")}
 

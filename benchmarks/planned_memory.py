@@ -32,8 +32,8 @@ from megamem.planning.step_time import Layout
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 STEPS = 2
 FOUND = "found: "
-CACHING = {"kind": "memory_caching", "segment": 256, "combine": "gated", "memory": {"kind": "titans"}}
-SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "selective", "top_k": 4, "memory": {"kind": "dla"}}
+CACHING = {"kind": "memory_caching", "segment": 256, "combine": "grm", "memory": {"kind": "titans"}}
+SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "ssc", "top_k": 4, "memory": {"kind": "dla"}}
 
 
 ELASTIC = {"kind": "elastic_memory", "order": 256}
@@ -50,7 +50,7 @@ class Case:
     """A run that is planned and measured."""
 
     world: int = 1
-    mixer: Any = "attention"
+    mixer: Any = "local_attention"
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)

@@ -70,9 +70,9 @@ def labels(stage: Stage) -> Iterator[None]:
         backends = {name: _labelled(kernel, LOCAL) for name, kernel in attention._BACKENDS.items()}
         stack.enter_context(mock.patch.dict(attention._BACKENDS, backends))
         for block in stage.blocks:
-            output, turn = block.mixer.output, block.mixer.turn
+            output, rotary = block.mixer.output, block.mixer.apply_rotary
             stack.enter_context(mock.patch.object(output, "forward", _labelled(output.forward, "projections")))
-            stack.enter_context(mock.patch.object(block.mixer, "turn", _labelled(turn, "rotary")))
+            stack.enter_context(mock.patch.object(block.mixer, "apply_rotary", _labelled(rotary, "rotary")))
         yield
 
 

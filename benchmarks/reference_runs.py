@@ -83,14 +83,14 @@ CASES: dict[str, Case] = {
     "titans_gated_tp2_pack": Case(
         2,
         (
-            mixer("{kind: memory_caching, memory: {kind: titans, inner_chunk: 32}, combine: gated, segment: 64}"),
+            mixer("{kind: memory_caching, memory: {kind: titans, inner_chunk: 32}, combine: grm, segment: 64}"),
             "model.memory=[]", "data.short_documents=pack",
         ),
     ),
     "dla_selective_pp2_zero1": Case(
         2,
         (
-            mixer("{kind: memory_caching, memory: {kind: dla, inner_chunk: 32}, combine: selective, segment: 64}"),
+            mixer("{kind: memory_caching, memory: {kind: dla, inner_chunk: 32}, combine: ssc, segment: 64}"),
             "model.memory=[]", "parallel.tp=1", "parallel.pp=2", "training.micro_batch_size=1",
         ),
     ),

@@ -103,7 +103,7 @@ def _shape(model: Any) -> Any:
     """
     with contextlib.suppress(ValidationError):  # of another version: compared as it stands
         model = ModelConfig.model_validate(model).model_dump(mode="json")
-    free = ("attention", "recurrence", "init_std")
+    free = ("attention_kernel", "recurrence_kernel", "init_std")
     return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else model
 
 

@@ -10,7 +10,7 @@ from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import Stage, meta_stage
 
-PORTABLE = {"attention": "sdpa", "recurrence": "torch"}
+PORTABLE = {"attention_kernel": "sdpa", "recurrence_kernel": "torch"}
 """What of a model runs anywhere: torch's own kernels."""
 
 

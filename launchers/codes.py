@@ -1,4 +1,4 @@
-"""One exit code for many ranks and nodes: that which says what was wrong."""
+"""One exit code for many ranks and nodes: the one that says what was wrong."""
 
 from __future__ import annotations
 
@@ -14,53 +14,59 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-def of_ranks(codes: Mapping[int, int]) -> int:
-    """One code for ranks that ended with `codes` (negative: killed by a signal), in the order in which they did.
+def code_of_ranks(codes: Mapping[int, int]) -> int:
+    """Return one code for ranks that ended with `codes` (negative: killed by a signal), in the order in which they did.
 
-    A code that says what was wrong goes before one of a killed rank, and that before any other: ranks fail as a
+    A code that says what was wrong goes before that of a killed rank, and that before any other: ranks fail as a
     consequence too.
     """
     failed = [code for code in codes.values() if code]
-    found = [code for code in failed if says_why(code)] or [128 - code for code in failed if code < 0] or failed
+    found = [code for code in failed if names_cause(code)] or [128 - code for code in failed if code < 0] or failed
     return found[0] if found else 0
 
 
-def of_stopped(codes: Mapping[int, int]) -> int:
-    """One code for ranks that were asked to stop: STOPPED, unless one says what went wrong or had to be killed."""
-    wrong = [code for code in codes.values() if code != STOPPED and says_why(code)]
-    if wrong:
-        return wrong[0]
+def code_of_stopped_ranks(codes: Mapping[int, int]) -> int:
+    """Return one code for ranks that were told to stop: STOPPED, unless one names a cause or had to be killed."""
+    causes = [code for code in codes.values() if code != STOPPED and names_cause(code)]
+    if causes:
+        return causes[0]
     return 128 + signal.SIGKILL if -signal.SIGKILL in codes.values() else STOPPED
 
 
-def of_nodes(codes: Iterable[int]) -> int:
-    """One code for nodes that ended with `codes`: 0 if all did, else that which says most."""
+def code_of_nodes(codes: Iterable[int]) -> int:
+    """Return one code for nodes that ended with `codes`: 0 if all did, else the one that says most."""
     failed = [code for code in codes if code]
-    return next((code for code in failed if says_why(code)), max(failed, default=0))
+    return next((code for code in failed if names_cause(code)), max(failed, default=0))
 
 
-def says_why(code: int) -> bool:
-    """Whether a code says what was wrong; others may be those of ranks that failed as a consequence."""
+def names_cause(code: int) -> bool:
+    """Return whether a code says what was wrong; others may be those of ranks that failed as a consequence."""
     return code == STOPPED or code in {cls.exit_code for cls in _error_classes()} - {MegamemError.exit_code}
 
 
-def say_killed(codes: Mapping[int, int], code: int, where: str = "", more: str = "") -> None:
-    """If `code` is that of a rank killed by a signal, name the first such on standard error."""
+def report_killed_rank(codes: Mapping[int, int], code: int, host: str = "", reason: str = "") -> None:
+    """Name on standard error the first rank that a signal killed, if `code` is that of one.
+
+    Args:
+        codes: what the ranks ended with, by rank.
+        host: put after the rank's number.
+        reason: put at the end of the line.
+    """
     for rank, found in codes.items():
         if found < 0 and code == 128 - found:
-            sys.stderr.write(f"megamem: rank {rank}{where} was killed by {signal.Signals(-found).name}{more}\n")
+            sys.stderr.write(f"megamem: rank {rank}{host} was killed by {signal.Signals(-found).name}{reason}\n")
             sys.stderr.flush()
             return
 
 
-def first_told(store: Store, verdict: Callable[[], tuple[int, float]]) -> int:
-    """The first code that any node tells `store`.
+def first_reported_code(store: Store, own_code: Callable[[], tuple[int, float]]) -> int:
+    """Return the first code that any node writes to `store`.
 
-    verdict: this node's code as far as it is known, and for how many seconds a better word is waited for.
+    own_code: gives this node's code as far as it is known, and for how many seconds to wait for one that says more.
     """
     begun = time.monotonic()
     while not store.check(["code"]):
-        code, patience = verdict()
+        code, patience = own_code()
         if time.monotonic() - begun >= patience:
             return int(store.compare_set("code", "", str(code)))
         time.sleep(0.05)
@@ -68,6 +74,7 @@ def first_told(store: Store, verdict: Callable[[], tuple[int, float]]) -> int:
 
 
 def _error_classes() -> Iterator[type[MegamemError]]:
+    """Return MegamemError and all classes derived from it."""
     waiting = [MegamemError]
     while waiting:
         cls = waiting.pop()

@@ -1,4 +1,4 @@
-"""A run of `megamem train` on the nodes of a cluster, before it is known how it gets there."""
+"""A run of `megamem train` on the nodes of a cluster, whichever target starts them."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.config import LaunchConfig
+from launchers.config import ClusterConfig
 
 
 @dataclass(frozen=True)
 class Job:
-    """What each target needs to know."""
+    """What each target needs to know of a job."""
 
     name: str
-    """Of the run."""
-    cluster: LaunchConfig
+    """Name of the run."""
+    cluster: ClusterConfig
     processes: int
-    """Ranks of a node."""
-    fits: tuple[int, ...]
+    """Ranks on each node."""
+    node_counts: tuple[int, ...]
     """Numbers of nodes that batch and layout fit, ascending."""
     folder: Path
-    """Where the job's configuration, script and logs lie, as the nodes see it."""
-    work: Path
-    """Working folder on this machine."""
-    again: bool = True
-    """Whether a run that ends with STOPPED is to be gone on with; not one that says itself where it stops."""
-    then: tuple[str, ...] = ()
-    """On SLURM: verb of megamem and its arguments, which one process runs once the run is done. If `result` is there
-    already, nothing else is run."""
+    """The folder with the job's configuration, script and logs, as the nodes see it."""
+    work_folder: Path
+    """The working folder of the nodes, to which relative paths of the run refer."""
+    resumes: bool = True
+    """Whether a run that ended with STOPPED is to be started again; false for one that says itself where it stops."""
+    follow_up: tuple[str, ...] = ()
+    """Verb of megamem and its arguments that one process runs once the run is done (SLURM only). If `result` exists
+    already, this is all that is run."""
     result: Path | None = None
-    """What a run that is done leaves."""
+    """The file that a finished run leaves."""
 
     @property
     def run_folder(self) -> Path:
-        """Of the run, as the nodes see it."""
+        """The run's folder, as the nodes see it."""
         return self.folder.parent.parent
 
     @property
     def config(self) -> Path:
-        """The run's resolved configuration."""
+        """The file of the run's resolved configuration."""
         return self.folder / "config.yaml"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every process."""
+        """Environment variables of every process."""
         return {name: str(value) for name, value in self.cluster.environment.items()}
 
-    def agent(self, python: str = "python") -> list[str]:
-        """The command of a node, but for which node it is: see `megamem agent --help`."""
+    def agent_command(self, python: str = "python") -> list[str]:
+        """Return the command of a node up to the options that say which node it is; see `megamem agent --help`."""
         cluster = self.cluster
         return [
             python, "-m", "megamem", "agent",
-            "--nodes", ",".join(str(number) for number in self.fits),
+            "--nodes", ",".join(str(number) for number in self.node_counts),
             "--processes", str(self.processes),
             "--max-restarts", str(cluster.max_restarts),
             "--join-seconds", str(cluster.join_seconds),
             "--stop-seconds", str(cluster.stop_seconds),
         ]  # fmt: skip
 
-    def train(self, config: Path | None = None) -> list[str]:
-        """What each rank runs."""
+    def train_arguments(self, config: Path | None = None) -> list[str]:
+        """Return the arguments of `megamem` that each rank runs."""
         return ["train", str(config or self.config)]
 
     def label(self, longest: int = 50) -> str:
-        """The run's name as clusters take names: lower case, digits and dashes."""
+        """Return the run's name as clusters take names: lower case, digits and dashes."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:longest].rstrip("-") or "run"

@@ -10,92 +10,98 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TypeVar
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from launchers.signals import STOPS, heeded
+from launchers.signals import STOPS, not_ignored
 from megamem.hardware import cores
 
 SAME_SIGNAL_S = 1.0
+"""Signals that come within so many seconds count as one."""
+T = TypeVar("T")
 
 
 class Signals:
-    """Signals to stop become exceptions, as torchrun makes them; what comes within a second is one signal.
+    """A context in which signals to stop become exceptions, as torchrun makes them.
 
-    A scheduler may signal this process, its parent and its ranks at once.
+    A scheduler may signal this process, its parent and its ranks at once; what comes within a second is one signal.
     """
 
     NUMBERS = (*STOPS, signal.SIGQUIT)
 
     def __init__(self) -> None:
+        """Remember which signals were ignored before."""
         self._last = -SAME_SIGNAL_S
-        self._heeded = heeded(self.NUMBERS)
+        self._not_ignored = not_ignored(self.NUMBERS)
 
-    def take(self) -> None:
-        """Handle them here from now on, but for those that were ignored before."""
+    def install(self) -> None:
+        """Handle the signals here from now on, but for those that were ignored before."""
         if threading.current_thread() is threading.main_thread():
             for number in self.NUMBERS:
-                signal.signal(number, self._raise if number in self._heeded else signal.SIG_IGN)
+                signal.signal(number, self._raise if number in self._not_ignored else signal.SIG_IGN)
 
     def __enter__(self) -> Signals:
+        """Install the handlers."""
         self._before = {number: signal.getsignal(number) for number in self.NUMBERS}
-        self.take()
+        self.install()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Put the former handlers back."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Raise SignalException, unless the signal comes right after another."""
         before, self._last = self._last, time.monotonic()
         if self._last - before >= SAME_SIGNAL_S:
             raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns, None if it fails or takes longer: a store on a lost machine may never answer."""
-    found: list[Any] = []
+def result_within(seconds: float, work: Callable[[], T]) -> T | None:
+    """Return what `work` returns, None if it fails or takes longer: a store on a lost machine may never answer."""
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            found.append(work())
+            results.append(work())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
-def open_to_signals(work: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
-    """What `work` returns or raises, done in a thread, so that a signal ends the waiting for it.
+def run_interruptibly(work: Callable[[], T], give_up: Callable[[], bool]) -> T:
+    """Return or raise what `work` does, in a thread, so that a signal ends the waiting for it.
 
-    Raises: TimeoutError once `gives_up` says so.
+    Raises: TimeoutError once `give_up` returns true.
     """
-    found: list[tuple[Any, BaseException | None]] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append((work(), None))
+            results.append(work())
         except BaseException as error:
-            found.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-        if gives_up():
+        if give_up():
             raise TimeoutError
-    result, error = found[0]
-    if error is not None:
-        raise error
-    return result
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 @contextmanager
-def threads_shared(processes: int) -> Iterator[None]:
-    """Without OMP_NUM_THREADS, each rank gets its share of the cores."""
+def shared_cores(processes: int) -> Iterator[None]:
+    """Give each rank started in the block its share of the cores, unless OMP_NUM_THREADS says how many threads."""
     given = "OMP_NUM_THREADS" in os.environ
     if not given:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))

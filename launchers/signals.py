@@ -8,6 +8,6 @@ from collections.abc import Iterable
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def heeded(numbers: Iterable[signal.Signals] = STOPS) -> list[signal.Signals]:
-    """Those that this process was not told to ignore, as `nohup` does with SIGHUP."""
+def not_ignored(numbers: Iterable[signal.Signals] = STOPS) -> list[signal.Signals]:
+    """Return those that this process was not told to ignore, as `nohup` does with SIGHUP."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

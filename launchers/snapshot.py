@@ -1,4 +1,4 @@
-"""What is kept of a job before it starts: enough to say later what ran, with which code, and to start it again."""
+"""The record of a job, written before it starts: enough to say later what ran, with which code, and to repeat it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import Any
 
 from launchers.config import looks_secret
 from megamem.errors import RunFolderError
@@ -21,11 +20,11 @@ PREFIXES = ("NCCL_", "CUDA_", "GLOO_", "TORCH_", "SLURM_", "OMP_", "MEGAMEM_")
 """Environment variables that are written down; not those whose names say secret."""
 
 FOLDER = "launch"
-"""In a run folder: a folder for each start."""
+"""The folder in a run folder that has a folder for each start."""
 
 
 def snapshot_folder(run_folder: Path) -> Path:
-    """Where the snapshot of a job that starts now goes: `launch/<UTC time>`, not made yet."""
+    """Return the folder for a job that starts now, `launch/<UTC time>`, which is not made yet."""
     return run_folder / FOLDER / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
@@ -45,8 +44,8 @@ def write_snapshot(folder: Path, files: Mapping[str, str]) -> None:
         raise RunFolderError(f"{folder}: cannot be written ({error.strerror}); choose another `runs_folder`") from None
 
 
-def facts() -> dict[str, Any]:
-    """Command, code version, machine and environment."""
+def facts() -> dict[str, object]:
+    """Return command, code version, machine and environment."""
     revision, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     return {
         "command": sys.argv,
@@ -61,7 +60,7 @@ def facts() -> dict[str, Any]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of `PREFIXES` that are no secrets."""
+    """Return the variables that begin with one of `PREFIXES` and are no secrets."""
     return {
         name: value for name, value in sorted(variables.items()) if name.startswith(PREFIXES) and not looks_secret(name)
     }
@@ -69,13 +68,13 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def packages() -> tuple[str, ...]:
-    """Every installed distribution as `name==version`."""
+    """Return every installed distribution as `name==version`."""
     found = {(dist.metadata["Name"], dist.version) for dist in distributions()}
     return tuple(f"{name}=={number}" for name, number in sorted(found, key=lambda item: str(item[0]).lower()))
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the folder of the code; None where it is not under git."""
+    """Return git's output for the folder of the code; None where it is not under git."""
     try:
         done = subprocess.run(
             ["git", *arguments],

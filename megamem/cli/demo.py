@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launchers.local import run_local
+from launchers.local_ranks import run_local
 from megamem.cli import data as cli_data
 
 VOCABULARY = 4096

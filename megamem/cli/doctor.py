@@ -27,8 +27,8 @@ LOW_DISK_GIB = 5.0
 
 # import name, distribution name, what is lost without it
 _ACCELERATORS = [
-    ("flash_attn", "flash-attn", "model.attention: flash_attn; sdpa and flex compute the same"),
-    ("fla", "flash-linear-attention", "model.recurrence: fla; torch computes the same"),
+    ("flash_attn", "flash-attn", "model.attention_kernel: flash_attn; sdpa and flex compute the same"),
+    ("fla", "flash-linear-attention", "model.recurrence_kernel: fla; torch computes the same"),
     ("triton", "triton", "FlexAttention and torch.compile on CUDA; sdpa without compile works"),
     ("transformer_engine", "transformer-engine", "nothing today: FP8 layers are not supported"),
     ("apex", "apex", "nothing today: torch's fused AdamW and RMSNorm are used"),

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from launchers.local import inside_job, run_local
+from launchers.local_ranks import inside_job, run_local
 from megamem.cli.checkpoint import checkpoint_app
 from megamem.cli.data import corpus_app, shards_app, tokenizer_app
 from megamem.cli.launch import agent, launch
 from megamem.cli.models import convert_app, evaluate, generate
+from megamem.cli.options import ModelFile, Overrides, RecipePath
 from megamem.cli.plan import plan
 from megamem.cli.preflight import preflight
 from megamem.cli.status import runs, status
@@ -46,14 +47,12 @@ app.command()(launch)
 app.command(hidden=True)(agent)
 console = Console(soft_wrap=True)
 
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")]
-
 
 @app.command()
 def train(
-    config: ConfigPath,
+    config: RecipePath,
     overrides: Overrides = None,
+    model: ModelFile = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print everything, run one mock step, write nothing")
     ] = False,
@@ -64,8 +63,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
-    from megamem.config.load import load_config
-    from megamem.config.run import RunConfig
+    from megamem.config.recipe import load_run
     from megamem.training.checks import check_kernels, check_layout, check_run
 
     overrides = [
@@ -73,7 +71,7 @@ def train(
         *([f"checkpoint.resume={resume}"] if resume else []),
         *(["checkpoint.fallback=true"] if fallback else []),
     ]
-    settings = load_config(RunConfig, config, overrides)
+    settings = load_run(config, overrides, model)
     if inside_job():
         count = int(os.environ["WORLD_SIZE"])
     else:
@@ -85,7 +83,7 @@ def train(
     if inside_job() or count == 1:
         _rank(settings, dry_run)
         return
-    flags = ["--dry-run"] if dry_run else []
+    flags = [*(["--model", str(model)] if model else []), *(["--dry-run"] if dry_run else [])]
     raise typer.Exit(run_local(count, ["train", str(config), *overrides, *flags]))
 
 
@@ -126,14 +124,15 @@ def _rank(settings: object, dry: bool) -> None:
 @app.command("start-from")
 def start_from(
     weights: Annotated[Path, typer.Argument(help="safetensors file of a run's weights")],
-    config: ConfigPath,
+    config: RecipePath,
     overrides: Overrides = None,
+    model: ModelFile = None,
     processes: Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")] = None,
 ) -> None:
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
-    train(config, [*(overrides or []), f"training.init_from={weights}"], processes=processes)
+    train(config, [*(overrides or []), f"training.init_from={weights}"], model, processes=processes)
 
 
 @app.command()
@@ -150,8 +149,9 @@ def demo(
 
 @app.command("verify-resume")
 def verify_resume(
-    config: ConfigPath,
+    config: RecipePath,
     overrides: Overrides = None,
+    model: ModelFile = None,
     steps: Annotated[int, typer.Option(min=2, help="optimizer steps of each run; even")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
@@ -159,18 +159,18 @@ def verify_resume(
     import subprocess
 
     from megamem.cli.verify_resume import verify_resume as check
-    from megamem.config.load import load_config
-    from megamem.config.run import RunConfig
+    from megamem.config.recipe import load_run
 
     if steps % 2:
         raise ConfigError(f"verify-resume: --steps {steps} has no half; give an even number")
-    settings = load_config(RunConfig, config, overrides or [])
+    settings = load_run(config, overrides or [], model)
 
     def run(arguments: list[str]) -> int:
         command = [sys.executable, "-m", "megamem", *arguments]
         return subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
 
-    report = check(config, overrides or [], settings, steps, run)
+    arguments = [str(config), *(["--model", str(model)] if model else []), *(overrides or [])]
+    report = check(arguments, settings, steps, run)
     if as_json:
         found = {"bitwise_equal": report.bitwise_equal, "tensors_compared": report.tensors_compared}
         console.file.write(json.dumps({**found, "steps": steps, "differences": report.differences}) + "\n")

@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megamem.cli.options import Json, ModelFile, Overrides
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megamem.config.run import RunConfig
     from megamem.pipeline.comparison import ScheduleReport
 
 console = Console(soft_wrap=True)
@@ -22,7 +24,8 @@ console = Console(soft_wrap=True)
 
 def plan(
     config: Annotated[Path | None, typer.Argument(help="YAML file of a run; its layout, costs and batch")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")] = None,
+    overrides: Overrides = None,
+    model: ModelFile = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
     devices: Annotated[int | None, typer.Option(min=1, help="how many; as configured if not given")] = None,
     device: Annotated[str, typer.Option(help="h100, h200, a100 or cpu")] = "h100",
@@ -41,9 +44,13 @@ def plan(
     chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a sequence")] = None,
     bptt_chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a window; all if not given")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    as_json: Json = False,
 ) -> None:
     """What a run will cost on given devices: bytes, traffic, time; the best layouts; its schedule and its picture."""
+    from megamem.config.recipe import load_run
+
+    if model is not None and config is None:
+        raise ConfigError(f"plan: --model {model} goes with a configuration; give one")
     if layouts:
         others = (
             schedule,
@@ -59,7 +66,7 @@ def plan(
         )
         if config is None or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
-        _print_layouts(config, overrides or [], dp, as_json)
+        _print_layouts(load_run(config, overrides or [], model), dp, as_json)
         return
     if not (schedule or draw_schedule):
         if config is None:
@@ -68,7 +75,7 @@ def plan(
             raise ConfigError(
                 "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
             )
-        _print_plan(config, overrides or [], devices, device, efficiency, search, as_json)
+        _print_plan(load_run(config, overrides or [], model), devices, device, efficiency, search, as_json)
         return
     if devices or efficiency or search:
         raise ConfigError("plan: --devices, --efficiency and --search go with a whole plan, not with a schedule")
@@ -76,7 +83,8 @@ def plan(
         raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
-    report = _report(config, overrides or [], stages, sequences, chunks, bptt_chunks, dp)
+    settings = None if config is None else load_run(config, overrides or [], model)
+    report = _report(settings, stages, sequences, chunks, bptt_chunks, dp)
     figures: dict[str, Any] = report.as_dict()
     pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
     figures |= {name: str(path) for name, path in pictures.items()}
@@ -89,16 +97,13 @@ def plan(
 
 
 def _print_plan(
-    config: Path,
-    overrides: list[str],
+    settings: RunConfig,
     devices: int | None,
     device: str,
     efficiency: float | None,
     search: bool,
     as_json: bool,
 ) -> None:
-    from megamem.config.load import load_config
-    from megamem.config.run import RunConfig
     from megamem.hardware import cores
     from megamem.planning.activations import Activations
     from megamem.planning.machines import machine
@@ -107,7 +112,6 @@ def _print_plan(
     from megamem.planning.show import show_found, show_plan
     from megamem.planning.step_time import EFFICIENCY
 
-    settings = load_config(RunConfig, config, overrides)
     efficiency = efficiency or EFFICIENCY
     # this process is nothing but a plan: it can be forked
     processes = cores() if sys.platform == "linux" else 1
@@ -141,12 +145,9 @@ def _print_plan(
         console.print(part, highlight=False)
 
 
-def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: bool) -> None:
-    from megamem.config.load import load_config
-    from megamem.config.run import RunConfig
+def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
     from megamem.planning.ranks import layouts
 
-    settings = load_config(RunConfig, config, overrides)
     dp = dp or settings.parallel.dp or 1
     found = layouts(settings, dp)
     if as_json:
@@ -176,8 +177,7 @@ def _print_layouts(config: Path, overrides: list[str], dp: int | None, as_json: 
 
 
 def _report(
-    config: Path | None,
-    overrides: list[str],
+    settings: RunConfig | None,
     stages: int | None,
     sequences: int | None,
     chunks: int | None,
@@ -188,13 +188,9 @@ def _report(
 
     sizes = {"--stages": stages, "--sequences": sequences, "--chunks": chunks}
     try:
-        if config is not None:
+        if settings is not None:
             if given := [name for name, size in {**sizes, "--bptt-chunks": bptt_chunks}.items() if size is not None]:
                 raise ConfigError(f"plan: {given[0]} does not go with a configuration, which says it itself")
-            from megamem.config.load import load_config
-            from megamem.config.run import RunConfig
-
-            settings = load_config(RunConfig, config, overrides)
             return compare_for(settings, dp or settings.parallel.dp or 1)
         if dp is not None:
             raise ConfigError("plan: --dp divides a configuration's batch; without one give --sequences")

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from launchers.local import inside_job, run_local
+from launchers.local_ranks import inside_job, run_local
 
 console = Console(soft_wrap=True)
 

@@ -60,15 +60,12 @@ def run(
 
 
 def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool) -> None:
-    from functools import partial
-
-    from megamem.cli.launch import load_cluster, run_as_job
+    from launchers.launch import load_cluster
     from megamem.study.submit import submit_runs
 
     nodes, ours = load_cluster(overrides, cluster)
     settings, runs = _planned(study, ours)
-    prepare = partial(run_as_job, settings, nodes)
-    found = submit_runs(settings, runs, prepare, lambda text: console.print(text, highlight=False), again)
+    found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), again)
     for state in found.failed:
         console.print(f"failed: {state.run.name}: {'; '.join(state.failures)}", highlight=False, markup=False)
     console.print(

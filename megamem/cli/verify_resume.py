@@ -31,11 +31,13 @@ SHOWN = 20
 
 
 def verify_resume(
-    config: Path, overrides: Sequence[str], settings: RunConfig, steps: int, run: Callable[[list[str]], int]
+    arguments: Sequence[str], settings: RunConfig, steps: int, run: Callable[[list[str]], int]
 ) -> ResumeReport:
     """Train `steps` steps straight and in two halves, in a temporary folder beside the runs; compare every tensor.
 
     Args:
+        arguments: of `megamem train`: the recipe, its options and overrides.
+        settings: the configuration that they give.
         steps: even.
         run: `megamem` with these arguments, in fresh processes; returns its exit code.
     Raises: CheckpointError if a run does not end well.
@@ -47,14 +49,14 @@ def verify_resume(
     with tempfile.TemporaryDirectory(prefix="verify-resume-", dir=settings.runs_folder) as name:
         folder = Path(name)
         common = [
-            *overrides, f"runs_folder={folder}", f"training.steps={steps}", "training.tokens=null",
+            f"runs_folder={folder}", f"training.steps={steps}", "training.tokens=null",
             "training.stop_after=null",
             f"checkpoint.every={steps}", "checkpoint.resume=auto", "logging.every=1", "logging.wandb.mode=disabled",
             "logging.profile_steps=null", "logging.record_step=null", "evaluation.every=0", "data.validation=[]",
         ]  # fmt: skip
 
         def train(run_name: str, *more: str, ends_with: int = 0) -> None:
-            code = run(["train", str(config), *common, f"name={run_name}", *more])
+            code = run(["train", *arguments, *common, f"name={run_name}", *more])
             if code != ends_with:
                 raise CheckpointError(f"verify-resume: the run {run_name} ended with exit code {code}")
 

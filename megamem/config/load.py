@@ -146,6 +146,7 @@ _WORDING = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
     "string_type": "expected text",
+    "path_type": "expected a path",
 }
 
 

@@ -112,7 +112,7 @@ class ModelConfig(ConfigModel):
     """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
-    mixer: AnyMixer = Field(default="attention", validate_default=True)
+    mixer: AnyMixer = Field(default="local_attention", validate_default=True)
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
     """Layers with another mixer, usually a memory mechanism."""
@@ -138,9 +138,9 @@ class ModelConfig(ConfigModel):
     mup: MupConfig | None = None
     """Scale start values, learning rates, attention and logits by the width over that of a base model
     (docs/mup.md); the standard parametrization if not given."""
-    attention: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
+    attention_kernel: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
     """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
-    recurrence: Literal["torch", "fla"] = "torch"
+    recurrence_kernel: Literal["torch", "fla"] = "torch"
     """Kernel of linear_attention, retnet, delta_net and ssd. `fla`, of the package flash-linear-attention, computes in
     BF16 on CUDA; everything else torch computes all the same."""
 

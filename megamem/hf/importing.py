@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoints.weights import write_weights
 from megamem.config.load import apply_override, parse_config
-from megamem.config.model import MIXERS, ModelConfig
+from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, renamed
@@ -28,7 +28,7 @@ from megamem.model.stage import meta_stage
 from tokenization.importing import import_tokenizer
 
 CLOSED = -6.0
-"""Of a memory's gate before its sigmoid: 0.25 % memory."""
+"""A memory's gate before its sigmoid, when it lets 0.25 % of the memory through."""
 KNOWN = ("gpt2", "llama", "megamem")
 WEIGHTS, MODEL, TOKENIZER = "weights.safetensors", "model.yaml", "tokenizer"
 
@@ -55,7 +55,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     tree: dict[str, Any] = {"model": section}
     for override in overrides:
         tree = apply_override(tree, f"model.{override}")
-    model = parse_config(ModelConfig, with_closed_gates(tree["model"]), f"{source}: as a model section")
+    model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
     weights, new_parameters = collect(opened, kind, model)
     words = None
     with whole_folder(out) as partial:
@@ -118,25 +118,27 @@ def source_model(source: Source, kind: str) -> ModelConfig:
     return parse_config(ModelConfig, source_section(source, kind), str(source.folder))
 
 
-def with_closed_gates(section: dict[str, Any]) -> dict[str, Any]:
-    """Memories behind a gate begin with it closed, unless told otherwise: the model computes what it did before."""
+def with_closed_gates(model: ModelConfig) -> ModelConfig:
+    """Return the model with every memory's gate closed at the start, unless its `gate_init` was given.
 
-    def closed(mixer: Any) -> Any:
-        named = {"kind": mixer} if isinstance(mixer, str) else mixer
-        known = MIXERS.kinds().get(named.get("kind", "")) if isinstance(named, dict) else None
-        if known is None or "gate_init" not in known.model_fields:
-            return mixer
-        return {"gate_init": CLOSED, **named}
+    Such a model computes what it did before the memories were added. Every gate between local attention and a memory
+    takes its start value from a field called `gate_init`, that of a mixer within another mixer too.
+    """
+    layers = [LayerMixer(layers=entry.layers, mixer=_closed(entry.mixer)) for entry in model.memory]
+    return model.model_copy(update={"mixer": _closed(model.mixer), "memory": layers})
 
-    new = dict(section)
-    if "mixer" in new:
-        new["mixer"] = closed(new["mixer"])
-    if isinstance(new.get("memory"), list):
-        new["memory"] = [
-            {**entry, "mixer": closed(entry.get("mixer"))} if isinstance(entry, dict) else entry
-            for entry in new["memory"]
-        ]
-    return new
+
+def _closed(mixer: MixerConfig) -> MixerConfig:
+    """Return the mixer, and the mixers in its fields, with `gate_init` closed where it was not given."""
+    changes: dict[str, object] = {}
+    for name, value in mixer:
+        if isinstance(value, MixerConfig):
+            changes[name] = _closed(value)
+        elif isinstance(value, list):
+            changes[name] = [_closed(item) if isinstance(item, MixerConfig) else item for item in value]
+    if "gate_init" in type(mixer).model_fields and "gate_init" not in mixer.model_fields_set:
+        changes["gate_init"] = CLOSED
+    return mixer.model_copy(update=changes)
 
 
 def _refuse(source: Source, expected: Mapping[str, Any]) -> None:

@@ -15,25 +15,25 @@ import torch
 from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.layers import RMSNorm, SwiGLU, gated, rms_norm
 from megamem.model.stage import Stage
-from megamem.ops.rotary import turn
+from megamem.ops.rotary import apply_rotary
 
 
 def compile_pointwise(stage: Stage, **options: Any) -> None:
     """Make the stage use compiled norms, rotations and gates; `options` go to torch.compile."""
-    norm, gate, rotation = (cast(Any, torch.compile(f, **options)) for f in (rms_norm, gated, turn))
-    _use(stage, norm, gate, rotation)
+    norm, gate, rotary = (cast(Any, torch.compile(f, **options)) for f in (rms_norm, gated, apply_rotary))
+    _use(stage, norm, gate, rotary)
 
 
 def restore_pointwise(stage: Stage) -> None:
     """Undo `compile_pointwise`."""
-    _use(stage, rms_norm, gated, turn)
+    _use(stage, rms_norm, gated, apply_rotary)
 
 
-def _use(stage: Stage, norm: Any, gate: Any, rotation: Any) -> None:
+def _use(stage: Stage, norm: Any, gate: Any, rotary: Any) -> None:
     for module in stage.modules():
         if isinstance(module, RMSNorm):
             module.function = norm
         elif isinstance(module, SwiGLU):
             module.gated = gate
         elif isinstance(module, AttentionProjections) and module.rotates:
-            module.turn = rotation
+            module.apply_rotary = rotary

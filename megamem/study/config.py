@@ -124,6 +124,8 @@ class StudyConfig(ConfigModel):
     """Name of the study and of its folder."""
     run: Path
     """YAML file of the run that all share, relative to the study's file."""
+    model: Path | None = None
+    """YAML file of its model, if `run` leaves it open or is to get another; relative to the study's file too."""
     folder: Path = Path("runs/studies")
     """Where study folders lie."""
     change: Changes = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from megamem.config.load import Tree, load_config, parse_config, read_yaml, with_value
+from megamem.config.load import Tree, load_config, parse_config, with_value
+from megamem.config.recipe import read_recipe
 from megamem.config.run import RunConfig, WandbConfig
 from megamem.errors import ConfigError
 from megamem.study.config import SEED, Changes, StudyConfig, matches, readings_of
@@ -36,9 +37,10 @@ class PlannedRun:
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
-    """The study of a YAML file, `run` made a path of its own. Raises ConfigError."""
+    """The study of a YAML file, `run` and `model` made paths of their own. Raises ConfigError."""
     study = load_config(StudyConfig, path, overrides)
-    return study.model_copy(update={"run": path.parent / study.run})
+    model = None if study.model is None else path.parent / study.model
+    return study.model_copy(update={"run": path.parent / study.run, "model": model})
 
 
 def study_folder(study: StudyConfig) -> Path:
@@ -48,7 +50,7 @@ def study_folder(study: StudyConfig) -> Path:
 
 def planned_runs(study: StudyConfig) -> list[PlannedRun]:
     """All runs, validated. Raises ConfigError naming the combination whose configuration cannot run."""
-    shared = _applied(read_yaml(study.run), [study.change], f"{study.name}: change")
+    shared = _applied(read_recipe(study.run, study.model), [study.change], f"{study.name}: change")
     runs = []
     for labels, changes in _combinations(study):
         where = f"{study.name}: {describe(labels)}"

@@ -56,7 +56,7 @@ class Journal:
 
     def _write(self, run: str, reading: str, code: int | None) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 1), "run": run, "reading": reading, "code": code}) + "\n")
+            file.write(json.dumps({"time": round(time.time(), 3), "run": run, "reading": reading, "code": code}) + "\n")
 
 
 def read_journal(folder: Path) -> dict[tuple[str, str], History]:

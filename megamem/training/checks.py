@@ -16,8 +16,8 @@ from megamem.runs.folder import check_run_folder
 
 def check_kernels(config: RunConfig) -> None:
     """Raise ConfigError where the kernels that the run names do not exist on this machine."""
-    check_backend(config.model.attention)
-    check_recurrence(config.model.recurrence)
+    check_backend(config.model.attention_kernel)
+    check_recurrence(config.model.recurrence_kernel)
 
 
 def check_layout(config: RunConfig, processes: int) -> int:

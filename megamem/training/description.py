@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megamem.pipeline.balancing import chunk_flops, flop_costs, parameter_costs
+from megamem.costs.flops import flop_costs
+from megamem.costs.parameters import parameter_costs
+from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
 from megamem.pipeline.schedule import peak_units

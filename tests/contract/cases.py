@@ -47,16 +47,16 @@ class Case:
                 "vocab_size": 32,
                 "chunk_size": CHUNK,
                 "init_std": 0.3,
-                "mixer": "attention",
+                "mixer": "local_attention",
                 "memory": [{"layers": [at], "mixer": {"kind": self.kind, **self.options}}],
             }
         )
 
 
 ALL_CASES = [
-    Case("attention", "chunk", core=False),
-    Case("attention", "short_block", {"block": 4}, core=False),
-    Case("attention", "grouped", {"block": 4}, queries_per_key=2),
+    Case("local_attention", "chunk", core=False),
+    Case("local_attention", "short_block", {"block": 4}, core=False),
+    Case("local_attention", "grouped", {"block": 4}, queries_per_key=2),
     Case("full_attention", "unbounded"),
     Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2, core=False),
@@ -115,7 +115,7 @@ ALL_CASES = [
     Case(
         "melodi",
         "long",
-        {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2, "long_gate_init": -1.0},
+        {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2, "gate_init": -1.0},
         queries_per_key=2,
     ),
     Case("linear_attention", "plain", core=False),
@@ -179,13 +179,13 @@ ALL_CASES = [
     Case(
         "memory_caching",
         "delta_selective",
-        {"memory": {"kind": "delta_net"}, "segment": 2, "combine": "selective", "router": "query"},
+        {"memory": {"kind": "delta_net"}, "segment": 2, "combine": "ssc", "router": "query"},
         core=False,
     ),
     Case(
         "memory_caching",
         "retnet_selective",
-        {"memory": {"kind": "retnet", "expand_v": 1}, "segment": 4, "combine": "selective", "top_k": 1, "gate": "raw"},
+        {"memory": {"kind": "retnet", "expand_v": 1}, "segment": 4, "combine": "ssc", "top_k": 1, "gate": "raw"},
         queries_per_key=2,
         core=False,
     ),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.evaluation.generate import Sampling, generate
@@ -14,10 +15,11 @@ from megamem.evaluation.probe import memory_use
 from megamem.evaluation.run import final_evaluation
 from megamem.evaluation.sliding import sliding_losses
 from megamem.model.stage import Stage
-from megamem.parallel.linears import initialize_parameters
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.training_cases import EVERY, MODEL
 from tests.unit.evaluation_helpers import CHUNK, CPU, documents, make_stage, model_config
 
 pytestmark = pytest.mark.distributed
@@ -42,11 +44,11 @@ def figures(stage, topology, dtype=torch.float32):
     }
 
 
-def run_config(dp) -> RunConfig:
+def run_config(dp, model=None) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "evaluation",
-            "model": model_config("elastic_memory").model_dump(),
+            "model": (model or model_config("elastic_memory")).model_dump(),
             "data": {"sources": ["none"], "sequence_length": 4 * CHUNK},
             "training": {"steps": 2, "batch_tokens": 4 * CHUNK * dp, "precision": "fp32", "seed": 1},
             "parallel": {"zero_stage": 3, "device": "cpu"},
@@ -104,6 +106,24 @@ def under_zero_3(topology):
     return {"figures": json.dumps(before), "calls": made, "uneven": uneven, "losses": losses, "modes": calls[:made]}
 
 
+def every_mechanism():
+    """A model with a layer of each registered mechanism."""
+    return ModelConfig.model_validate({**MODEL, **EVERY, "chunk_size": CHUNK, "init_std": 0.3})
+
+
+def every_mechanism_under_zero_3(topology):
+    """Losses before training: the stage is read past DeepSpeed's engine, which gathers no parameters of mixers then."""
+    from megamem.pipeline.engine import build_engine
+
+    engine = build_engine(run_config(topology.dp_size, every_mechanism()), topology)
+    return json.dumps(losses_of(engine.stage, topology))
+
+
+def losses_of(stage, topology):
+    report = evaluate_losses(stage, documents(*LENGTHS), topology=topology, device=CPU, dtype=torch.float32, rows=2)
+    return report.as_dict()
+
+
 def all_layouts(payload):
     results = {}
     for name, tp, pp in (("dp", 1, 1), ("tp", 2, 1), ("tp, tokens split", 2, 1), ("pp", 1, 2)):
@@ -113,6 +133,7 @@ def all_layouts(payload):
         results[f"{name}: texts"] = continued(stage, topology)
         if name == "dp":
             results["zero3"] = under_zero_3(topology)
+            results["every mechanism"] = every_mechanism_under_zero_3(topology)
     return results
 
 
@@ -174,6 +195,12 @@ def test_zero_3_ranks_make_the_same_calls(world, alone):
         make_stage("elastic_memory"), documents(50), topology=None, device=CPU, dtype=torch.float64, rows=1
     ).documents
     assert first["uneven"] == second["uneven"] == pytest.approx(slow.loss, rel=TOLERANCE), "one rank had only padding"
+
+
+def test_every_mechanism_is_evaluated_under_zero_3(world):
+    stage = Stage(every_mechanism(), PlainLinears())
+    initialize_parameters(stage, 1)
+    assert_same(world[0]["every mechanism"], losses_of(stage, None))
 
 
 def test_training_goes_on_after_an_evaluation_under_zero_3(world):

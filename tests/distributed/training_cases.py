@@ -22,7 +22,7 @@ from tests.contract.cases import CASES
 ROWS, LENGTH, CHUNK, VOCABULARY = 8, 64, 16, 64
 MIXERS = {case.kind: {"kind": case.kind, **case.options} for case in reversed(CASES)}
 """Every registered mechanism once, with the options of its first contract case."""
-KINDS = ["attention", "elastic_memory", "full_attention", "infini_attention"]
+KINDS = ["local_attention", "elastic_memory", "full_attention", "infini_attention"]
 """No state, a state of fixed size, one that grows, and a memory with parameters: the layers of most cases."""
 
 

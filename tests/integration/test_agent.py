@@ -16,7 +16,7 @@ import pytest
 
 from launchers import agent as agents
 from launchers.agent import run_agent
-from launchers.rendezvous import Node
+from launchers.node import Node
 from megamem.errors import (
     STOPPED,
     CheckpointError,
@@ -45,8 +45,8 @@ class Nodes:
         self.folder, self.more = folder, (ignored, failed_s)
         self.node = Node(
             **{
-                "processes": 1, "job": "test", "fits": (2,), "head": "127.0.0.2", "port": free_port(), "join_s": 60,
-                "stop_s": 20, **settings,
+                "processes": 1, "job": "test", "node_counts": (2,), "head": "127.0.0.2", "port": free_port(),
+                "join_s": 60, "stop_s": 20, **settings,
             }
         )  # fmt: skip
         self.command = [sys.executable, "-c", f"import os, sys, time; {line}"]
@@ -152,7 +152,7 @@ def test_what_was_wrong_is_told_before_the_other_ranks_of_the_node_are_ended(tmp
 
 def test_a_rank_that_the_agent_ends_is_not_blamed(tmp_path):
     line = f"time.sleep(300) if {FIRST} else sys.exit(1)"
-    with Nodes(tmp_path, line, nodes=1, processes=2, fits=(1,)) as nodes:
+    with Nodes(tmp_path, line, nodes=1, processes=2, node_counts=(1,)) as nodes:
         assert nodes.codes() == [MegamemError.exit_code]
         assert nodes.output() == ""
 
@@ -195,7 +195,7 @@ class TestStops:
     """One node of one rank."""
 
     def node(self, folder, seconds=0, code=STOPPED, **settings):
-        nodes = Nodes(folder, SAVES.format(seconds=seconds, code=code), nodes=1, fits=(1,), **settings)
+        nodes = Nodes(folder, SAVES.format(seconds=seconds, code=code), nodes=1, node_counts=(1,), **settings)
         nodes.wait_for("begun")
         return nodes
 
@@ -300,7 +300,7 @@ def test_a_head_node_that_does_not_answer_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_number_of_nodes_that_does_not_fit_says_which_would(tmp_path):
     """torchrun waits half a minute for more nodes than it needs."""
-    with Nodes(tmp_path, "pass", fits=(1, 3)) as nodes:
+    with Nodes(tmp_path, "pass", node_counts=(1, 3)) as nodes:
         assert nodes.codes(120) == [NodesMissingError.exit_code] * 2
         assert nodes.output().count("megamem: nodes: 2 joined, but batch and layout fit 1 or 3 nodes; ") == 2
 
@@ -316,7 +316,7 @@ def test_a_node_that_joins_later_is_no_stop(tmp_path):
         f"world = os.environ['WORLD_SIZE']; print('world', world, flush=True); world == '3' and sys.exit(0); "
         f"exec({JOINS.format(stop=str(stop))!r})"
     )
-    with Nodes(tmp_path, line, fits=(2, 3), max_restarts=0, failed_s=1) as nodes:
+    with Nodes(tmp_path, line, node_counts=(2, 3), max_restarts=0, failed_s=1) as nodes:
         nodes.wait_for("(?s)world 2.*world 2")
         nodes.add()
         assert nodes.codes(120) == [0, 0, 0], nodes.output()
@@ -327,7 +327,7 @@ def test_a_node_that_joins_later_is_no_stop(tmp_path):
 @pytest.mark.slow
 def test_a_node_that_would_not_fit_leaves_the_others_alone(tmp_path):
     line = "print('world', os.environ['WORLD_SIZE'], flush=True); time.sleep(12)"
-    with Nodes(tmp_path, line, fits=(2, 4)) as nodes:
+    with Nodes(tmp_path, line, node_counts=(2, 4)) as nodes:
         nodes.wait_for("(?s)world 2.*world 2")
         nodes.add()
         assert nodes.codes(120) == [0, 0, NodesMissingError.exit_code], nodes.output()

@@ -113,7 +113,7 @@ class TestConfiguration:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *a: None if name == "flash_attn" else find(name, *a)
         )
-        code, line = refused("train", config, "model.attention=flash_attn")
+        code, line = refused("train", config, "model.attention_kernel=flash_attn")
         assert code == CONFIG
         assert "flash_attn" in line
         assert "sdpa" in line  # what to use instead

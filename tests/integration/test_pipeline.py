@@ -111,7 +111,7 @@ def test_bf16_through_a_pipeline_follows_bf16_without(runs):
 
 def swelling(*arguments: str) -> None:
     """On a rank: the command, with an Elastic Memory that gains a coefficient with every chunk."""
-    from megamem.memory.continuous.elastic import ElasticMemory
+    from megamem.memory.continuous.elastic_memory import ElasticMemory
 
     forward = ElasticMemory.forward
 

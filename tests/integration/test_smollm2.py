@@ -80,7 +80,7 @@ def test_with_a_memory_it_learns_and_is_exported_again(folder, pretrained, ours,
     from tokenization.shards import write_shards
 
     memory = "memory=[{layers: [10], mixer: {kind: elastic_memory, order: 64, sample_offset: 0.5}}]"
-    from_hf(folder / "model.gguf", tmp_path / "start", [f"chunk_size={CHUNK}", "mixer=attention", memory])
+    from_hf(folder / "model.gguf", tmp_path / "start", [f"chunk_size={CHUNK}", "mixer=local_attention", memory])
     shards = tmp_path / "shards"
     write_shards([folder / "corpus" / "train"], tmp_path / "start" / "tokenizer", shards)
     steps = 50

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megamem.cli.launch import _job, _load, _script
+from launchers.launch import load_launch
+from megamem.config.load import dump_yaml
 from tests.integration.commands import run_tree, write_config
 
 
@@ -16,9 +17,8 @@ def small_run(data: Path, folder: Path) -> Path:
 
 def script(config, on, *overrides, cluster=None):
     """Text of what is written for a target."""
-    settings, nodes = _load(config, list(overrides), cluster)
-    files = _script(_job(settings, nodes, on), settings, on)
-    (text,) = files.values()
+    launch = load_launch(config, overrides, cluster, on)
+    (text,) = launch.target.files(launch.job, dump_yaml(launch.config)).values()
     return text
 
 

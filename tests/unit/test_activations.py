@@ -70,7 +70,7 @@ def test_other_shares_lie_on_the_lines(case, recompute):
 def test_tables_that_last_are_not_counted():
     """Rotary tables stay for all layers and chunks: who measures first does not find more than who measures again."""
     model = next(case for case in CASES if case.kind == "full_attention").model()
-    rotary.run_tables.cache_clear()
+    rotary.consecutive_rotary_tables.cache_clear()
     share = Share(2, 1)
     first, second = (_measure_part(model, torch.float32, range(1), CHUNKS, True, share) for _ in range(2))
     assert [part.kept for part in first] == [part.kept for part in second]
@@ -93,10 +93,10 @@ def test_tokens_are_split_evenly_where_parts_are_measured():
 
 
 MIXERS = {
-    "attention": "attention",
+    "attention": "local_attention",
     "elastic memory": {"kind": "elastic_memory", "order": 16},
     "full attention": "full_attention",
-    "caching": {"kind": "memory_caching", "memory": {"kind": "dla"}, "combine": "gated", "segment": 64},
+    "caching": {"kind": "memory_caching", "memory": {"kind": "dla"}, "combine": "grm", "segment": 64},
 }
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm import batch_script
-from megamem.cli.launch import _job, _load
+from launchers.launch import load_launch
 from megamem.errors import FINAL, STOPPED, ConfigError, NodesMissingError
 from tests.unit.launch_helpers import option, script, small_run
 
@@ -190,9 +189,9 @@ class TestSlurm:
     )
     def test_what_follows_the_run(self, config, tmp_path, codes, there, calls, ends_with):
         """By one process of the first node, once the run is done, also if it was done before."""
-        settings, nodes = _load(config, [], None)
+        launch = load_launch(config, [], None, "slurm")
         result = tmp_path / "the result.json"
-        job = replace(_job(settings, nodes, "slurm"), then=("study", "read", "a b"), result=result)
+        job = replace(launch.job, follow_up=("study", "read", "a b"), result=result)
         if there:
             result.touch()
         played = (
@@ -202,7 +201,12 @@ class TestSlurm:
         job.folder.mkdir(parents=True)
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
-            ["bash"], input=played + batch_script(job), env=variables, capture_output=True, text=True, check=False
+            ["bash"],
+            input=played + launch.target.script(job),
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == ends_with, done.stderr
         made = (tmp_path / "calls").read_text().splitlines()

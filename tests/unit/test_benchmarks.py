@@ -164,7 +164,7 @@ def test_minimal_engine_learns():
 
 
 def test_forms_of_a_model():
-    model = model_from(cpu.ROOT / "configs/models/elastic-100m.yaml", chunk_size=512)
+    model = model_from(cpu.shipped_model("elastic-100m"), chunk_size=512)
     assert (model.chunk_size, model.mixer_at(8).kind) == (512, "elastic_memory")
     assert {without_memory(model, "full_attention").mixer_at(i).kind for i in range(12)} == {"full_attention"}
 

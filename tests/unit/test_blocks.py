@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.memory.base import Chunk
-from megamem.memory.shared.blocks import Span, phase_positions, spans, waiting_visible
+from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible, positions_in_block
 
 CPU = torch.device("cpu")
 
@@ -17,22 +17,22 @@ CPU = torch.device("cpu")
     tokens=st.integers(1, 40),
     block=st.integers(1, 9),
 )
-def test_spans_tile_the_call_and_no_row_crosses_a_border(starts, tokens, block):
-    found = spans(tuple(starts), tokens, block)
-    assert [span.begin for span in found] == [0, *(span.end for span in found[:-1])]
+def test_block_slices_tile_the_call_and_no_row_crosses_a_border(starts, tokens, block):
+    found = block_slices(tuple(starts), tokens, block)
+    assert [block_slice.begin for block_slice in found] == [0, *(block_slice.end for block_slice in found[:-1])]
     assert found[-1].end == tokens
     cuts = {0, tokens}
-    for span in found:
-        assert span.begin < span.end
+    for block_slice in found:
+        assert block_slice.begin < block_slice.end
         for row, start in enumerate(starts):
-            positions = range(start + span.begin, start + span.end)
-            assert span.starts[row] == positions[0]
-            assert span.ends[row] == positions[-1] + 1
+            positions = range(start + block_slice.begin, start + block_slice.end)
+            assert block_slice.starts[row] == positions[0]
+            assert block_slice.ends[row] == positions[-1] + 1
             assert len({p // block for p in positions}) == 1
     for start in starts:
         cuts |= {at for at in range(1, tokens) if (start + at) % block == 0}
     # and it is cut nowhere else
-    assert {span.begin for span in found} == cuts - {tokens}
+    assert {block_slice.begin for block_slice in found} == cuts - {tokens}
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -45,57 +45,57 @@ def test_the_open_buffer_holds_each_row_s_unfinished_block(first, sizes, block):
     """Runs the bookkeeping over several calls, with a list of (row, position) in place of tensors."""
     starts, buffer = tuple(first), []
     for tokens in sizes:
-        for span in spans(starts, tokens, block):
-            waiting = len(buffer)
-            positions = phase_positions(span, waiting, CPU).expand(-1, len(starts))
-            visible = waiting_visible(span, waiting, CPU)
-            seen = torch.ones(waiting, len(starts), dtype=torch.bool) if visible is None else visible
-            columns = buffer + [[start + i for start in span.starts] for i in range(span.end - span.begin)]
-            for row, start in enumerate(span.starts):
+        for block_slice in block_slices(starts, tokens, block):
+            open_tokens = len(buffer)
+            positions = positions_in_block(block_slice, open_tokens, CPU).expand(-1, len(starts))
+            visible = open_visible(block_slice, open_tokens, CPU)
+            seen = torch.ones(open_tokens, len(starts), dtype=torch.bool) if visible is None else visible
+            columns = buffer + [[start + i for start in block_slice.starts] for i in range(block_slice.tokens)]
+            for row, start in enumerate(block_slice.starts):
                 # what a row may see of the buffer is exactly its document's unfinished block
                 own = [column[row] for column, ok in zip(buffer, seen[:, row].tolist(), strict=True) if ok]
                 expected = list(range(start - start % block, start)) if start > 0 else []
                 assert own == expected
-                assert span.phases[row] == len(expected)
+                assert block_slice.offsets[row] == len(expected)
                 # and positions count from the block's first token
                 for column, position in zip(columns, positions[:, row].tolist(), strict=True):
                     if column[row] >= 0 and column[row] // block == max(start, 0) // block:
                         assert position == column[row] % block
-                end = span.ends[row]
-                assert span.closing[row] == (end > 0 and end % block == 0)
-                if span.closing[row]:
+                end = block_slice.ends[row]
+                assert block_slice.closing[row] == (end > 0 and end % block == 0)
+                if block_slice.closing[row]:
                     assert [column[row] for column in columns[-block:]] == list(range(end - block, end))
-            buffer = columns[len(columns) - span.remaining :]
+            buffer = columns[len(columns) - block_slice.open_tokens_after :]
         starts = tuple(start + tokens for start in starts)
 
 
 @pytest.mark.parametrize(
-    ("starts", "end", "phases", "closing", "remaining"),
+    ("starts", "end", "offsets", "closing", "open_after"),
     [
         ((0, 0), 4, (0, 0), (True, True), 0),
         ((2, 2), 1, (2, 2), (False, False), 3),
         ((4, 6), 2, (0, 2), (False, True), 2),
-        # padding has no phase and closes nothing, even where its negative position is a multiple of the block
+        # padding has no offset and closes nothing, even where its negative position is a multiple of the block
         ((-8, 0), 4, (0, 0), (False, True), 0),
         ((-3, 5), 3, (0, 1), (False, True), 0),
     ],
 )
-def test_spans_by_hand(starts, end, phases, closing, remaining):
-    span = Span(0, end, starts, 4)
-    assert span.phases == phases
-    assert span.closing == closing
-    assert span.remaining == remaining
+def test_block_slices_by_hand(starts, end, offsets, closing, open_after):
+    block_slice = BlockSlice(0, end, starts, 4)
+    assert block_slice.offsets == offsets
+    assert block_slice.closing == closing
+    assert block_slice.open_tokens_after == open_after
 
 
 def test_rows_in_step_need_no_mask_and_share_their_positions():
-    span = Span(0, 2, (9, 5), 4)
-    assert waiting_visible(span, 1, CPU) is None
-    assert phase_positions(span, 1, CPU).tolist() == [[0], [1], [2]]
+    block_slice = BlockSlice(0, 2, (9, 5), 4)
+    assert open_visible(block_slice, 1, CPU) is None
+    assert positions_in_block(block_slice, 1, CPU).tolist() == [[0], [1], [2]]
 
 
 def test_a_row_that_starts_afresh_sees_nothing_of_the_buffer():
-    span = Span(0, 2, (10, 0), 4)
-    assert waiting_visible(span, 2, CPU).tolist() == [[True, False], [True, False]]
+    block_slice = BlockSlice(0, 2, (10, 0), 4)
+    assert open_visible(block_slice, 2, CPU).tolist() == [[True, False], [True, False]]
 
 
 @pytest.mark.parametrize(

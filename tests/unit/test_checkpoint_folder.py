@@ -214,7 +214,7 @@ class TestChoose:
 
 
 SAVED = {
-    "model": {"layers": 4, "mixer": {"kind": "attention"}, "memory": []},
+    "model": {"layers": 4, "mixer": {"kind": "local_attention"}, "memory": []},
     "data_fingerprint": "abc",
     "tokenizer_sha256": "def",
     "batch_tokens": 4096,
@@ -228,7 +228,7 @@ SAVED = {
         ({"model": {**SAVED["model"], "layers": 5}}, "model.layers was 4 and is 5"),
         (
             {"model": {**SAVED["model"], "mixer": {"kind": "full_attention"}}},
-            "model.mixer.kind was 'attention' and is 'full_attention'",
+            "model.mixer.kind was 'local_attention' and is 'full_attention'",
         ),
         ({"data_fingerprint": "xyz"}, "data_fingerprint was 'abc' and is 'xyz'"),
         ({"tokenizer_sha256": None}, "tokenizer_sha256 was 'def' and is None"),
@@ -247,9 +247,9 @@ def test_what_weights_and_states_do_not_depend_on_may_change(checkpoint):
     """Also a field of the model that the saved configuration did not have yet, at its default."""
     shape = {"layers": 2, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
     whole = ModelConfig.model_validate(shape).model_dump(mode="json")
-    free = ("attention", "recurrence", "init_std")
+    free = ("attention_kernel", "recurrence_kernel", "init_std")
     now = {**SAVED, "model": {key: value for key, value in whole.items() if key not in free}}
-    for saved in (shape, whole, {**whole, "attention": "eager", "recurrence": "fla", "init_std": 0.5}):
+    for saved in (shape, whole, {**whole, "attention_kernel": "eager", "recurrence_kernel": "fla", "init_std": 0.5}):
         check_identity(checkpoint, {**SAVED, "model": saved}, now)
     with pytest.raises(CheckpointError, match=r"model\.heads was 4 and is 2"):
         check_identity(checkpoint, {**SAVED, "model": {**shape, "heads": 4}}, now)

@@ -9,7 +9,7 @@ from megamem.config.model import ModelConfig
 from megamem.model.compiled import compile_pointwise, restore_pointwise
 from megamem.model.layers import rms_norm
 from megamem.model.stage import Stage
-from megamem.ops.rotary import turn
+from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
 
@@ -81,4 +81,4 @@ def test_the_plain_functions_come_back():
     assert stage.norm.function is not rms_norm
     restore_pointwise(stage)
     assert stage.norm.function is rms_norm
-    assert all(block.mixer.turn is turn for block in stage.blocks)
+    assert all(block.mixer.apply_rotary is apply_rotary for block in stage.blocks)

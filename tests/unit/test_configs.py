@@ -15,9 +15,10 @@ from megamem.costs.parameters import parameter_counts
 from megamem.memory.base import TensorSpec
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears
+from tests.unit.shipped import SHIPPED, model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+MODELS = sorted((CONFIGS / "models").glob("*/*.yaml"))
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 # embedding and head are 45 % of the 100M model; papers' labels count one, both or neither
 TOLERANCE = 0.22
@@ -45,7 +46,7 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
                 "norms": r"(layers\.\d+\.\w+_)?norm\.",
                 "mlp": r"layers\.\d+\.mlp\.",
                 "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
-                r"(query|key|value|output|gate|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
+                r"(query|key|value|output|gate(?!\.logit)|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
                 "memory": r"layers\.\d+\.mixer\.",
             }.items()
             if re.match(pattern, name)
@@ -77,7 +78,7 @@ def test_model_has_the_size_of_its_label(path: Path) -> None:
     assert float(stated.group(1).replace(",", "")) == pytest.approx(total / 1e6, abs=0.051)
 
 
-@pytest.mark.parametrize("mixer", ["attention", "elastic_memory"])
+@pytest.mark.parametrize("mixer", ["local_attention", "elastic_memory"])
 def test_760m(mixer: str) -> None:
     """24 layers of 1,536 with 16 heads and 32K vocabulary: within 3 % of 760M, memory adding nothing."""
     tree = {"layers": 24, "hidden_size": 1536, "heads": 16, "vocab_size": 32_000, "chunk_size": 2048, "mixer": mixer}
@@ -87,7 +88,7 @@ def test_760m(mixer: str) -> None:
     assert total == 777_856_512
     assert abs(total / 760e6 - 1) < 0.03
     for name in ("elastic-760m", "transformer-760m"):
-        assert parameter_counts(load_model(CONFIGS / "models" / f"{name}.yaml"))["total"] == total
+        assert parameter_counts(load_model(model_file(name)))["total"] == total
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -104,7 +105,7 @@ def test_formula_with_odd_shapes(tied: bool) -> None:
 @pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])
 def test_memory_of_the_paper(size: str, memory: int) -> None:
     """Table 4 of the Elastic Memory paper: 0.8M, 1.2M and 1.6M numbers of memory a row."""
-    model = load_model(CONFIGS / "models" / f"elastic-{size}.yaml")
+    model = load_model(model_file(f"elastic-{size}"))
     found = 0
     sizes = {"batch": 1, "kv_heads": model.resolved_kv_heads}
     for layer in range(model.layers):
@@ -120,7 +121,7 @@ def test_memory_of_the_paper(size: str, memory: int) -> None:
 @pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])
 def test_melodi_has_the_memory_of_the_paper(size: str, memory: int) -> None:
     """Its Table 1 counts (N_mem + N_sum) d: the vectors that pass on, and the summary tokens."""
-    model = load_model(CONFIGS / "models" / f"melodi-{size}.yaml")
+    model = load_model(model_file(f"melodi-{size}"))
     found = 0
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
@@ -129,7 +130,7 @@ def test_melodi_has_the_memory_of_the_paper(size: str, memory: int) -> None:
         found += 2 * mixer.summaries * model.hidden_size
     assert found == memory
     # the rest of the model is the baseline's
-    plain = parameter_counts(load_model(CONFIGS / "models" / f"transformer-{size}.yaml"))
+    plain = parameter_counts(load_model(model_file(f"transformer-{size}")))
     assert {**parameter_counts(model), "memory": 0} == {
         **plain, "memory": 0, "total": plain["total"] + parameter_counts(model)["memory"],
         "non_embedding": plain["non_embedding"] + parameter_counts(model)["memory"],
@@ -141,33 +142,55 @@ def test_melodi_has_the_memory_of_the_paper(size: str, memory: int) -> None:
 )
 def test_melodi_adds_the_parameters_of_the_paper(summaries: int, millions: str) -> None:
     """Its Table 3, from 1x to 16x memory."""
-    model = load_model(CONFIGS / "models" / "melodi-100m.yaml")
+    model = load_model(model_file("melodi-100m"))
     mixer = model.mixer.model_copy(update={"summaries": summaries})
     added = model.layers * mixer.extra_parameters(model)
     assert added == 12 * (summaries * 720 + (2048 + summaries) * summaries)
     assert f"{added / 1e6:.1f}" == millions
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_loads(path: Path) -> None:
-    config = load_config(RunConfig, path)
+def test_every_model_and_every_recipe_is_listed() -> None:
+    assert {path.stem: path for path in MODELS} == {name: run.model for name, run in SHIPPED.items()}
+    assert {run.recipe for run in SHIPPED.values()} == {path for path in RECIPES if path.stem != "demo"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_recipe_with_model_loads(name: str) -> None:
+    config = shipped(name)
     assert_counts(config.model)
-    assert config.name == path.stem
-    # the batch can be split over one machine's devices; the demo runs on two processes with TP 2
-    for dp_size in (1,) if path.stem == "demo" else (1, 2, 4, 8):
+    assert config.name == name
+    assert config.model == load_model(model_file(name))
+    # the batch can be split over one machine's devices
+    for dp_size in (1, 2, 4, 8):
         config.accumulation_steps(dp_size)
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem != "demo"], ids=lambda path: path.stem)
-def test_recipe_is_its_model(path: Path) -> None:
-    assert load_config(RunConfig, path).model == load_model(CONFIGS / "models" / path.name)
+def test_demo_loads() -> None:
+    """It brings its model and runs on two processes with TP 2."""
+    config = load_config(RunConfig, CONFIGS / "recipes" / "demo.yaml")
+    assert_counts(config.model)
+    assert config.name == "demo"
+    config.accumulation_steps(1)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_training_is_the_published_one(name: str) -> None:
+    """The papers' budgets and rates by size."""
+    config, size = shipped(name), name.rpartition("-")[2]
+    length, tokens, lr = {
+        "760m": (4096, 30e9, 1.25e-3), "1.3b": (4096, 100e9, 7e-4),
+    }.get(size, (32_768, 40e9, 2e-3))  # fmt: skip
+    assert (config.data.sequence_length, config.training.tokens, config.optimizer.lr) == (length, tokens, lr)
+    assert config.training.batch_tokens == 524_288
+    assert config.optimizer.model_dump(include={"betas", "eps", "weight_decay", "grad_clip", "min_lr_ratio"}) == {
+        "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "grad_clip": 1.0, "min_lr_ratio": 0.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ["100m", "200m", "400m", "760m", "1.3b"])
 def test_baseline_differs_in_the_model_alone(size: str) -> None:
     elastic, plain = (
-        load_config(RunConfig, CONFIGS / "recipes" / f"{kind}-{size}.yaml").model_dump(exclude={"model", "name"})
-        for kind in ("elastic", "transformer")
+        shipped(f"{kind}-{size}").model_dump(exclude={"model", "name"}) for kind in ("elastic", "transformer")
     )
     elastic["data"].pop("short_documents")
     plain["data"].pop("short_documents")

@@ -95,5 +95,5 @@ def test_losses_are_those_of_the_corrupted_model():
 
 def test_a_model_without_memory_is_refused():
     with pytest.raises(ConfigError, match="no layer of the model has a memory"):
-        read(make_stage("attention"), share=0.5)
-    read(make_stage("attention"), share=0.5, layers="all")
+        read(make_stage("local_attention"), share=0.5)
+    read(make_stage("local_attention"), share=0.5, layers="all")

@@ -134,7 +134,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_the_mode_is_restored_after_a_failure():
-    stage = make_stage("attention").train()
+    stage = make_stage("local_attention").train()
     bad = replace(document(8, 0), tokens=torch.full((8,), VOCABULARY))
     with pytest.raises(IndexError):
         evaluate_losses(stage, [bad], **HOW)
@@ -144,27 +144,27 @@ def test_the_mode_is_restored_after_a_failure():
 def test_progress_counts_calls():
     seen = []
     evaluate_losses(
-        make_stage("attention"), documents(40, 8), **HOW | {"rows": 1}, progress=lambda *call: seen.append(call)
+        make_stage("local_attention"), documents(40, 8), **HOW | {"rows": 1}, progress=lambda *call: seen.append(call)
     )
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
 def test_the_report_is_plain_json():
-    report = evaluate_losses(make_stage("attention"), documents(20, 9), **HOW)
+    report = evaluate_losses(make_stage("local_attention"), documents(20, 9), **HOW)
     assert json.loads(json.dumps(report.as_dict())) == json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert report.as_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
 
 
 def test_bits_per_byte_needs_the_bytes_of_every_document():
     texts = [document(9, 0), replace(document(9, 1), text_bytes=None)]
-    report = evaluate_losses(make_stage("attention"), texts, **HOW)
+    report = evaluate_losses(make_stage("local_attention"), texts, **HOW)
     assert report.bits_per_byte is None
     assert report.documents[0].bits_per_byte is not None
     assert report.documents[1].bits_per_byte is None
 
 
 def test_a_diverged_model_gives_a_report():
-    stage = make_stage("attention")
+    stage = make_stage("local_attention")
     torch.nn.init.constant_(stage.head.weight, math.nan)
     assert math.isnan(evaluate_losses(stage, documents(9), **HOW).perplexity)
     assert perplexity(1e4) == math.inf
@@ -189,7 +189,7 @@ def test_a_bound_cuts_all_documents_to_one_depth():
     # 20 + 2 * 88 = 196; another chunk would be 212
     check_cut(texts[0], cut[0], 88)
     check_cut(texts[2], cut[2], 88)
-    report = evaluate_losses(make_stage("attention"), texts, **HOW, max_tokens=200, token_bytes=TOKEN_BYTES)
+    report = evaluate_losses(make_stage("local_attention"), texts, **HOW, max_tokens=200, token_bytes=TOKEN_BYTES)
     assert report.tokens == 196
     assert report.text_bytes == sum(text.text_bytes for text in cut)
 
@@ -214,15 +214,15 @@ def test_questions_are_not_cut_off():
     texts = [asking_at_the_end(100, seed) for seed in range(5)]
     assert cut_documents(texts, CHUNK, 350, TOKEN_BYTES) == texts[:3]
     assert cut_documents(texts, CHUNK, 50, TOKEN_BYTES) == texts[:1]
-    report = evaluate_losses(make_stage("attention"), texts, **HOW, max_tokens=250)
+    report = evaluate_losses(make_stage("local_attention"), texts, **HOW, max_tokens=250)
     assert (len(report.documents), report.tokens) == (2, 2)
 
 
 def test_documents_that_ask_for_nothing_are_not_solved():
     silent = replace(document(40, 9), labels=torch.full((40,), IGNORED))
     asking = asking_at_the_end(40, 3)
-    alone = evaluate_losses(make_stage("attention"), [asking], **HOW)
-    assert evaluate_losses(make_stage("attention"), [asking, silent], **HOW).exact_match == alone.exact_match
+    alone = evaluate_losses(make_stage("local_attention"), [asking], **HOW)
+    assert evaluate_losses(make_stage("local_attention"), [asking, silent], **HOW).exact_match == alone.exact_match
 
 
 def test_a_bound_below_the_least_depth():

@@ -23,7 +23,7 @@ def test_memory_off_is_every_chunk_read_from_a_fresh_memory(kind):
     assert report.memory_off_beyond_first_chunk_loss == pytest.approx(np.concatenate(off).mean(), rel=TOLERANCE)
     assert report.beyond_first_chunk_loss == pytest.approx(on.mean(), rel=TOLERANCE)
     assert report.gain == pytest.approx(np.concatenate(off).mean() - on.mean(), abs=TOLERANCE)
-    assert (abs(report.gain) > 1e-4) == (kind != "attention"), "chunk-local attention has no memory to lose"
+    assert (abs(report.gain) > 1e-4) == (kind != "local_attention"), "chunk-local attention has no memory to lose"
     assert [bucket.tokens for bucket in report.memory_off_by_chunk] == [29, 16, 9, 6]
     assert report.memory_off_by_chunk[0].loss == pytest.approx(
         evaluate_losses(stage, texts, **HOW).first_chunk_loss, rel=TOLERANCE
@@ -40,7 +40,7 @@ def test_a_report_at_hand_saves_the_first_pass():
 
 
 def test_a_model_without_memory_is_not_read_twice():
-    stage, texts = make_stage("attention"), documents(*LENGTHS)
+    stage, texts = make_stage("local_attention"), documents(*LENGTHS)
     assert memory_layers(stage.config) == []
     assert memory_layers(make_stage("elastic_memory").config) == [1]
     assert memory_layers(make_stage("full_attention").config) == [1]

@@ -121,7 +121,7 @@ def test_bounds_of_the_configuration():
 def test_without_a_tokenizer_there_are_no_bytes():
     texts = documents(90, 90)
     result = final_evaluation(
-        make_stage("attention"), lambda: texts, None, config(final_max_tokens=130), TOPOLOGY, dtype=torch.float64
+        make_stage("local_attention"), lambda: texts, None, config(final_max_tokens=130), TOPOLOGY, dtype=torch.float64
     )
     assert result["val_bits_per_byte"] is result["lzma_bits_per_byte"] is result["lzma"] is None
     write = io.StringIO()
@@ -168,7 +168,7 @@ def test_the_watchdog_hears_of_a_slow_baseline(monkeypatch):
 
 
 @pytest.mark.parametrize("curve", [True, False])
-@pytest.mark.parametrize("kind", ["attention", "elastic_memory"])
+@pytest.mark.parametrize("kind", ["local_attention", "elastic_memory"])
 def test_report_and_picture(tmp_path, kind, curve):
     if curve:
         write_metrics(tmp_path)
@@ -186,7 +186,7 @@ def test_report_and_picture(tmp_path, kind, curve):
 
 def test_the_picture_of_short_documents_and_of_a_diverged_model(tmp_path):
     evaluate(texts=documents(1), folder=tmp_path)
-    stage = make_stage("attention")
+    stage = make_stage("local_attention")
     torch.nn.init.constant_(stage.head.weight, math.nan)
     final_evaluation(
         stage, lambda: documents(20), FakeTokenizer(), config(), TOPOLOGY, dtype=torch.float64, folder=tmp_path

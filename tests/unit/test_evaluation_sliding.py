@@ -35,7 +35,7 @@ def test_every_token_is_scored_once_with_enough_context(stride):
     assert all((counts == 1).all() for counts in scored)
 
 
-@pytest.mark.parametrize("kind", ["attention", "elastic_memory"])
+@pytest.mark.parametrize("kind", ["local_attention", "elastic_memory"])
 def test_the_full_stride_is_the_plain_loss(kind):
     stage, texts = make_stage(kind), documents(*LENGTHS)
     report = sliding_losses(stage, texts, **HOW, stride=CHUNK)
@@ -70,11 +70,11 @@ def test_full_attention_needs_no_sliding_window_beyond_the_tokens_it_misses():
 
 
 def test_the_bound_limits_the_tokens():
-    report = sliding_losses(make_stage("attention"), documents(200, 200), **HOW, stride=4, max_tokens=150)
+    report = sliding_losses(make_stage("local_attention"), documents(200, 200), **HOW, stride=4, max_tokens=150)
     assert report.tokens == 144  # nine chunks of each
 
 
 def test_strides():
     assert [default_stride(chunk) for chunk in (1, 2, 3, 6, 8, 100, 256)] == [1, 1, 1, 1, 2, 25, 64]
     with pytest.raises(ConfigError, match=r"evaluation\.sliding_stride 3 does not divide model\.chunk_size 8"):
-        sliding_losses(make_stage("attention"), documents(9), **HOW, stride=3)
+        sliding_losses(make_stage("local_attention"), documents(9), **HOW, stride=3)

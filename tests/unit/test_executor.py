@@ -93,7 +93,7 @@ def test_entries_passed_on_by_reference_keep_their_alias():
 
 
 def test_recording_is_off_unless_asked_for():
-    stage = make_stage("attention")
+    stage = make_stage("local_attention")
     executor, _ = run(stage, 4)
     assert executor.events is None
     executor.events = []

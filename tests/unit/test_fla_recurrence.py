@@ -85,9 +85,9 @@ def test_values_in_the_states_dtype_are_taken() -> None:
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     check_recurrence("torch")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"model.recurrence: fla is not installed"):
+    with pytest.raises(ConfigError, match=r"model.recurrence_kernel: fla is not installed"):
         check_recurrence("fla")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"model.recurrence: fla needs a CUDA device; choose torch"):
+    with pytest.raises(ConfigError, match=r"model.recurrence_kernel: fla needs a CUDA device; choose torch"):
         check_recurrence("fla")

@@ -17,8 +17,8 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, CHUNKS, ROWS = 64, 8, 2
 MIXERS = {
-    "attention": {"kind": "attention"},
-    "attention in blocks": {"kind": "attention", "block": 16},
+    "local attention": {"kind": "local_attention"},
+    "local attention in blocks": {"kind": "local_attention", "block": 16},
     "full attention": {"kind": "full_attention"},
     "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
     "infini": {"kind": "infini_attention"},
@@ -86,7 +86,7 @@ SOLVES = {torch.ops.aten.linalg_solve_triangular: triangular_solve}
 def small_model(mixer: dict[str, object], kv_heads: int = 4) -> ModelConfig:
     tree = {
         "layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": kv_heads, "vocab_size": 96, "chunk_size": CHUNK,
-        "mixer": mixer, "attention": "eager",
+        "mixer": mixer, "attention_kernel": "eager",
     }  # fmt: skip
     return parse_config(ModelConfig, tree, "test")
 
@@ -128,7 +128,7 @@ def test_every_registered_mixer_is_compared() -> None:
 
 
 def test_causal_attention_counts_the_triangle() -> None:
-    model = small_model({"kind": "attention"})
+    model = small_model({"kind": "local_attention"})
     triangle = flops_by_part(model, CHUNK, causal=True)["attention"].forward
     rectangle = flops_by_part(model, CHUNK, causal=False)["attention"].forward
     # query i of 64 sees i + 1 keys: 32.5 of 64 on average

@@ -51,7 +51,7 @@ def test_one_of_k_and_a_tiny_share_are_greedy():
 
 
 def test_samples_are_those_of_the_seed():
-    stage = make_stage("attention")
+    stage = make_stage("local_attention")
     one, same, other = (generate(stage, PROMPTS, 12, **HOW, sampling=Sampling(1.5, seed=seed)) for seed in (1, 1, 2))
     assert one == same != other
 
@@ -85,9 +85,9 @@ def test_senseless_sampling_is_refused(options, message):
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
 def test_an_empty_prompt_is_refused(prompts):
     with pytest.raises(ValueError, match="prompt"):
-        generate(make_stage("attention"), prompts, 1, **HOW)
+        generate(make_stage("local_attention"), prompts, 1, **HOW)
 
 
 def test_vocabulary_bounds_every_token():
-    new = generate(make_stage("attention"), PROMPTS, 9, **HOW, sampling=Sampling(2.0))
+    new = generate(make_stage("local_attention"), PROMPTS, 9, **HOW, sampling=Sampling(2.0))
     assert all(0 <= token < VOCABULARY for row in new for token in row)

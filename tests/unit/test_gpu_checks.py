@@ -6,7 +6,7 @@ Tensors on `meta` have a device and a shape but no values: code that mixes devic
 import pytest
 import torch
 
-import megamem.memory.continuous.elastic as elastic_memory
+import megamem.memory.continuous.elastic_memory as elastic_memory
 from megamem.ops.attention.softmax import _padded
 from tests.contract.cases import CASES
 from tests.gpu.loop import memory_after_steps, run_without_waiting, train

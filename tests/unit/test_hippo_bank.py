@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from megamem.errors import ConfigError
 from megamem.memory.continuous import hippo_bank, matrix_cache
-from megamem.memory.continuous.elastic import ElasticMemoryConfig
+from megamem.memory.continuous.elastic_memory import ElasticMemoryConfig
 from megamem.memory.continuous.hippo import kernel, reconstruction, sample_points, transition
 from megamem.memory.continuous.hippo_bank import HippoBank, LowerTriangular, MatrixStore, bands, store_bound
 from megamem.memory.continuous.hippo_rules import RULES, legs, stepped

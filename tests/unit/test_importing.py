@@ -95,7 +95,7 @@ def test_gpt2(tmp_path, ids):
 def test_local_attention_and_memories_change_nothing_in_the_first_chunk(tmp_path, ids, kind):
     model = saved(kind, tmp_path / "hf")
     memory = "memory=[{layers: [1], mixer: {kind: elastic_memory, order: 8}}]"
-    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=attention", memory])
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=local_attention", memory])
     found, expected = logits(imported(tmp_path / "ours"), ids), theirs(model, ids)
     size = expected.shape[-1]
     torch.testing.assert_close(found[:, :CHUNK, :size], expected[:, :CHUNK], rtol=1e-4, atol=1e-4)
@@ -104,7 +104,7 @@ def test_local_attention_and_memories_change_nothing_in_the_first_chunk(tmp_path
 
 def test_positions_of_gpt2_begin_again(tmp_path):
     saved("gpt2", tmp_path / "hf")
-    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=attention"])
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=local_attention"])
     ids = torch.randint(97, (1, LENGTH), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
     found = logits(imported(tmp_path / "ours"), ids)
     torch.testing.assert_close(found[:, LENGTH:], found[:, :LENGTH])
@@ -114,11 +114,11 @@ def test_positions_of_gpt2_begin_again(tmp_path):
 def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, ids, kind):
     """The model computes what it did with attention in the memory's place, up to what a closed gate lets through."""
     saved("llama", tmp_path / "hf")
-    local = ["chunk_size=16", "mixer=attention"]
+    local = ["chunk_size=16", "mixer=local_attention"]
     from_hf(tmp_path / "hf", tmp_path / "plain", local)
     facts = from_hf(tmp_path / "hf", tmp_path / "ours", [*local, f"memory=[{{layers: [1], mixer: {kind}}}]"])
-    assert facts["new_parameters"] == ["layers.1.mixer.gate"]
-    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate"}
+    assert facts["new_parameters"] == ["layers.1.mixer.gate.logit"]
+    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate.logit"}
     section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]
     assert section["memory"][0]["mixer"]["gate_init"] == -6.0
     before, after = (logits(imported(tmp_path / name), ids)[..., :96] for name in ("plain", "ours"))

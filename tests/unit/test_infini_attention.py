@@ -1,22 +1,18 @@
 """Infini-Transformer: its sizes in the paper's tables, and what is special in its gate, write and numerics."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from megamem.config.load import load_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes, state_sizes
-from megamem.memory.attention.local import AttentionConfig
+from megamem.memory.attention.local_attention import LocalAttentionConfig
 from megamem.memory.base import Chunk
-from megamem.memory.compressive.infini import InfiniAttention, InfiniAttentionConfig, features, retrieve
-from megamem.memory.shared.blocks import Span
+from megamem.memory.compressive.infini_attention import InfiniAttention, InfiniAttentionConfig, features, retrieve
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
+from tests.unit.shipped import shipped
 
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 BLOCK, HEADS, WIDTH = 8, 4, 6
 CPU = torch.device("cpu")
 
@@ -43,7 +39,7 @@ def hidden(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def write(mixer: InfiniAttention, state, keys, values, at: int, rows: int = 1):
     """The memory after a block of keys and values that starts at position `at`."""
-    return state | mixer.remember(state, Span(0, BLOCK, (at,) * rows, BLOCK), keys, values)
+    return state | mixer.remember(state, BlockSlice(0, BLOCK, (at,) * rows, BLOCK), keys, values)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,7 +52,7 @@ class TestSizes:
     )
     def test_memory_and_added_parameters_of_the_paper(self, size, memory, gates):
         """Tables 1, 2 and 4: 0.8M, 1.2M and 1.6M numbers; H parameters a layer, 96 in the 100M model."""
-        model = load_config(RunConfig, RECIPES / f"infini-{size}.yaml").model
+        model = shipped(f"infini-{size}").model
         numbers = {"associations": 0, "mass": 0}
         for layer in range(model.layers):
             specs = model.mixer_at(layer).state_specs(model)
@@ -67,15 +63,14 @@ class TestSizes:
         planned = model_state_bytes(model, 1, torch.bfloat16, context_tokens=32_768)
         assert planned == {"memory": 4 * (memory + model.layers * model.hidden_size), "open": 0}
         assert sum(model.mixer_at(layer).extra_parameters(model) for layer in range(model.layers)) == gates
-        plain = load_config(RunConfig, RECIPES / f"transformer-{size}.yaml").model
+        plain = shipped(f"transformer-{size}").model
         assert parameter_counts(model)["total"] - parameter_counts(plain)["total"] == gates
         assert parameter_counts(model)["memory"] == gates
 
     @pytest.mark.parametrize("size", ["100m", "200m", "400m"])
     def test_recipes_differ_from_the_compared_ones_in_the_model_alone(self, size):
         infini, elastic = (
-            load_config(RunConfig, RECIPES / f"{kind}-{size}.yaml").model_dump(exclude={"model", "name"})
-            for kind in ("infini", "elastic")
+            shipped(f"{kind}-{size}").model_dump(exclude={"model", "name"}) for kind in ("infini", "elastic")
         )
         assert infini == elastic
 
@@ -94,7 +89,7 @@ class TestGate:
             mixer = mixer_with(gate_init=gate)
             outputs[gate] = mixer(x, mixer.initial_state(1, CPU, x.dtype), Chunk((0,)))[0]
         model = model_with()
-        local = AttentionConfig().build(model, PlainLinears(), 0)
+        local = LocalAttentionConfig().build(model, PlainLinears(), 0)
         initialize_parameters(local, 1)
         expected = local.double()(x, local.initial_state(1, CPU, x.dtype), Chunk((0,)))[0]
         for output in outputs.values():
@@ -113,11 +108,11 @@ class TestGate:
         state["associations"] = filled["associations"].masked_fill(fresh, 0)
         state["mass"] = filled["mass"].masked_fill(fresh[..., 0], 0)
         local, query = random(2, 3, HEADS, WIDTH, seed=3), random(2, 3, HEADS, WIDTH, seed=4)
-        mixed = mixer.mix(local, query, state, Span(0, 2, (BLOCK + 1, 3, -4), BLOCK))
+        mixed = mixer.mix(local, query, state, BlockSlice(0, 2, (BLOCK + 1, 3, -4), BLOCK))
         assert torch.isfinite(mixed).all()
         assert torch.equal(mixed[:, 1:], local[:, 1:])
         row = {name: tensor[:1] for name, tensor in filled.items() if name in ("associations", "mass")}
-        alone = mixer.mix(local[:, :1], query[:, :1], row, Span(0, 2, (BLOCK + 1,), BLOCK))
+        alone = mixer.mix(local[:, :1], query[:, :1], row, BlockSlice(0, 2, (BLOCK + 1,), BLOCK))
         torch.testing.assert_close(mixed[:, :1], alone, rtol=0, atol=1e-14)
 
     def test_gradients_stay_finite_where_the_memory_is_empty(self):
@@ -127,7 +122,7 @@ class TestGate:
         state = {name: state[name] * torch.tensor([1.0, 0.0]).view(-1, *(1,) * (state[name].ndim - 1))
                  for name in ("associations", "mass")}  # fmt: skip
         local, query = (random(3, 2, HEADS, WIDTH, seed=s).requires_grad_() for s in (3, 4))
-        mixer.mix(local, query, state, Span(0, 3, (BLOCK, 0), BLOCK)).square().sum().backward()
+        mixer.mix(local, query, state, BlockSlice(0, 3, (BLOCK, 0), BLOCK)).square().sum().backward()
         assert torch.isfinite(query.grad).all()
         assert query.grad[:, 0].abs().max() > 0
         assert query.grad[:, 1].abs().max() == 0
@@ -136,7 +131,7 @@ class TestGate:
         """A window of one block must leave no parameter without a gradient."""
         mixer = mixer_with()
         mixer(hidden(BLOCK), mixer.initial_state(1, CPU, torch.float64), Chunk((0,)))[0].sum().backward()
-        assert mixer.gate.grad.tolist() == [0.0] * HEADS
+        assert mixer.gate.logit.grad.tolist() == [0.0] * HEADS
 
     @pytest.mark.parametrize("update", ["delta", "linear"])
     def test_an_empty_memory_in_the_middle_of_a_document_is_harmless(self, update):
@@ -150,9 +145,9 @@ class TestGate:
 
     def test_one_gate_per_query_head_starts_where_it_is_told_and_does_not_decay(self):
         mixer = mixer_with(kv_heads=2, gate_init=-1.5)
-        assert mixer.gate.tolist() == [-1.5] * HEADS
-        assert info(mixer.gate).shard_axis == 0
-        assert not info(mixer.gate).decay
+        assert mixer.gate.logit.tolist() == [-1.5] * HEADS
+        assert info(mixer.gate.logit).shard_axis == 0
+        assert not info(mixer.gate.logit).decay
 
 
 class TestWrite:
@@ -199,7 +194,7 @@ class TestWrite:
         state = write(mixer, mixer.initial_state(3, CPU, keys.dtype), keys, values, at=0, rows=3)
         keys, values = (random(BLOCK, 3, HEADS, WIDTH, seed=s) for s in (3, 4))
         # rows end at a border, inside a block, in left padding
-        after = mixer.remember(state, Span(0, 4, (BLOCK + 4, BLOCK + 1, -9), BLOCK), keys, values)
+        after = mixer.remember(state, BlockSlice(0, 4, (BLOCK + 4, BLOCK + 1, -9), BLOCK), keys, values)
         for name in ("associations", "mass"):
             assert torch.equal(after[name][1:], state[name][1:])
             assert not torch.equal(after[name][:1], state[name][:1])

@@ -12,10 +12,12 @@ import pytest
 import typer
 import yaml
 
-from launchers import ssh
-from launchers.config import LaunchConfig
+from launchers import target_names
+from launchers.launch import load_cluster, load_launch
 from launchers.snapshot import environment
-from megamem.cli.launch import _job, _load, launch
+from launchers.target import Target, cluster_config_type, registered_targets
+from launchers.targets.ssh import SshTarget
+from megamem.cli.launch import launch
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
@@ -33,8 +35,8 @@ def config(data, tmp_path):
 class TestConfiguration:
     @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
     def test_shipped_files_load_and_explain_every_value(self, path, config):
-        assert path.stem in {"slurm", "kubernetes", "ssh"}
-        cluster = load_config(LaunchConfig, path)
+        assert path.stem in target_names()
+        cluster = load_config(cluster_config_type(), path)
         section = getattr(cluster, path.stem)
         for line in path.read_text().splitlines():
             assert "#" in line or re.fullmatch(r"\w+:", line), f"{line}: no comment"
@@ -46,10 +48,13 @@ class TestConfiguration:
 
     def test_overrides_find_the_run_or_the_cluster(self, config):
         overrides = ["slurm.partition=gpu", "training.steps=7", "nodes=2", "optimizer.lr=1e-3"]
-        settings, cluster = _load(config, overrides, None)
+        planned = load_launch(config, ["processes_per_node=2", *overrides], None, "slurm")
+        settings, cluster = planned.config, planned.job.cluster
         assert (settings.steps, settings.optimizer.lr) == (7, 1e-3)
         assert (cluster.nodes, cluster.slurm.partition) == (2, "gpu")
-        assert not set(LaunchConfig.__pydantic_fields__) & set(RunConfig.__pydantic_fields__), "a key has one owner"
+        assert not set(cluster_config_type().__pydantic_fields__) & set(RunConfig.__pydantic_fields__), (
+            "a key has one owner"
+        )
 
     @pytest.mark.parametrize(
         ("on", "overrides", "line"),
@@ -122,8 +127,8 @@ class TestConfiguration:
 
     def test_a_job_that_is_started_once_need_not_go_on(self, config):
         once = ["checkpoint.resume=none", "max_restarts=0"]
-        assert _job(*_load(config, once, None), "local").processes == 1
-        assert _job(*_load(config, [*once, "training.stop_after=2"], None), "slurm").again is False
+        assert load_launch(config, once, None, "local").job.processes == 1
+        assert load_launch(config, [*once, "training.stop_after=2"], None, "slurm").job.resumes is False
 
     @pytest.mark.parametrize(
         ("given", "text", "seconds"),
@@ -137,26 +142,37 @@ class TestConfiguration:
             ("0", "0", None),  # SLURM's word for no limit
         ],
     )
-    def test_a_time_limit_is_read_as_slurm_does(self, config, given, text, seconds):
-        slurm = _load(config, [f"slurm.time={given}", "stop_seconds=1"], None)[1].slurm
+    def test_a_time_limit_is_read_as_slurm_does(self, given, text, seconds):
+        slurm = load_cluster([f"slurm.time={given}", "stop_seconds=1"], None)[0].slurm
         assert (slurm.time, slurm.time_s) == (text, seconds)
 
     def test_kernels_are_those_of_the_machine_that_runs(self, config, monkeypatch):
         """Not of the one that submits, which may have no device."""
         monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
-        launch(config, ["model.attention=flash_attn"], on="slurm", dry_run=True)
+        launch(config, ["model.attention_kernel=flash_attn"], on="slurm", dry_run=True)
         with pytest.raises(typer.Exit):
-            launch(config, ["model.attention=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
-        with pytest.raises(ConfigError, match=r"model\.attention: flash_attn is not installed"):
-            launch(config, ["model.attention=flash_attn"], on="local")
+            launch(config, ["model.attention_kernel=flash_attn", "logging.wandb.mode=disabled"], on="slurm")
+        with pytest.raises(ConfigError, match=r"model\.attention_kernel: flash_attn is not installed"):
+            launch(config, ["model.attention_kernel=flash_attn"], on="local")
 
     def test_node_counts_that_batch_and_layout_fit(self, config):
         def fits(*overrides):
-            return _job(*_load(config, ["nodes=4", "processes_per_node=1", *overrides], None), "slurm").fits
+            return load_launch(config, ["nodes=4", "processes_per_node=1", *overrides], None, "slurm").job.node_counts
 
         assert fits() == (4,)
         assert fits("min_nodes=1") == (1, 2, 4)  # 3 x 2 rows do not divide 8
         assert fits("min_nodes=2", "parallel.pp=2") == (2, 4)
+
+
+class TestTargets:
+    def test_each_has_a_file_of_its_name(self):
+        """`--help` lists targets by their files, and imports none."""
+        assert tuple(registered_targets()) == target_names()
+        assert all(issubclass(target, Target) for target in registered_targets().values())
+
+    def test_one_that_is_not_there_is_named_with_the_nearest(self, config):
+        with pytest.raises(ConfigError, match=r"--on slrum: no such .*; did you mean 'slurm'\? valid: kubernetes, "):
+            launch(config, on="slrum")
 
 
 class TestSsh:
@@ -196,10 +212,10 @@ class TestSsh:
             self.run(config, monkeypatch, ["exit 255", "cat; exit 75"])
 
     def run(self, config, monkeypatch, scripts):
-        job = _job(*_load(config, list(self.OVERRIDES), None), "ssh")
-        played = {host: ["sh", "-c", text] for host, text in zip(job.cluster.ssh.hosts, scripts, strict=True)}
-        monkeypatch.setattr(ssh, "commands", lambda job, token: played)
-        return ssh.run_ssh(job)
+        planned = load_launch(config, self.OVERRIDES, None, "ssh")
+        played = {host: ["sh", "-c", text] for host, text in zip(planned.target.hosts, scripts, strict=True)}
+        monkeypatch.setattr(SshTarget, "commands", lambda self, job, token: played)
+        return planned.start(False, print)
 
 
 class TestKubernetes:
@@ -261,7 +277,7 @@ class TestSnapshot:
         (folder,) = (tmp_path / "runs" / "run" / "launch").iterdir()
         assert f"to start it: sbatch {folder}/job.sh" in capsys.readouterr().out
         assert load_config(RunConfig, folder / "config.yaml").steps == 9
-        assert load_config(LaunchConfig, folder / "cluster.yaml") == LaunchConfig()
+        assert load_config(cluster_config_type(), folder / "cluster.yaml") == cluster_config_type()()
         facts = json.loads((folder / "snapshot.json").read_text())
         assert {"command", "megamem", "revision", "changed", "python", "environment"} <= set(facts)
         assert re.fullmatch(r"[0-9a-f]{40}", facts["revision"])

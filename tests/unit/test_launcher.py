@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from launchers.codes import first_told, of_ranks, of_stopped, say_killed
-from launchers.ssh import _signals_passed_on
+from launchers.codes import code_of_ranks, code_of_stopped_ranks, first_reported_code, report_killed_rank
+from launchers.targets.ssh import signals_passed_on
 from megamem.errors import STOPPED, CheckpointError, ConfigError, DataError, NonFiniteError, StuckRankError
 
 KILLED = 128 + signal.SIGKILL
@@ -34,7 +34,7 @@ KILLED = 128 + signal.SIGKILL
     ],
 )
 def test_a_telling_code_goes_first(codes, code):
-    assert of_ranks(codes) == code
+    assert code_of_ranks(codes) == code
 
 
 @pytest.mark.parametrize(
@@ -49,45 +49,45 @@ def test_a_telling_code_goes_first(codes, code):
     ],
 )
 def test_a_stop_that_went_wrong_is_none(codes, code):
-    assert of_stopped(codes) == code
+    assert code_of_stopped_ranks(codes) == code
 
 
 def test_a_rank_killed_by_a_signal_is_named(capsys):
     codes = {0: 1, 3: -signal.SIGSEGV, 4: -signal.SIGKILL}
-    say_killed(codes, 128 + signal.SIGSEGV, " on a", "; and more")
+    report_killed_rank(codes, 128 + signal.SIGSEGV, " on a", "; and more")
     assert capsys.readouterr().err == "megamem: rank 3 on a was killed by SIGSEGV; and more\n"
-    say_killed(codes, DataError.exit_code)
+    report_killed_rank(codes, DataError.exit_code)
     assert capsys.readouterr().err == ""
 
 
 class TestWhatNodesTell:
     def test_a_code_that_says_why_is_told_at_once(self):
         store = HashStore()
-        assert first_told(store, lambda: (5, 0.0)) == 5
-        assert first_told(store, lambda: (6, 0.0)) == 5, "the first is that of all"
+        assert first_reported_code(store, lambda: (5, 0.0)) == 5
+        assert first_reported_code(store, lambda: (6, 0.0)) == 5, "the first is that of all"
 
     def test_another_is_kept_back_for_a_better_one(self):
         """Of another node, or of another rank here that ends a little later."""
         store = HashStore()
         threading.Timer(0.3, lambda: store.set("code", "5")).start()
-        assert first_told(store, lambda: (1, 10.0)) == 5
+        assert first_reported_code(store, lambda: (1, 10.0)) == 5
         begun = time.monotonic()
-        found = first_told(HashStore(), lambda: (5, 0.0) if time.monotonic() > begun + 0.3 else (1, 10.0))
+        found = first_reported_code(HashStore(), lambda: (5, 0.0) if time.monotonic() > begun + 0.3 else (1, 10.0))
         assert found == 5
         assert time.monotonic() < begun + 5
 
     def test_but_not_for_ever(self):
-        assert first_told(HashStore(), lambda: (1, 0.2)) == 1
+        assert first_reported_code(HashStore(), lambda: (1, 0.2)) == 1
 
 
 @pytest.mark.parametrize(("handler", "told"), [(signal.SIG_IGN, []), (signal.SIG_DFL, ["SIGHUP"])])
 def test_ssh_passes_a_hangup_on_unless_it_is_ignored(handler, told):
     """As under nohup."""
     heard = []
-    host = SimpleNamespace(tell=heard.append, process=SimpleNamespace(poll=lambda: 0))
+    host = SimpleNamespace(send=heard.append, process=SimpleNamespace(poll=lambda: 0))
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        with _signals_passed_on([host]):
+        with signals_passed_on([host]):
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
         assert heard == told

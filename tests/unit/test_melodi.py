@@ -59,7 +59,7 @@ def test_each_block_adds_its_entries_and_the_oldest_leave() -> None:
 def test_a_closed_gate_leaves_melodi_without_long_memory() -> None:
     """sigmoid(-40) = 4e-18: nothing of the long memory in float64."""
     x = tokens(4)
-    closed, without = built(long_memory=8, long_increment=4, long_gate_init=-40.0), built()
+    closed, without = built(long_memory=8, long_increment=4, gate_init=-40.0), built()
     without.load_state_dict(closed.state_dict(), strict=False)
     torch.testing.assert_close(read(closed, x)[0], read(without, x)[0], rtol=0, atol=1e-14)
 
@@ -79,7 +79,7 @@ def test_its_sizes_are_those_the_configuration_promises() -> None:
     added = config.mixer_at(0).extra_parameters(config) - plain.mixer_at(0).extra_parameters(plain)
     assert added == 3 * 4 + 16  # mixtures of 3 summaries; a gate per channel
     extra = set(dict(built(long_memory=8, long_increment=4).named_parameters())) - set(dict(built().named_parameters()))
-    assert extra == {"long_entries.weight", "gate"}
+    assert extra == {"long_entries.weight", "gate.logit"}
 
 
 def test_more_new_entries_than_places_are_refused() -> None:

@@ -82,7 +82,7 @@ def test_residual_caching_of_linear_attention_is_linear_attention(segment: int) 
     agree(output(cached), output(plain))
 
 
-@pytest.mark.parametrize("combine", ["residual", "gated", "soup", "selective"])
+@pytest.mark.parametrize("combine", ["residual", "grm", "soup", "ssc"])
 @pytest.mark.parametrize("memory", [LINEAR, TITANS], ids=["linear", "titans"])
 def test_one_segment_is_no_caching(combine: str, memory: dict[str, Any]) -> None:
     plain = built(memory)
@@ -94,19 +94,19 @@ def test_one_segment_is_no_caching(combine: str, memory: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("memory", [LINEAR, MATRIX, {"kind": "delta_net"}], ids=["linear", "dla", "delta"])
-def test_soup_of_matrices_is_gated(memory: dict[str, Any], gate: str) -> None:
-    gated = caching(memory, segment=4, gate=gate)
+def test_soup_of_matrices_is_grm(memory: dict[str, Any], gate: str) -> None:
+    grm = caching(memory, segment=4, gate=gate)
     soup = caching(memory, segment=4, gate=gate, combine="soup")
-    soup.load_state_dict(gated.state_dict())
-    agree(output(soup), output(gated))
+    soup.load_state_dict(grm.state_dict())
+    agree(output(soup), output(grm))
 
 
 @pytest.mark.parametrize("memory", [LINEAR, TITANS], ids=["linear", "titans"])
-def test_selecting_all_is_gated(memory: dict[str, Any]) -> None:
-    gated = caching(memory, segment=4)
-    selective = caching(memory, segment=4, combine="selective", top_k=TOKENS // 4)
-    selective.load_state_dict(gated.state_dict())
-    agree(output(selective), output(gated))
+def test_selecting_all_is_grm(memory: dict[str, Any]) -> None:
+    grm = caching(memory, segment=4)
+    ssc = caching(memory, segment=4, combine="ssc", top_k=TOKENS // 4)
+    ssc.load_state_dict(grm.state_dict())
+    agree(output(ssc), output(grm))
 
 
 @pytest.mark.parametrize("inner", [1, 4, 16])
@@ -180,7 +180,7 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
 @pytest.mark.parametrize(
     ("mixer", "said"),
     [
-        ({"memory": "attention"}, "memory attention is no memory that can be kept; valid: delta_net, dla"),
+        ({"memory": "local_attention"}, "memory local_attention is no memory that can be kept; valid: delta_net, dla"),
         ({"memory": "sliding_attention"}, "memory sliding_attention is no memory that can be kept"),
         ({"memory": LINEAR, "segment": 5}, "segment 5 does not divide model.chunk_size 16"),
         ({"memory": TITANS, "segment": 2}, "segment 2 is no multiple of memory.inner_chunk 4"),
@@ -196,10 +196,8 @@ def test_bad_options_are_named(mixer: dict[str, Any], said: str) -> None:
 
 def test_the_share_that_is_read_is_stated() -> None:
     """Segments 0 to 7 of four chunks see 0 to 7 kept memories; of these two at most are read."""
-    mixer = {"kind": "memory_caching", "memory": LINEAR, "combine": "selective", "segment": CHUNK // 2}
+    mixer = {"kind": "memory_caching", "memory": LINEAR, "combine": "ssc", "segment": CHUNK // 2}
     model = model_of(mixer)
     config = model.mixer_at(0)
-    assert config.summary(model, 4 * CHUNK) == (
-        "memory caching (selective): a token reads 1.62 of 3.50 kept memories, 46%"
-    )
-    assert config.summary(model, CHUNK // 2) == "memory caching (selective): a token reads 0.00 of 0.00 kept memories"
+    assert config.summary(model, 4 * CHUNK) == ("memory caching (ssc): a token reads 1.62 of 3.50 kept memories, 46%")
+    assert config.summary(model, CHUNK // 2) == "memory caching (ssc): a token reads 0.00 of 0.00 kept memories"

@@ -33,8 +33,8 @@ def memory(mixer, layers=(1,)):
         ({"chunk_size": -8}, "chunk_size\n  Input should be greater than 0"),
         ({"chunk_size": "many"}, "chunk_size\n  Input should be a valid integer"),
         ({"hiden_size": 16}, "hiden_size\n  Extra inputs are not permitted"),
-        ({"attention": "fast"}, "'sdpa', 'flex', 'flash_attn' or 'eager'"),
-        ({"mixer": {"kind": "attention", "block": 3}}, "block 3 does not divide model.chunk_size 8"),
+        ({"attention_kernel": "fast"}, "'sdpa', 'flex', 'flash_attn' or 'eager'"),
+        ({"mixer": {"kind": "local_attention", "block": 3}}, "block 3 does not divide model.chunk_size 8"),
         (memory({"kind": "elastic_memory", "block": 16}), "block 16 does not divide model.chunk_size 8"),
         (memory("elastic_memory", [2]), "memory.layers: 2 does not exist; layers go from 0 to 1"),
         (memory("elastic_memory", [-1]), "greater than or equal to 0"),
@@ -59,7 +59,7 @@ def test_a_layer_with_two_mixers_is_refused_across_entries():
 
 @pytest.mark.parametrize(
     ("kind", "near"),
-    [("elastic_memroy", "elastic_memory"), ("atention", "attention"), ("full-attention", "full_attention")],
+    [("elastic_memroy", "elastic_memory"), ("local_atention", "local_attention"), ("full-attention", "full_attention")],
 )
 def test_an_unknown_mixer_names_the_nearest_one(kind, near):
     with pytest.raises(ValidationError, match=f"'{kind}' is no mixer; did you mean '{near}'"):

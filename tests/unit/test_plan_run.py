@@ -22,6 +22,7 @@ from megamem.planning.plan import data_parallel, make_plan
 from megamem.planning.search import Search
 from megamem.planning.step_time import Layout, step_time
 from megamem.planning.traffic import traffic
+from tests.unit.shipped import model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 DEMO = CONFIGS / "demo.yaml"
@@ -175,7 +176,7 @@ def test_traffic_by_hand():
 
 
 def test_states_are_split_into_fixed_and_banks():
-    model = load_config(RunConfig, CONFIGS / "titans-grm-760m.yaml").model
+    model = shipped("titans-grm-760m").model
 
     parts = split_state_bytes(model, 2, torch.float32, 1, 3)
     assert parts["banks"] > 0
@@ -214,8 +215,9 @@ def test_configured_windows_come_first():
 
 
 def test_if_nothing_fits_the_least_is_said():
-    text = plan(CONFIGS / "elastic-1.3b.yaml", "data.sequence_length=2048", "--devices", 1, "--device", "h100",
-                "--search", "training.batch_tokens=65536", "model.layers=200")  # fmt: skip
+    recipe = [CONFIGS / "memory_caching_1.3b.yaml", "--model", model_file("elastic-1.3b")]
+    text = plan(*recipe, "data.sequence_length=2048", "--devices", 1, "--device", "h100", "--search",
+                "training.batch_tokens=65536", "model.layers=200")  # fmt: skip
     assert "no layout of elastic-1.3b fits into 1 x H100" in text
     assert "least of 12: parallel.pp=1 parallel.tp=1" in text  # 6 micro-batches, with recomputation and without
 

@@ -1,25 +1,22 @@
 """What a rank of a layout builds and holds, without building the others."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
-from megamem.config.load import load_config, parse_config
+from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import ParallelConfig, RunConfig
-from megamem.costs.parameters import parameter_counts
+from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.errors import LayoutError
 from megamem.model.stage import Stage
 from megamem.parallel.linears import info
-from megamem.pipeline.balancing import parameter_costs
+from megamem.pipeline.balancing import place_by
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
 from megamem.planning.ranks import fullest, layouts, part_parameters, rank_bytes, stage_parameters
+from tests.unit.shipped import SHIPPED, shipped
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = sorted(p for p in (CONFIGS / "recipes").glob("*.yaml") if re.search(r"-(760m|1\.3b)$", p.stem))
+LARGE = [name for name in SHIPPED if name.endswith(("-760m", "-1.3b"))]
 TP, PP = (1, 2, 4, 8), (1, 2, 4)
 
 
@@ -36,7 +33,7 @@ def rank_stage(model: ModelConfig, layers: range, tp_size: int) -> Stage:
 def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
     """Parameters of all ranks of a layout, those that ranks have copies of counted once."""
     total = 0
-    for layers in contiguous(parameter_costs(model).place(pp_size)):
+    for layers in contiguous(place_by(parameter_costs(model), pp_size)):
         stage = rank_stage(model, layers, tp_size)
         assert stage_parameters(model, layers, tp_size) == sum(p.numel() for p in stage.parameters())
         shares = [p.numel() * (1 if info(p).shard_axis is None else tp_size) for p in stage.parameters()]
@@ -45,15 +42,15 @@ def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_large_model_splits(path: Path) -> None:
+@pytest.mark.parametrize("name", LARGE)
+def test_every_large_model_splits(name: str) -> None:
     """Over 8 x 4 ranks, nothing lost and nothing twice; other layouts of a headline model below."""
-    model = load_config(RunConfig, path).model
+    model = shipped(name).model
     assert whole(model, 8, 4) == parameter_counts(model)["total"]
 
 
 def test_every_layout() -> None:
-    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    config = shipped("titans-grm-760m")
     total = parameter_counts(config.model)["total"]
     assert all(whole(config.model, tp, pp) == total for tp in (2, 8) for pp in PP)
     rows = layouts(config, 1, TP, PP)
@@ -63,7 +60,7 @@ def test_every_layout() -> None:
 
 def test_bytes_of_a_rank() -> None:
     """BF16 weights 2, FP32 sums 4, master weights and moments 12 bytes; a layer's state by hand."""
-    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    config = shipped("titans-grm-760m")
     (rank,) = rank_bytes(config, 1, 1)
     count = parameter_counts(config.model)["total"]
     assert (rank.parameters, rank.weights, rank.gradients) == (count, 2 * count, 4 * count)
@@ -86,7 +83,7 @@ def test_impossible_layouts_say_why() -> None:
     model = parse_config(ModelConfig, small, "test")
     with pytest.raises(LayoutError, match=r"parallel.tp: 3 ranks cannot share model.heads 4 evenly"):
         part_parameters(model, 3)
-    config = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml")
+    config = shipped("titans-grm-760m")
     assert "model.heads 16" in str(fullest(config, 3, 1))
     assert "at most one stage per layer" in str(fullest(config, 1, 25))
     divided = config.model_copy(update={"parallel": parallel(config, 3)})
@@ -94,7 +91,7 @@ def test_impossible_layouts_say_why() -> None:
 
 
 def test_a_stage_keeps_global_names() -> None:
-    model = load_config(RunConfig, CONFIGS / "recipes" / "titans-grm-760m.yaml").model
+    model = shipped("titans-grm-760m").model
     names = [name for name, _ in rank_stage(model, range(6, 8), 2).named_parameters()]
     assert names[0].startswith("layers.6.")
     assert all(name.startswith(("layers.6.", "layers.7.")) for name in names)

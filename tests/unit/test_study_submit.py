@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 
-from launchers import snapshot
+from launchers import launch, snapshot
 from launchers.slurm_jobs import in_queue, slurm_jobs
 from megamem.cli import study as cli_study
 from megamem.cli.study import list_runs, run
@@ -70,7 +70,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     starts = count()
     name = lambda run_folder: run_folder / snapshot.FOLDER / f"20260101T{next(starts):06}Z"  # noqa: E731, many a second
-    monkeypatch.setattr(snapshot, "snapshot_folder", name)
+    monkeypatch.setattr(launch, "snapshot_folder", name)
     monkeypatch.setattr(cli_study, "_report", lambda *_: None)  # half a second each; but for the tests of it
     return Cluster(folder)
 

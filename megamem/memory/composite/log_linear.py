@@ -24,7 +24,7 @@ from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, to_device
 from megamem.memory.recurrent.base import RecurrentConfig, RecurrentMixer, SegmentedConfig
-from megamem.memory.shared.blocks import Span, spans
+from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -130,28 +130,28 @@ class LogLinear(Mixer):
         state = {**state, **after}
         gates = self.level_gates(x, state["log_kept"].dtype).unflatten(1, (-1, self.memory.groups))
         reads = []
-        for span in spans(chunk.starts, inputs.tokens, self.config.segment):
-            part = slice(span.begin, span.end)
+        for block_slice in block_slices(chunk.starts, inputs.tokens, self.config.segment):
+            part = slice(block_slice.begin, block_slice.end)
             here = inputs.part(part)
-            read, memory = self.memory.recur(here, state, Chunk(span.starts))
+            read, memory = self.memory.recur(here, state, Chunk(block_slice.starts))
             own = gates[..., part, :1] * read
-            read = own + self._levels(here.query.to(read.dtype), gates[..., part, 1:], state, span)
+            read = own + self._levels(here.query.to(read.dtype), gates[..., part, 1:], state, block_slice)
             state = {**state, **memory}
             if "log_decay" in here.gates:
                 state["log_kept"] = state["log_kept"] + here.gates["log_decay"].sum(2)
-            if any(span.closing):
-                state = self._close(state, span)
+            if any(block_slice.closing):
+                state = self._close(state, block_slice)
             reads.append(read)
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
         return self.memory.finish(read, x, inputs), state, {}
 
-    def _finished(self, span: Span) -> list[int]:
+    def _finished(self, block_slice: BlockSlice) -> list[int]:
         """Per row: segments before the open one."""
-        return [max(start, 0) // self.config.segment for start in span.starts]
+        return [max(start, 0) // self.config.segment for start in block_slice.starts]
 
-    def _levels(self, query: Tensor, gates: Tensor, state: State, span: Span) -> Tensor:
+    def _levels(self, query: Tensor, gates: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """What the levels answer, weighted; gates [batch, kv_heads, groups, tokens, levels]."""
-        holding = [self.config.occupied(count) for count in self._finished(span)]
+        holding = [self.config.occupied(count) for count in self._finished(block_slice)]
         answers = query.new_zeros(())
         for level in sorted({level for row in holding for level in row}):
             share = gates[..., level, None]
@@ -163,13 +163,13 @@ class LogLinear(Mixer):
             answers = answers + self.memory.answer(query, [matrix[:, :, None] for matrix in kept], share)
         return answers
 
-    def _close(self, state: State, span: Span) -> State:
+    def _close(self, state: State, block_slice: BlockSlice) -> State:
         """Merge the memory of rows whose segment ends into their levels, and begin their next one."""
-        counts = self._finished(span)
+        counts = self._finished(block_slice)
         last = self.config.levels - 1
         # the level each row's segment comes to lie in, once those below are merged with it
         target = [min((~count & (count + 1)).bit_length() - 1, last) for count in counts]
-        target = [level if closing else -1 for level, closing in zip(target, span.closing, strict=True)]
+        target = [level if closing else -1 for level, closing in zip(target, block_slice.closing, strict=True)]
         device = state["log_kept"].device
         own = {name: state[name][:, :, None] for name in self.names} | {"log_kept": state["log_kept"][:, :, None]}
         new: dict[str, list[Tensor]] = {name: [] for name in own}
@@ -183,7 +183,7 @@ class LogLinear(Mixer):
             kept = _where(below, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
             for name, tensor in _where(here, own, kept, device).items():
                 new[name].append(tensor)
-        closing = list(span.closing)
+        closing = list(block_slice.closing)
         fresh = {name: torch.zeros_like(state[name]) for name in ("log_kept", *self.memory.renewed())}
         return {
             **state,

@@ -1,9 +1,9 @@
 """Memory Caching (paper 004): a recurrent memory whose states at the ends of segments are kept and read beside it.
 
     residual   y_t = M_t(q_t) + sum_i M^(i)(q_t)                                           (equation 7)
-    gated      y_t = g_t M_t(q_t) + sum_i g_t^(i) M^(i)(q_t)                               (8)
+    grm        y_t = g_t M_t(q_t) + sum_i g_t^(i) M^(i)(q_t)                               (8)
     soup       y_t = M*(q_t), each matrix of M* being g_t W_t + sum_i g_t^(i) W^(i)        (13)
-    selective  as gated, over the open segment and the `top_k` kept ones of highest score  (15)
+    ssc        as grm, over the open segment and the `top_k` kept ones of highest score  (15)
     g^(i) = softmax over segments of u_t . pool_i, pool the mean of a segment's keys; of the open one, of those so far
 
 Segments begin with the document. Kept memories stand in a growing list, one entry per chunk, and are never copied.
@@ -24,7 +24,7 @@ from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec,
 from megamem.memory.composite.segments import Gating, Segments, gate_shares
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer, SegmentedConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
-from megamem.memory.shared.blocks import Span
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.deep_memory.kept import selected_answer
 from megamem.parallel.linears import Linears, normal
 
@@ -37,7 +37,7 @@ class MemoryCachingConfig(SegmentedConfig):
     """`memory_caching`"""
     memory: AnyMixer
     """The recurrent memory: linear_attention, retnet, delta_net, ssd, dla, titans or memora, with its own fields."""
-    combine: Literal["residual", "gated", "soup", "selective"] = "gated"
+    combine: Literal["residual", "grm", "soup", "ssc"] = "grm"
     """How kept memories take part: their answers are summed; summed with gates; their weights are mixed before a query
     reads them; or only the answers of the `top_k` most fitting are summed with gates."""
     segment: PositiveInt = 256
@@ -51,7 +51,7 @@ class MemoryCachingConfig(SegmentedConfig):
     write: Literal["independent", "continued"] = "independent"
     """Whether each segment starts from a fresh memory, or from the one that the segment before it ended with."""
     top_k: PositiveInt = 2
-    """Kept memories that a token reads with `selective`."""
+    """Kept memories that a token reads with `ssc`."""
     max_chunks: PositiveInt | None = None
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
 
@@ -67,12 +67,12 @@ class MemoryCachingConfig(SegmentedConfig):
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """The open memory and the sum of its segment's keys, the kept ones by chunk, and those of the open chunk."""
         kept = Growing(self.kept_specs(model, model.chunk_size // self.segment), self.max_chunks)
-        waiting = self.kept_specs(model, "open", "open")
+        open_tokens = self.kept_specs(model, "open", "open")
         return {
             **self.recurrent.state_specs(model),
             "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
             "kept": kept,
-            **{f"closed_{name}": spec for name, spec in waiting.items()},
+            **{f"closed_{name}": spec for name, spec in open_tokens.items()},
         }
 
     def reach(self, start: int, chunk_size: int) -> int:
@@ -100,7 +100,7 @@ class MemoryCachingConfig(SegmentedConfig):
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """The memory's; `memory_routing`, the scores, and `memory_caching`, what the kept ones answer.
 
-        Each token reads all segments before its own, within reach; with `selective` `top_k` of them at most.
+        Each token reads all segments before its own, within reach; with `ssc` `top_k` of them at most.
         """
         begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
         several = self.side_by_side() and self.segment < min(model.chunk_size, sequence_length)
@@ -127,7 +127,7 @@ class MemoryCachingConfig(SegmentedConfig):
         """Kept memories within a token's reach, and those of them it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
         within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
-        read = [min(count, self.top_k) for count in within] if self.combine == "selective" else within
+        read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
         return sum(within) / len(segments), sum(read) / len(segments)
 
     def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
@@ -186,8 +186,8 @@ class MemoryCaching(Mixer):
             else:  # to the next border of any row
                 tokens = min(left, *(self.step - start % self.step for start in here.starts))
                 part = slice(done, done + tokens)
-                span = Span(0, tokens, here.starts, self.config.segment)
-                read, state = self._read(inputs.part(part), asking[..., part, :], state, span)
+                block_slice = BlockSlice(0, tokens, here.starts, self.config.segment)
+                read, state = self._read(inputs.part(part), asking[..., part, :], state, block_slice)
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
@@ -221,19 +221,19 @@ class MemoryCaching(Mixer):
         for i in range(count):
             part = slice(i * size, (i + 1) * size)
             before = {name: x[:, :, :i] for name, x in zip(self.names[:-1], new, strict=True)}
-            here = Span(0, size, chunk.after(part.start).starts, size)
+            here = BlockSlice(0, size, chunk.after(part.start).starts, size)
             kept = self._kept([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
             own, shares = gate_shares(asking[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
             reads.append(own * answered[:, i] + self._answers(inputs.query[..., part, :], kept, shares))
         return torch.cat(reads, dim=-2), self._keep(state, new, filled, here)
 
-    def _read(self, inputs: Inputs, asking: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
+    def _read(self, inputs: Inputs, asking: Tensor, state: State, block_slice: BlockSlice) -> tuple[Tensor, State]:
         """Tokens within one segment of each row."""
-        kept = self._kept(self._entries(state), span)
+        kept = self._kept(self._entries(state), block_slice)
         key_sums = state["key_sum"][:, :, None] + inputs.key.to(state["key_sum"].dtype).cumsum(2)
-        pools = self._pool(key_sums, [[phase + 1 + t for t in range(inputs.tokens)] for phase in span.phases])
+        pools = self._pool(key_sums, [[offset + 1 + t for t in range(inputs.tokens)] for offset in block_slice.offsets])
         own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.gating)
-        chunk = Chunk(span.starts)
+        chunk = Chunk(block_slice.starts)
         if self.config.mixes():
 
             def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
@@ -247,14 +247,14 @@ class MemoryCaching(Mixer):
             read, memory = self.memory.recur(inputs, state, chunk)
             read = own * read + self._answers(inputs.query, kept, shares)
         state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
-        return read, self._close(state, span) if any(span.closing) else state
+        return read, self._close(state, block_slice) if any(block_slice.closing) else state
 
     def _answers(self, query: Tensor, kept: list[Segments], shares: list[Tensor]) -> Tensor:
-        """Of kept memories, weighted; with `selective` only what the router chose is computed."""
+        """Of kept memories, weighted; with `ssc` only what the router chose is computed."""
         if not kept:
             return query.new_zeros(())
         query = query.to(shares[0].dtype)
-        if self.config.combine == "selective":
+        if self.config.combine == "ssc":
             return selected_answer(self.memory.answer_rows, query, [part.weights for part in kept], shares)
         answers = (self.memory.answer(query, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, query.new_zeros(()))
@@ -269,10 +269,10 @@ class MemoryCaching(Mixer):
         """What is kept, the newest first."""
         return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
 
-    def _kept(self, entries: list[dict[str, Tensor]], span: Span) -> list[Segments]:
+    def _kept(self, entries: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[Segments]:
         """Kept memories that some row may read, newest last, with those each row may; entries: the newest first."""
-        reach = [self.config.reach(start, self.sizes["chunk"]) for start in span.starts]
-        columns = max(reach) * self._grids(span)
+        reach = [self.config.reach(start, self.sizes["chunk"]) for start in block_slice.starts]
+        columns = max(reach) * self._grids(block_slice)
         parts: list[Segments] = []
         newer = entries[0]["filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
         limit = to_device(reach, newer.device, newer.dtype)[:, None]
@@ -290,29 +290,32 @@ class MemoryCaching(Mixer):
             parts.append(Segments(weights, entry["pool"], visible))
         return parts[::-1]
 
-    def _grids(self, span: Span) -> int:
+    def _grids(self, block_slice: BlockSlice) -> int:
         """How many different grids of segments the rows have: so many columns may be written per segment."""
-        return len({start % self.config.segment for start in span.starts})
+        return len({start % self.config.segment for start in block_slice.starts})
 
-    def _close(self, state: State, span: Span) -> State:
+    def _close(self, state: State, block_slice: BlockSlice) -> State:
         """Keep the memory of rows whose segment ends, and begin their next one."""
-        closing = to_device(span.closing, state["key_sum"].device, torch.bool)
-        pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(span.closing))
+        closing = to_device(block_slice.closing, state["key_sum"].device, torch.bool)
+        pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(block_slice.closing))
         new = [*(x[:, :, None] for x in self.memory.snapshot(state)), pool]
-        if not all(span.closing):  # nothing is kept of other rows
+        if not all(block_slice.closing):  # nothing is kept of other rows
             new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
-        state = self._keep(state, new, closing.to(state["closed_filled"].dtype)[:, None], span)
+        state = self._keep(state, new, closing.to(state["closed_filled"].dtype)[:, None], block_slice)
         renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
         if self.config.write == "independent":
             renewed |= {name: torch.zeros_like(state[name]) for name in self.memory.renewed()}
         for name, fresh in renewed.items():
             rows = closing.view(-1, *[1] * (fresh.ndim - 1))
-            state[name] = fresh if all(span.closing) else torch.where(rows, fresh, state[name])
+            state[name] = fresh if all(block_slice.closing) else torch.where(rows, fresh, state[name])
         return state
 
-    def _keep(self, state: State, new: list[Tensor], filled: Tensor, span: Span) -> State:
-        """Put memories and pools [batch, heads, segments, ...] of segments that end with `span` to the others; filled:
-        whose they are, [batch, segments]."""
+    def _keep(self, state: State, new: list[Tensor], filled: Tensor, block_slice: BlockSlice) -> State:
+        """Append finished segments to the kept ones, and the entry to the list once the chunk is full.
+
+        new: memories and pools [batch, heads, segments, ...] of segments that end with the slice; filled: whether each
+            row has such a segment, [batch, segments] int64.
+        """
         columns = {
             name: torch.cat((state[f"closed_{name}"], column), dim=_axis(name))
             for name, column in zip(self.names, (*new, filled), strict=True)
@@ -324,12 +327,12 @@ class MemoryCaching(Mixer):
         return {
             **state,
             **{f"closed_{name}": tensor for name, tensor in columns.items()},
-            "kept": self._bounded(kept, span),
+            "kept": self._bounded(kept, block_slice),
         }
 
-    def _bounded(self, kept: list[dict[str, Tensor]], span: Span) -> list[dict[str, Tensor]]:
+    def _bounded(self, kept: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[dict[str, Tensor]]:
         """The entries within some row's reach; rows on grids of their own each fill columns of theirs."""
-        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in span.ends) * self._grids(span)
+        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in block_slice.ends) * self._grids(block_slice)
         needed = -(-reach // self.per_chunk)
         return kept[max(len(kept) - needed, 0) :]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 class Gating(NamedTuple):
     """How the answers of kept segments are weighed; fields as in `MemoryCachingConfig`."""
 
-    combine: Literal["residual", "gated", "soup", "selective"]
+    combine: Literal["residual", "grm", "soup", "ssc"]
     gate: Literal["softmax", "sigmoid", "raw"]
     top_k: int
 
@@ -48,7 +48,7 @@ def gate_shares(asking: Tensor, pools: Tensor, kept: list[Segments], gating: Gat
         return _gates(own, gating.gate), []
     scores = torch.cat([asking @ part.pools.mT[:, :, None] for part in kept], dim=-1)
     allowed = torch.cat(visible, dim=-1).expand(scores.shape)
-    if gating.combine == "selective":
+    if gating.combine == "ssc":
         allowed = allowed & _best(scores.masked_fill(~allowed, -torch.inf), gating.top_k)
     if gating.gate == "softmax":
         shares = torch.cat((own, scores.masked_fill(~allowed, -torch.inf)), dim=-1).softmax(-1)

@@ -24,11 +24,12 @@ from megamem.memory.shared.block_attention import (
     open_specs,
     resolve_block,
 )
-from megamem.memory.shared.blocks import Span, phase_tables, waiting_visible
-from megamem.memory.shared.queue import entry_counts, gated, push, readable
+from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, open_visible
+from megamem.memory.shared.gate import MemoryGate, gated
+from megamem.memory.shared.queue import entry_counts, push, readable
 from megamem.ops.attention.softmax import Past, attention, past_attention, unmasked_attention
-from megamem.ops.rotary import run_tables
-from megamem.parallel.linears import Initializer, Linears, constant, declare, normal
+from megamem.ops.rotary import consecutive_rotary_tables
+from megamem.parallel.linears import Initializer, Linears, declare, normal
 
 
 @MIXERS.register
@@ -45,7 +46,7 @@ class MelodiConfig(MixerConfig):
     """Entries of a long-term memory besides, the oldest dropped first; none if not given. The original has 4096."""
     long_increment: PositiveInt = 32
     """Entries that each block adds to the long-term memory."""
-    long_gate_init: float = 0.0
+    gate_init: float = 0.0
     """Initial gate of each channel before its sigmoid: 0 gives the long-term memory one half of what heads put out."""
 
     @model_validator(mode="after")
@@ -184,39 +185,38 @@ class Melodi(BlockAttention):
         init = normal(model.init_std)
         self.summaries = SummaryTokens(config.summaries, model.hidden_size, init)
         self.mixing = TokenMixing(block, config.summaries, init, linears)
-        self.gate: nn.Parameter | None = None
+        self.gate: MemoryGate | None = None
         if config.long_memory is not None:
             self.long_entries = LongEntries(config.summaries, config.long_increment, init)
-            shape = (model.heads // linears.tp_size, model.resolved_head_dim)
-            self.gate = declare(nn.Parameter(torch.empty(shape)), constant(config.long_gate_init), shard_axis=0)
+            self.gate = MemoryGate(model, linears, config.gate_init, per_channel=True)
 
-    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
+    def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
         """Keys and values of the memory, not rotated; rows in the first block of their document see none.
 
         They are made in every block: where documents begin differs by rank, and ZeRO-3 gathers the projections from all
         ranks whenever one uses them.
         """
-        written = [start > phase for start, phase in zip(span.starts, span.phases, strict=True)]
+        written = [start > offset for start, offset in zip(block_slice.starts, block_slice.offsets, strict=True)]
         # one memory on every rank, read by each rank's heads
         memory = self.linears.shared(state["memory"])
         visible = None if all(written) else to_device(written, like.device, torch.bool)
         return [Past(self._heads(self.key, memory), self._heads(self.value, memory), visible)]
 
-    def join(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
+    def join(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """g A_long + (1 - g) output, g of each channel; `output` alone where there is no long-term memory yet.
 
         output, query (before rotation): [tokens or summaries, batch, local heads, width].
         """
         if self.gate is None:
             return output
-        entries = entry_counts(span, self.config.long_increment, state["long_keys"].shape[0])
+        entries = entry_counts(block_slice, self.config.long_increment, state["long_keys"].shape[0])
         retrieved = output  # with no entries the gate mixes equals: ZeRO 3 wants a gradient from each backward pass
         if any(entries):
             past = readable(state["long_keys"], state["long_values"], entries)
-            retrieved = past_attention(self.asking(query), past, self.backend)
-        return gated(retrieved, output, self.gate.sigmoid(), entries)
+            retrieved = past_attention(self.scaled_query(query), past, self.backend)
+        return gated(retrieved, output, self.gate(), entries)
 
-    def summarize(self, seen: list[Past], outputs: Tensor, state: State, span: Span) -> Tensor:
+    def summarize(self, seen: list[Past], outputs: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """The memory that a finished block leaves: norm(u + W_o (z_u + M^T [z; z_u])), [summaries, batch, hidden].
 
         seen: the memory before, and the block's rotated keys and values. outputs: z, what its tokens' heads put out,
@@ -226,53 +226,59 @@ class Melodi(BlockAttention):
         x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
         query, key, value = (self._heads(layer, x) for layer in (self.query, self.key, self.value))
         # a set without an order: all of them follow the block's last token
-        after = run_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
-        turned, key = (self.turn(part, *after) for part in (query, key))
-        own = unmasked_attention(self.asking(turned), [*seen, Past(key, value)], self.backend)
-        own = self.join(own, query, state, span)
+        after = consecutive_rotary_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
+        rotated_query, key = (self.apply_rotary(part, *after) for part in (query, key))
+        own = unmasked_attention(self.scaled_query(rotated_query), [*seen, Past(key, value)], self.backend)
+        own = self.join(own, query, state, block_slice)
         # mixing acts on tokens, the output projection on channels: mixed first, few rows are projected, and
         # no rank needs the others' heads
         mixed = own + self.mixing(outputs, own)
         return self._normed(u + self.linears.whole(self.output, mixed.flatten(2)))
 
-    def remember_long(self, state: State, memory: Tensor, span: Span) -> State:
+    def remember_long(self, state: State, memory: Tensor, block_slice: BlockSlice) -> State:
         """Keys and values of a few mixtures of the new memory join the queue, in rows whose block ends."""
         if self.gate is None:
             return {}
         entries = self.linears.shared(self._normed(self.long_entries(memory)))
         return {
-            "long_keys": push(state["long_keys"], self._heads(self.key, entries), span.closing),
-            "long_values": push(state["long_values"], self._heads(self.value, entries), span.closing),
+            "long_keys": push(state["long_keys"], self._heads(self.key, entries), block_slice.closing),
+            "long_values": push(state["long_values"], self._heads(self.value, entries), block_slice.closing),
         }
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
-        waiting = state["open_keys"].shape[0]
-        keys = torch.cat((state["open_keys"], key)) if waiting else key
-        values = torch.cat((state["open_values"], value)) if waiting else value
-        cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: State, block_slice: BlockSlice
+    ) -> tuple[Tensor, State]:
+        open_tokens = state["open_keys"].shape[0]
+        keys = torch.cat((state["open_keys"], key)) if open_tokens else key
+        values = torch.cat((state["open_values"], value)) if open_tokens else value
+        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.theta, keys)
         seen_keys, seen_values = self.local(keys, values)
-        rotated = self.turn(seen_keys, cos, sin)
-        memory = self.recall(state, span, query)
+        rotated = self.apply_rotary(seen_keys, cos, sin)
+        memory = self.recall(state, block_slice, query)
         past = memory
-        if waiting:
-            visible = waiting_visible(span, waiting, key.device)
-            past = [*memory, Past(rotated[:waiting], seen_values[:waiting], visible)]
-        turned = self.turn(query, cos[waiting:], sin[waiting:])
-        output = attention(self.asking(turned), rotated[waiting:], seen_values[waiting:], past, self.backend)
-        output = self.join(output, query, state, span)
-        outputs = torch.cat((state["open_outputs"], output)) if waiting else output
+        if open_tokens:
+            visible = open_visible(block_slice, open_tokens, key.device)
+            past = [*memory, Past(rotated[:open_tokens], seen_values[:open_tokens], visible)]
+        rotated_query = self.apply_rotary(query, cos[open_tokens:], sin[open_tokens:])
+        output = attention(
+            self.scaled_query(rotated_query), rotated[open_tokens:], seen_values[open_tokens:], past, self.backend
+        )
+        output = self.join(output, query, state, block_slice)
+        outputs = torch.cat((state["open_outputs"], output)) if open_tokens else output
         new = dict(state)
-        if any(span.closing):
+        if any(block_slice.closing):
             # only closing rows hold a whole block
             block = slice(-self.block, None)
             seen = [*memory, Past(rotated[block], seen_values[block])]
-            new["memory"] = self.summarize(seen, outputs[block], state, span)
-            new |= self.remember_long(state, new["memory"], span)
-            if not all(span.closing):
-                rows = to_device(span.closing, key.device, torch.bool).view(-1, 1)
+            new["memory"] = self.summarize(seen, outputs[block], state, block_slice)
+            new |= self.remember_long(state, new["memory"], block_slice)
+            if not all(block_slice.closing):
+                rows = to_device(block_slice.closing, key.device, torch.bool).view(-1, 1)
                 new["memory"] = torch.where(rows, new["memory"], state["memory"])
         kept = {"open_keys": keys, "open_values": values, "open_outputs": outputs}
-        return output, new | {name: last_columns(tensor, span.remaining) for name, tensor in kept.items()}
+        return output, new | {
+            name: last_columns(tensor, block_slice.open_tokens_after) for name, tensor in kept.items()
+        }
 
     def _heads(self, layer: nn.Module, x: Tensor) -> Tensor:
         """[rows, batch, hidden] -> [rows, batch, local heads, width]."""

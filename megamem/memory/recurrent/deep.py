@@ -21,7 +21,7 @@ from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, Join, RecurrentConfig, RecurrentMixer, TokenGate
-from megamem.memory.shared.blocks import Span, spans, waiting_visible
+from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_networks, shared_product
 from megamem.ops.deep_memory.network import Loss, Pace, Weights, deep_memory
 from megamem.ops.unit import unit
@@ -91,15 +91,15 @@ class DeepConfig(RecurrentConfig):
         shapes = self.matrices(model)
         if self.has_momentum():
             shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
-        waiting = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
+        open_tokens = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
         gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
         gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
         return {
             **{
                 n: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads") for n, shape in shapes.items()
             },
-            "open_key": waiting,
-            "open_value": waiting,
+            "open_key": open_tokens,
+            "open_value": open_tokens,
             **{f"open_{name}": gate for name in ("rate", *self.gate_starts())},
         }
 
@@ -140,9 +140,9 @@ def deep_flops(
     newer, momentum = 1 - inner / sequence_length, 1 - inner / begun
     seen = (inner + 1) / 2 if causal else inner
     sizes = [rows * columns for rows, columns in config.matrices(model).values()]
-    spans_of = [rows + columns for rows, columns in config.matrices(model).values()]
+    sides = [rows + columns for rows, columns in config.matrices(model).values()]
     through = 2 * model.heads * sum(sizes)
-    within = 2 * model.heads * seen * sum(spans_of)
+    within = 2 * model.heads * seen * sum(sides)
     # of keys: all layers but the last forwards, the last one for the error of l2, and back through it for the slope
     last = len(sizes) - 1
     gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
@@ -224,8 +224,10 @@ class DeepMemory(RecurrentMixer):
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
         reads = []
-        for span in spans(chunk.starts, inputs.tokens, self.config.inner_chunk):
-            read, memory = self._read_span(inputs.part(slice(span.begin, span.end)), memory, span, join)
+        for block_slice in block_slices(chunk.starts, inputs.tokens, self.config.inner_chunk):
+            read, memory = self._read_block_slice(
+                inputs.part(slice(block_slice.begin, block_slice.end)), memory, block_slice, join
+            )
             reads.append(read)
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
 
@@ -254,34 +256,42 @@ class DeepMemory(RecurrentMixer):
         matrices = kept[matrix] if matrix else kept[matrix].mT
         return shared_product(x.to(matrices.dtype), matrices, shares)
 
-    def _read_span(self, inputs: Inputs, memory: State, span: Span, join: Join | None) -> tuple[Tensor, State]:
-        waiting = memory["open_key"].shape[2]
+    def _read_block_slice(
+        self, inputs: Inputs, memory: State, block_slice: BlockSlice, join: Join | None
+    ) -> tuple[Tensor, State]:
+        open_tokens = memory["open_key"].shape[2]
         new = {"key": inputs.key, "value": inputs.value, **inputs.gates}
         whole = {
-            name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if waiting else tensor
+            name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if open_tokens else tensor
             for name, tensor in new.items()
         }
-        read, learned = self.learn(inputs.query, whole, memory, span, waiting, join)
-        kept = span.remaining
+        read, learned = self.learn(inputs.query, whole, memory, block_slice, open_tokens, join)
+        kept = block_slice.open_tokens_after
         rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in whole.items()}
         memory = {**memory, **rest}
-        if all(span.closing):
+        if all(block_slice.closing):
             return read, {**memory, **learned}
-        if any(span.closing):
-            closing = to_device(span.closing, read.device, torch.bool)[:, None, None, None]
+        if any(block_slice.closing):
+            closing = to_device(block_slice.closing, read.device, torch.bool)[:, None, None, None]
             memory |= {name: torch.where(closing, value, memory[name]) for name, value in learned.items()}
         return read, memory
 
     def learn(
-        self, query: Tensor, tokens: dict[str, Tensor], memory: State, span: Span, waiting: int, join: Join | None
+        self,
+        query: Tensor,
+        tokens: dict[str, Tensor],
+        memory: State,
+        block_slice: BlockSlice,
+        open_tokens: int,
+        join: Join | None,
     ) -> tuple[Tensor, State]:
-        """Of the tokens of one inner chunk, `waiting` ones first: what the queries read, the memory after them."""
+        """Of the tokens of one inner chunk, `open_tokens` ones first: what the queries read, the memory after them."""
         weights = self.weights(memory)
         momentum = None
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
         read, after, pushed = deep_memory(
-            query, tokens["key"], tokens["value"], weights, momentum, self._pace(tokens, span, waiting),
+            query, tokens["key"], tokens["value"], weights, momentum, self._pace(tokens, block_slice, open_tokens),
             self.config.loss, self.config.residual, join,
         )  # fmt: skip
         pushed_by_name = zip(self.names, pushed or (), strict=pushed is not None)
@@ -297,22 +307,25 @@ class DeepMemory(RecurrentMixer):
             for name, first, last in zip(self.names, before, after, strict=True)
         }  # fmt: skip
 
-    def _pace(self, tokens: dict[str, Tensor], span: Span, waiting: int) -> Pace:
+    def _pace(self, tokens: dict[str, Tensor], block_slice: BlockSlice, open_tokens: int) -> Pace:
         pace = Pace(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
-        seen = seen_tokens(span, waiting, pace.rate)
+        seen = seen_tokens(block_slice, open_tokens, pace.rate)
         if seen is None:
             return pace
         decay, momentum = (None if gate is None else gate * seen for gate in (pace.log_decay, pace.log_momentum))
         return Pace(pace.rate * seen, decay, momentum, seen.expand_as(pace.rate))
 
 
-def seen_tokens(span: Span, waiting: int, like: Tensor) -> Tensor | None:
-    """Which tokens, `waiting` ones first, belong to each row's inner chunk: [batch, 1, tokens] ones and zeros in the
-    dtype of `like` [batch, heads, tokens, ...]; None if all do."""
-    visible = waiting_visible(span, waiting, like.device) if waiting else None
+def seen_tokens(block_slice: BlockSlice, open_tokens: int, like: Tensor) -> Tensor | None:
+    """Return which tokens, open ones first, belong to each row's inner chunk; None if all of them do.
+
+    like: [batch, heads, tokens, ...], `open_tokens` of the tokens open ones.
+    Returns: [batch, 1, tokens], ones and zeros in the dtype of `like`.
+    """
+    visible = open_visible(block_slice, open_tokens, like.device) if open_tokens else None
     if visible is None:
         return None
-    new = visible.new_ones((like.shape[2] - waiting, visible.shape[1]))
+    new = visible.new_ones((like.shape[2] - open_tokens, visible.shape[1]))
     return torch.cat((visible, new)).mT[:, None].to(like.dtype)
 
 

@@ -82,7 +82,7 @@ class MatrixMixer(RecurrentMixer):
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.inner_chunk = config.inner_chunk
-        self.backend = model.recurrence
+        self.backend = model.recurrence_kernel
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""

@@ -19,7 +19,7 @@ from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import State, state_dtype, to_device
 from megamem.memory.recurrent.base import Join
 from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, seen_tokens
-from megamem.memory.shared.blocks import Span
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.deep_memory.network import Loss, Weights
 from megamem.ops.deep_memory.simplex import ChannelPace, on_simplex, simplex_memory
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -108,15 +108,21 @@ class Memora(DeepMemory):
         return on_simplex(self.learned(memory), self.config.scale)
 
     def learn(
-        self, query: Tensor, tokens: dict[str, Tensor], memory: State, span: Span, waiting: int, join: Join | None
+        self,
+        query: Tensor,
+        tokens: dict[str, Tensor],
+        memory: State,
+        block_slice: BlockSlice,
+        open_tokens: int,
+        join: Join | None,
     ) -> tuple[Tensor, State]:
         """See `DeepMemory.learn`."""
         rate = tokens["rate"]
         decay = tokens.get("log_decay", torch.zeros_like(rate))
-        seen = seen_tokens(span, waiting, rate)
+        seen = seen_tokens(block_slice, open_tokens, rate)
         if seen is not None:
             rate, decay = rate * seen[..., None], decay * seen[..., None]
-        first = to_device([waiting - phase for phase in span.phases], rate.device)
+        first = to_device([open_tokens - offset for offset in block_slice.offsets], rate.device)
         logs = self.learned(memory)
         read, after = simplex_memory(
             query, tokens["key"], tokens["value"], logs, ChannelPace(rate, decay, first),

@@ -16,8 +16,8 @@ from torch import Tensor
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, state_dtype, to_device
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
-from megamem.memory.shared.blocks import position_tables
-from megamem.ops.rotary import turn
+from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears
 
 
@@ -50,9 +50,9 @@ class RetNet(MatrixMixer):
         self.local = local
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `RecurrentMixer.prepare`; turned by their positions in the document."""
-        tables = position_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
-        return super().prepare(turn(query, *tables), turn(key, *tables), chunk)
+        """See `RecurrentMixer.prepare`; rotated_query by their positions in the document."""
+        tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        return super().prepare(apply_rotary(query, *tables), apply_rotary(key, *tables), chunk)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """The logarithm of each head's decay, the same for every token: [1, local kv_heads, tokens]."""

@@ -1,8 +1,8 @@
-"""Causal attention within blocks, with whatever a mechanism puts in front of each block.
+"""Causal attention within blocks, with whatever a mechanism puts in front of each block or beside it.
 
-The base of plain local attention and of memories beside it: they override `recall` (what the queries of a block may
-see besides the block) or `mix` (what joins the output of local attention), and `remember` (what a finished block
-leaves behind).
+The base of local attention and of the memories beside it. A memory overrides `recall` (keys and values that the
+queries of a block see besides the block), or `mix` (what joins the output of local attention), and `remember` (what a
+finished block leaves behind).
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from torch import Tensor
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
-from megamem.memory.shared.blocks import Span, phase_tables, spans, waiting_visible
+from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
 from megamem.ops.attention.softmax import Past, attention
-from megamem.ops.rotary import turn
+from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears, normal
 
 
 def open_specs(model: ModelConfig) -> dict[str, TensorSpec]:
-    """Keys (before rotation) and values of the unfinished block."""
+    """Declare the keys (before rotation) and values of the unfinished block."""
     spec = TensorSpec(("open", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads", kind="open")
     return {"open_keys": spec, "open_values": spec}
 
 
 def resolve_block(block: int | None, model: ModelConfig) -> int:
-    """A mixer's `block` field, the chunk if not given. Raises ValueError unless it divides the chunk."""
+    """Return the tokens of a block: the mixer's `block` field, or the chunk if it is not given.
+
+    Raises: ValueError unless it divides the chunk.
+    """
     size = block or model.chunk_size
     if model.chunk_size % size:
         raise ValueError(f"block {size} does not divide model.chunk_size {model.chunk_size}")
@@ -34,23 +37,32 @@ def resolve_block(block: int | None, model: ModelConfig) -> int:
 
 
 def local_attention_flops(block: int, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-    """FLOPs per token of attention within blocks: on average (block + 1) / 2 keys, or all of the block's."""
+    """Return the FLOPs per token of attention within blocks.
+
+    causal: a query counts the keys it sees, on average (block + 1) / 2; False: all keys of the block.
+    """
     block = min(block, sequence_length)
     return {"attention": attention_flops(model.heads, model.resolved_head_dim, (block + 1) / 2 if causal else block)}
 
 
 def last_columns(x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of x [tokens, ...]; none of x's memory is kept alive for an empty answer."""
+    """Return the last `count` tokens of x [tokens, ...].
+
+    An empty result is a new tensor: an empty view would keep all of x's memory alive.
+    """
     return x[x.shape[0] - count :] if count else x.new_zeros((0, *x.shape[1:]))
 
 
-def unturned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the place of `turn` where positions are learned: the embedding has them already."""
+def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [tokens, batch, heads, head_dim] as it is.
+
+    It replaces `apply_rotary` where positions are learned: the embedding has added them already.
+    """
     return x
 
 
 class AttentionProjections(Mixer):
-    """Query, key, value and output projections shared by attention mixers; heads are split over ranks."""
+    """Query, key, value and output projections of attention mixers; heads are split over tensor-parallel ranks."""
 
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec) -> None:
         sizes = {
@@ -63,10 +75,10 @@ class AttentionProjections(Mixer):
         self.linears = linears
         self.width = model.resolved_head_dim
         self.theta = model.rope_theta
-        self.backend = model.attention
+        self.backend = model.attention_kernel
         self.score_scale = model.score_scale
         self.rotates = model.positions == "rotary"
-        self.turn = turn if self.rotates else unturned
+        self.apply_rotary = apply_rotary if self.rotates else unrotated
         init = normal(model.init_std)
         self.query = linears.column(model.hidden_size, model.heads * model.resolved_head_dim, init, model.bias)
         self.key = linears.column(
@@ -79,19 +91,26 @@ class AttentionProjections(Mixer):
         self.output = linears.row(model.heads * model.resolved_head_dim, model.hidden_size, back, model.bias)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [tokens, batch, local heads, width] before rotation."""
+        """Project hidden [tokens, batch, hidden_size] to query, key and value before rotation.
+
+        Returns: query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
+        """
         x = self.linears.enter(hidden)
         query, key, value = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value))
         return query, key, value
 
-    def asking(self, query: Tensor) -> Tensor:
-        """Queries as softmax attention gets them: it divides scores by sqrt(head_dim), the rest is done here."""
+    def scaled_query(self, query: Tensor) -> Tensor:
+        """Return query [tokens, batch, local heads, head_dim] times `model.score_scale`.
+
+        The attention kernels divide scores by sqrt(head_dim) themselves; any other scale enters here.
+        """
         return query if self.score_scale == 1.0 else query * self.score_scale
 
     def local(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [tokens, batch, local kv heads, width] of the present block as its queries see them.
+        """Return keys and values [tokens, batch, local kv_heads, head_dim] of a block as its own queries see them.
 
-        As they are; `megamem.evaluation.corruption` replaces this to ask what a model knows without its local context.
+        Here they come back as they are; `megamem.evaluation.corruption` replaces this method to measure what a model
+        knows without its local context.
         """
         return keys, values
 
@@ -103,21 +122,24 @@ class BlockAttention(AttentionProjections):
         super().__init__(model, linears, specs)
         self.block = block
 
-    def recall(self, state: State, span: Span, like: Tensor) -> list[Past]:
-        """What every query of the span's blocks may see of the past; `like` are the queries, rotated."""
+    def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
+        """Return the keys and values of the past that the queries of a block slice may see.
+
+        like: the rotated queries [tokens, batch, local heads, head_dim].
+        """
         return []
 
-    def mix(self, output: Tensor, query: Tensor, state: State, span: Span) -> Tensor:
-        """The output of attention joined with what a memory answers to the same queries.
+    def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
+        """Join the output of local attention with what a memory answers to the same queries.
 
-        output, query (before rotation): [tokens, batch, local heads, width].
+        output, query (before rotation): [tokens, batch, local heads, head_dim].
         """
         return output
 
-    def remember(self, state: State, span: Span, keys: Tensor, values: Tensor) -> State:
-        """New memory tensors after a span that closes the block of some rows (`span.closing`).
+    def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
+        """Return the new memory tensors after a slice that closes the block of some rows (`block_slice.closing`).
 
-        keys (before rotation), values: [block, batch, local kv heads, width]; only closing rows hold a whole block.
+        keys (before rotation), values: [block, batch, local kv_heads, head_dim]; only closing rows hold a whole block.
         """
         return {}
 
@@ -125,32 +147,39 @@ class BlockAttention(AttentionProjections):
         """See `Mixer.forward`."""
         projections = self.project(hidden)
         outputs = []
-        for span in spans(chunk.starts, projections[0].shape[0], self.block):
-            query, key, value = (x[span.begin : span.end] for x in projections)
-            output, state = self._attend(query, key, value, state, span)
+        for block_slice in block_slices(chunk.starts, projections[0].shape[0], self.block):
+            query, key, value = (x[block_slice.begin : block_slice.end] for x in projections)
+            output, state = self._attend(query, key, value, state, block_slice)
             outputs.append(output)
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.output(mixed.flatten(2)), state, {}
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, span: Span) -> tuple[Tensor, State]:
-        waiting = state["open_keys"].shape[0]
-        keys = torch.cat((state["open_keys"], key)) if waiting else key
-        values = torch.cat((state["open_values"], value)) if waiting else value
-        cos, sin = phase_tables(span, waiting, self.width, self.theta, keys)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: State, block_slice: BlockSlice
+    ) -> tuple[Tensor, State]:
+        """Attend from the tokens of one block slice, and write the state.
+
+        query, key, value: `project` of these tokens. Returns: [tokens, batch, local heads, head_dim], the new state.
+        """
+        # the open tokens of the block stand in front of the new ones
+        open_tokens = state["open_keys"].shape[0]
+        keys = torch.cat((state["open_keys"], key)) if open_tokens else key
+        values = torch.cat((state["open_values"], value)) if open_tokens else value
+        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.theta, keys)
         seen_keys, seen_values = self.local(keys, values)
-        rotated = self.turn(seen_keys, cos, sin)
-        turned = self.turn(query, cos[waiting:], sin[waiting:])
-        past = self.recall(state, span, turned)
-        if waiting:
-            visible = waiting_visible(span, waiting, key.device)
-            past = [*past, Past(rotated[:waiting], seen_values[:waiting], visible)]
-        output = attention(self.asking(turned), rotated[waiting:], seen_values[waiting:], past, self.backend)
-        output = self.mix(output, query, state, span)
-        new = dict(state)
-        if any(span.closing):
-            new |= self.remember(state, span, keys[-self.block :], values[-self.block :])
-        new["open_keys"], new["open_values"] = (
-            last_columns(keys, span.remaining),
-            last_columns(values, span.remaining),
+        rotated_keys = self.apply_rotary(seen_keys, cos, sin)
+        rotated_query = self.apply_rotary(query, cos[open_tokens:], sin[open_tokens:])
+        past = self.recall(state, block_slice, rotated_query)
+        if open_tokens:
+            visible = open_visible(block_slice, open_tokens, key.device)
+            past = [*past, Past(rotated_keys[:open_tokens], seen_values[:open_tokens], visible)]
+        output = attention(
+            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend
         )
+        output = self.mix(output, query, state, block_slice)
+        new = dict(state)
+        if any(block_slice.closing):
+            new |= self.remember(state, block_slice, keys[-self.block :], values[-self.block :])
+        new["open_keys"] = last_columns(keys, block_slice.open_tokens_after)
+        new["open_values"] = last_columns(values, block_slice.open_tokens_after)
         return output, new

@@ -1,8 +1,12 @@
-"""How a call's tokens fall into a mechanism's blocks.
+"""How the tokens of a call fall into a mechanism's blocks.
 
-Each batch row counts its own positions, so rows may be at different places of their blocks (left-padded prompts).
-A call is cut into spans in which no row crosses a block border; tokens of unfinished blocks wait in an open buffer
-whose columns are aligned in time across rows: a row at phase p of its block owns the buffer's last p columns.
+Each batch row counts its own positions, so rows may stand at different offsets in their blocks (left-padded prompts).
+A call is cut into block slices, stretches of tokens in which no row crosses a block border. Tokens of unfinished
+blocks are kept in the state's open buffer, whose columns are aligned in time across rows: the last `offset` columns
+belong to a row that stands at that offset in its block, older columns to rows that stand further on.
+
+What is called a block here is whatever unit a mechanism divides its chunk into: a block of local attention, an inner
+chunk of a deep memory, a segment of Memory Caching.
 """
 
 from __future__ import annotations
@@ -13,74 +17,99 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import to_device
-from megamem.ops.rotary import Tables, rotary_tables, run_tables
+from megamem.ops.rotary import RotaryTables, consecutive_rotary_tables, rotary_tables
 
 
 @dataclass(frozen=True)
-class Span:
-    """Tokens begin..end-1 of a call, within one block of each row; `starts` are the rows' positions at `begin`."""
+class BlockSlice:
+    """The tokens `begin` to `end` - 1 of a call, which in each batch row lie within one block."""
 
     begin: int
     end: int
     starts: tuple[int, ...]
+    """Position in its document of each row's token `begin`; negative in left padding."""
     block: int
+    """Tokens of a block."""
 
     @property
-    def phases(self) -> tuple[int, ...]:
-        """Per row: tokens of its unfinished block before this span; 0 in left padding."""
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.end - self.begin
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offset of each row's first token in its block, which is the number of open tokens before it; 0 in padding."""
         return tuple(start % self.block if start > 0 else 0 for start in self.starts)
 
     @property
+    def finished_tokens(self) -> tuple[int, ...]:
+        """Tokens of each row's document that lie in finished blocks before this slice."""
+        return tuple(max(start - offset, 0) for start, offset in zip(self.starts, self.offsets, strict=True))
+
+    @property
     def ends(self) -> tuple[int, ...]:
-        """Per row: its position after the span."""
-        return tuple(start + self.end - self.begin for start in self.starts)
+        """Position in its document of the token that follows the slice, for each row."""
+        return tuple(start + self.tokens for start in self.starts)
 
     @property
     def closing(self) -> tuple[bool, ...]:
-        """Per row: whether its block ends with this span."""
+        """Whether each row's block ends with this slice."""
         return tuple(end > 0 and end % self.block == 0 for end in self.ends)
 
     @property
-    def remaining(self) -> int:
-        """Columns the open buffer must keep after this span."""
+    def open_tokens_after(self) -> int:
+        """Number of columns that the open buffer must hold after this slice."""
         return max(end % self.block if end > 0 else 0 for end in self.ends)
 
 
-def spans(starts: tuple[int, ...], tokens: int, block: int) -> list[Span]:
-    """Cut `tokens` tokens, rows starting at `starts`, wherever a row's position is a multiple of `block`."""
-    phases = sorted({-start % block for start in starts})
-    cuts = sorted({0, tokens, *(c for first in phases for c in range(first, tokens, block))})
+def block_slices(starts: tuple[int, ...], tokens: int, block: int) -> list[BlockSlice]:
+    """Cut `tokens` tokens, rows starting at positions `starts`, wherever a row's position is a multiple of `block`."""
+    first_borders = sorted({-start % block for start in starts})
+    cuts = sorted({0, tokens, *(cut for first in first_borders for cut in range(first, tokens, block))})
     return [
-        Span(begin, end, tuple(start + begin for start in starts), block)
+        BlockSlice(begin, end, tuple(start + begin for start in starts), block)
         for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
     ]
 
 
-def phase_positions(span: Span, waiting: int, device: torch.device) -> Tensor:
-    """Position within its block of each column [waiting + tokens, batch or 1]; negative: not of this block."""
-    columns = torch.arange(-waiting, span.end - span.begin, device=device)[:, None]
-    phases = span.phases
-    if len(set(phases)) == 1:
-        return columns + phases[0]
-    return columns + to_device(phases, device)
+def positions_in_block(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor:
+    """Return the position of each column, open tokens first, within its row's block.
+
+    Returns: int64 [open_tokens + tokens, batch], or [..., 1] where all rows agree. Negative: the column is of an
+        earlier block of this row.
+    """
+    columns = torch.arange(-open_tokens, block_slice.tokens, device=device)[:, None]
+    offsets = block_slice.offsets
+    if len(set(offsets)) == 1:
+        return columns + offsets[0]
+    return columns + to_device(offsets, device)
 
 
-def position_tables(starts: tuple[int, ...], tokens: int, width: int, theta: float, like: Tensor) -> Tables:
-    """Rotary tables of `tokens` tokens in rows that begin at `starts`, in the dtype and on the device of `like`."""
+def row_rotary_tables(starts: tuple[int, ...], tokens: int, width: int, theta: float, like: Tensor) -> RotaryTables:
+    """Return the rotary tables of `tokens` consecutive tokens in rows that begin at positions `starts`.
+
+    Args:
+        width: width of a head.
+        theta: base of the frequencies.
+        like: a tensor of any shape [...], whose dtype and device the tables get.
+    """
     if len(set(starts)) == 1:
-        return run_tables(starts[0], tokens, width, theta, like.dtype, like.device)
+        return consecutive_rotary_tables(starts[0], tokens, width, theta, like.dtype, like.device)
     positions = torch.arange(tokens, device=like.device)[:, None] + to_device(starts, like.device)
     return rotary_tables(positions, width, theta, like.dtype)
 
 
-def phase_tables(span: Span, waiting: int, width: int, theta: float, like: Tensor) -> Tables:
-    """Rotary tables of `phase_positions`, in the dtype and on the device of `like`."""
-    starts = tuple(phase - waiting for phase in span.phases)
-    return position_tables(starts, waiting + span.end - span.begin, width, theta, like)
+def block_rotary_tables(
+    block_slice: BlockSlice, open_tokens: int, width: int, theta: float, like: Tensor
+) -> RotaryTables:
+    """Return the rotary tables of `positions_in_block`; like: any shape [...], gives dtype and device."""
+    starts = tuple(offset - open_tokens for offset in block_slice.offsets)
+    return row_rotary_tables(starts, open_tokens + block_slice.tokens, width, theta, like)
 
 
-def waiting_visible(span: Span, waiting: int, device: torch.device) -> Tensor | None:
-    """Which waiting columns belong to a row's unfinished block: [waiting, batch] bool, or None if all do."""
-    if all(phase == waiting for phase in span.phases):
+def open_visible(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor | None:
+    """Return which columns of the open buffer belong to each row's block: [open_tokens, batch] bool; None if all do."""
+    if all(offset == open_tokens for offset in block_slice.offsets):
         return None
-    return phase_positions(span, waiting, device)[:waiting].expand(waiting, len(span.starts)) >= 0
+    positions = positions_in_block(block_slice, open_tokens, device)[:open_tokens]
+    return positions.expand(open_tokens, len(block_slice.starts)) >= 0

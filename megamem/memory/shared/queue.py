@@ -1,7 +1,7 @@
-"""First-in-first-out queues of keys and values that finished blocks leave behind.
+"""First-in-first-out queues of the keys and values that finished blocks leave behind.
 
-A queue [capacity, batch, heads, width] has its newest entry last and zeros where nothing has come yet. Each row has as
-many entries as its document's finished blocks have left, which its position tells.
+A queue [capacity, batch, heads, head_dim] has its newest entry last and zeros where nothing has come yet. Each row has
+as many entries as its document's finished blocks have left, which follows from its position.
 """
 
 from __future__ import annotations
@@ -10,45 +10,50 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import to_device
-from megamem.memory.shared.blocks import Span
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.attention.softmax import Past
 
 
-def entry_counts(span: Span, per_block: int, capacity: int) -> list[int]:
-    """Per row: entries in its queue when the span begins, if every block leaves `per_block`."""
-    blocks = (max(start - phase, 0) // span.block for start, phase in zip(span.starts, span.phases, strict=True))
-    return [min(count * per_block, capacity) for count in blocks]
+def entry_counts(block_slice: BlockSlice, per_block: int, capacity: int) -> list[int]:
+    """Return how many entries each row's queue has before the slice, if every block leaves `per_block`."""
+    return [min(tokens // block_slice.block * per_block, capacity) for tokens in block_slice.finished_tokens]
 
 
 def queued(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
-    """The newest `entries` of a queue, per row; nobody sees the places that are empty everywhere."""
+    """Return the newest entries of a queue, masked to the number that each row has.
+
+    keys, values: [capacity, batch, heads, head_dim]; entries: by row. Places that are empty in every row are cut off.
+    """
     longest = max(entries)
     keys, values = (x[x.shape[0] - longest :] for x in (keys, values))
     if all(count == longest for count in entries):
         return Past(keys, values)
+    # the newest entry has age 1
     ages = torch.arange(longest, 0, -1, device=keys.device)[:, None]
     return Past(keys, values, ages <= to_device(entries, keys.device))
 
 
 def readable(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
-    """As `queued`; rows without entries see zeros, since a softmax needs a key to look at."""
+    """Return `queued` with a key for every row: rows without entries see zeros, as a softmax needs something to see.
+
+    keys, values: [capacity, batch, heads, head_dim]; entries: by row.
+    """
     return queued(keys, values, [count or max(entries) for count in entries])
 
 
-def gated(memory: Tensor, local: Tensor, gate: Tensor, entries: list[int]) -> Tensor:
-    """gate memory + (1 - gate) local, [tokens, batch, heads, width]; local alone in rows without entries."""
-    mixed = torch.lerp(local, memory, gate.to(local.dtype))
-    if all(entries) or not any(entries):
-        return mixed
-    filled = to_device([count > 0 for count in entries], local.device, torch.bool)
-    return torch.where(filled[:, None, None], mixed, local)
-
-
 def push(queue: Tensor, new: Tensor, closing: tuple[bool, ...]) -> Tensor:
-    """Append `new` [entries, ...] and drop the oldest, in the rows that `closing` says."""
+    """Append entries to a queue and drop its oldest ones, in the rows whose block closes.
+
+    Args:
+        queue: [capacity, batch, heads, head_dim].
+        new: [entries, batch, heads, head_dim].
+        closing: by row, see `BlockSlice.closing`.
+    Returns: like `queue`.
+    """
     pushed = min(new.shape[0], queue.shape[0])
-    moved = torch.cat((queue[pushed:], new[-pushed:]))  # a copy always: a view would keep the block alive
+    # concatenation copies; a view would keep the whole block alive
+    appended = torch.cat((queue[pushed:], new[-pushed:]))
     if all(closing):
-        return moved
-    ends = to_device(closing, queue.device, torch.bool)[:, None, None]
-    return torch.where(ends, moved, queue)
+        return appended
+    rows = to_device(closing, queue.device, torch.bool)[:, None, None]
+    return torch.where(rows, appended, queue)

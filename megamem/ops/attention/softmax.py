@@ -216,6 +216,8 @@ def check_backend(backend: str) -> None:
     if backend != "flash_attn":
         return
     if importlib.util.find_spec("flash_attn") is None:
-        raise ConfigError("model.attention: flash_attn is not installed; `pip install flash-attn` or choose sdpa, flex")
+        raise ConfigError(
+            "model.attention_kernel: flash_attn is not installed; `pip install flash-attn` or choose sdpa, flex"
+        )
     if not torch.cuda.is_available():
-        raise ConfigError("model.attention: flash_attn needs a CUDA device; choose sdpa, flex or eager")
+        raise ConfigError("model.attention_kernel: flash_attn needs a CUDA device; choose sdpa, flex or eager")

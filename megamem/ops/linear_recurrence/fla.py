@@ -55,6 +55,6 @@ def check_recurrence(backend: str) -> None:
         return
     if importlib.util.find_spec("fla") is None:
         wanted = "`pip install flash-linear-attention` or choose torch"
-        raise ConfigError(f"model.recurrence: fla is not installed; {wanted}")
+        raise ConfigError(f"model.recurrence_kernel: fla is not installed; {wanted}")
     if not torch.cuda.is_available():
-        raise ConfigError("model.recurrence: fla needs a CUDA device; choose torch")
+        raise ConfigError("model.recurrence_kernel: fla needs a CUDA device; choose torch")

@@ -49,7 +49,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
                 if mixer.normalize:
                     mean_square = sum(x * x for x in memory.tolist()) / len(memory)
                     memory = memory / math.sqrt(mean_square + model.norm_eps)
-                gate = 1 / (1 + math.exp(-float(weights["gate"][h])))
+                gate = 1 / (1 + math.exp(-float(weights["gate.logit"][h])))
                 local = gate * memory + (1 - gate) * local
             mixed.append(local)
         output.append(weights["output.weight"] @ torch.cat(mixed))

@@ -65,7 +65,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     )
     m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
     memory, got, entries = None, [], []
-    bias = weights.get("gate")
+    bias = weights.get("gate.logit")
     for t in range(len(hidden)):
         first = t - t % block
         keys = [(j - first, key[j]) for j in range(first, t + 1)]

@@ -43,7 +43,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
     )
     if mixer.normalize_keys:
-        query, key = normalized(query, key, weights["log_scale"])
+        query, key = normalized(query, key, weights["cosine_scale.log"])
     queue: list[int] = []
     output = []
     for t in range(len(hidden)):
@@ -61,7 +61,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             else:
                 local = attend(q, keys, values)
                 if queue:
-                    gate = 1 / (1 + math.exp(-float(weights["gate"][h])))
+                    gate = 1 / (1 + math.exp(-float(weights["gate.logit"][h])))
                     local = gate * attend(query[t, h], *best(mixer, query[t, h], entries)) + (1 - gate) * local
                 mixed.append(local)
         output.append(weights["output.weight"] @ torch.cat(mixed))

@@ -18,7 +18,7 @@ def shares_of(mixer, asking: Tensor, pools: list[Tensor]) -> list[float]:
         return [1.0] * len(pools)
     scores = [float(asking @ pool) for pool in pools]
     chosen = set(range(len(pools)))
-    if mixer.combine == "selective":
+    if mixer.combine == "ssc":
         best = sorted(range(len(pools) - 1), key=lambda i: -scores[i])[: mixer.top_k]
         chosen = {*best, len(pools) - 1}
     if mixer.gate == "softmax":

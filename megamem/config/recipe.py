@@ -1,0 +1,43 @@
+"""A run's configuration from a recipe and, where the recipe leaves it open, a model file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megamem.config.load import Tree, apply_override, parse_config, read_yaml
+from megamem.config.run import RunConfig
+from megamem.errors import ConfigError
+
+
+def read_recipe(recipe: Path, model: Path | None = None) -> Tree:
+    """Return the mapping of a recipe; with a model file, its `model` section whole and the run named after the file.
+
+    Args:
+        recipe: YAML file of a run, with or without a model of its own.
+        model: YAML file of a `model` section and nothing else, which replaces the recipe's.
+
+    Raises: ConfigError where a file cannot be read, or the model file holds other sections, which would be lost.
+    """
+    tree = read_yaml(recipe)
+    if model is None:
+        return tree
+    given = read_yaml(model)
+    if set(given) != {"model"}:
+        raise ConfigError(f"{model}: a model file holds a `model:` section and nothing else, got {sorted(given)}")
+    return {**tree, "model": given["model"], "name": model.stem}
+
+
+def load_run(recipe: Path, overrides: Sequence[str] = (), model: Path | None = None) -> RunConfig:
+    """Return the validated configuration of a run: see `read_recipe`; overrides are applied last.
+
+    Raises: ConfigError with one line per problem.
+    """
+    tree = read_recipe(recipe, model)
+    for override in overrides:
+        tree = apply_override(tree, override)
+    if "model" not in tree:
+        raise ConfigError(
+            f"{recipe}: model: required, but not given; add --model FILE, such as those of configs/models"
+        )
+    return parse_config(RunConfig, tree, str(recipe))

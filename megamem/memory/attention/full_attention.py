@@ -1,0 +1,128 @@
+"""Full attention: causal softmax attention over all tokens of the document so far."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.cost import Flops, attention_flops
+from megamem.config.model import MIXERS, MixerConfig, ModelConfig
+from megamem.memory.base import Chunk, Growing, Losses, State, StateSpec, TensorSpec, to_device
+from megamem.memory.shared.block_attention import (
+    AttentionProjections,
+    last_columns,
+    local_attention_flops,
+    open_specs,
+)
+from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.ops.attention.softmax import Past, attention
+from megamem.parallel.linears import Linears
+
+
+@MIXERS.register
+class FullAttentionConfig(MixerConfig):
+    """Causal attention over the whole document so far; the state holds every key and value."""
+
+    kind: Literal["full_attention"] = "full_attention"
+    """`full_attention`"""
+    max_chunks: PositiveInt | None = None
+    """Past chunks kept, the oldest dropped first; all if not given. Bound it in streams mode."""
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """One entry of rotated keys and values per finished chunk, and the open chunk."""
+        entry = TensorSpec(("chunk", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
+        return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Attention to the past chunks in reach and within the own one."""
+        chunks = -(-sequence_length // model.chunk_size)
+        reach = chunks if self.max_chunks is None else self.max_chunks
+        past = model.chunk_size * sum(min(chunk, reach) for chunk in range(chunks)) / chunks
+        own = local_attention_flops(model.chunk_size, model, sequence_length, causal)["attention"]
+        return {"attention": own + attention_flops(model.heads, model.resolved_head_dim, past)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> FullAttention:
+        """See `MixerConfig.build`."""
+        return FullAttention(model, linears, self.state_specs(model), self.max_chunks)
+
+
+class FullAttention(AttentionProjections):
+    """Keys and values of finished chunks are stored once, rotated by absolute position, and passed on by reference."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None) -> None:
+        super().__init__(model, linears, specs)
+        self.chunk = model.chunk_size
+        self.max_chunks = max_chunks
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        query, key, value = self.project(hidden)
+        outputs, done = [], 0
+        while done < query.shape[0]:
+            here = chunk.after(done)
+            # never beyond the end of the open chunk, so that entries have one length
+            tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            if self.max_chunks is not None:  # nor beyond a chunk border of any row, where its window moves
+                tokens = min(tokens, *(self.chunk - start % self.chunk for start in here.starts))
+            part = slice(done, done + tokens)
+            output, state = self._attend(query[part], key[part], value[part], state, here)
+            outputs.append(output)
+            done += tokens
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.output(mixed.flatten(2)), state, {}
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        tokens = query.shape[0]
+        tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        query, key = (self.apply_rotary(x, *tables) for x in (query, key))
+        open_keys, open_values = state["open_keys"], state["open_values"]
+        entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
+        output = attention(
+            self.scaled_query(query), *self.local(key, value), self._visible(entries, chunk), self.backend
+        )
+        past = list(state["past"])
+        if open_keys.shape[0]:
+            key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
+        if key.shape[0] == self.chunk:
+            past.append({"keys": key, "values": value})
+            key, value = last_columns(key, 0), last_columns(value, 0)
+        return output, {
+            "past": self._bounded(past, key.shape[0], chunk.after(tokens)),
+            "open_keys": key,
+            "open_values": value,
+        }
+
+    def _reach(self, starts: tuple[int, ...]) -> list[int]:
+        """Per row: how many tokens before its position it may see."""
+        if self.max_chunks is None:
+            return [max(start, 0) for start in starts]
+        window = self.max_chunks * self.chunk
+        return [min(start, start % self.chunk + window) if start > 0 else 0 for start in starts]
+
+    def _visible(self, entries: list[tuple[Tensor, Tensor]], chunk: Chunk) -> list[Past]:
+        """The entries with, per row, only the columns within its reach: its own document's newest ones."""
+        parts: list[Past] = []
+        distance = 0
+        for keys, values in reversed(entries):
+            size = keys.shape[0]
+            reach = [min(max(tokens - distance, 0), size) for tokens in self._reach(chunk.starts)]
+            distance += size
+            if not any(reach):
+                continue
+            if all(r == size for r in reach):
+                visible = None
+            elif all(r in (0, size) for r in reach):
+                visible = to_device([r == size for r in reach], keys.device, torch.bool)
+            else:
+                columns = torch.arange(size, 0, -1, device=keys.device)[:, None]
+                visible = columns <= to_device(reach, keys.device)
+            parts.append(Past(keys, values, visible))
+        return parts[::-1]
+
+    def _bounded(self, past: list[dict[str, Tensor]], open_tokens: int, chunk: Chunk) -> list[dict[str, Tensor]]:
+        """The entries within some row's reach; `open_tokens` tokens of it lie in the open chunk."""
+        needed = -(-max(0, max(self._reach(chunk.starts)) - open_tokens) // self.chunk)
+        return past[max(len(past) - needed, 0) :]

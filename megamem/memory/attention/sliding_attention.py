@@ -1,0 +1,114 @@
+"""Sliding-window attention: each token attends to itself and the `window` - 1 tokens before it (as in Samba).
+
+    y_t = softmax(q_t . k_i / sqrt(d) over t - window < i <= t) v
+
+The state is the window: keys, rotated by their position in the document, and values of the last `window` - 1 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.cost import Flops, attention_flops
+from megamem.config.model import MIXERS, MixerConfig, ModelConfig
+from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, to_device
+from megamem.memory.shared.block_attention import AttentionProjections, last_columns
+from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.ops.attention.softmax import Past, attention
+from megamem.parallel.linears import Linears
+
+
+@MIXERS.register
+class SlidingAttentionConfig(MixerConfig):
+    """Causal attention to the last `window` tokens of the document, wherever chunks end."""
+
+    kind: Literal["sliding_attention"] = "sliding_attention"
+    """`sliding_attention`"""
+    window: PositiveInt | None = None
+    """Tokens a query sees, its own included; the chunk's number if not given."""
+
+    def resolved(self, model: ModelConfig) -> int:
+        """The window's tokens."""
+        return self.window or model.chunk_size
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """The window's keys and values, the newest last; zeros where the document is shorter."""
+        spec = TensorSpec((self.resolved(model) - 1, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
+        return {"keys": spec, "values": spec}
+
+    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Attention to what the window holds; as computed, to all of a part's keys and the window before them."""
+        window = min(self.resolved(model), sequence_length)
+        if causal:
+            keys = window - window * (window - 1) / (2 * sequence_length)
+        else:
+            keys = _computed_keys(self.resolved(model), model.chunk_size, sequence_length)
+        return {"attention": attention_flops(model.heads, model.resolved_head_dim, keys)}
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> SlidingAttention:
+        """See `MixerConfig.build`."""
+        return SlidingAttention(model, linears, self.state_specs(model), self.resolved(model))
+
+
+def part_tokens(window: int) -> int:
+    """Queries that share one rectangle of keys: few enough that most of it is within their windows."""
+    return min(window, max(window // 4, 64))
+
+
+def _computed_keys(window: int, chunk: int, sequence_length: int) -> float:
+    """Keys per query, averaged over a sequence, counting whole rectangles."""
+    step, computed = part_tokens(window), 0
+    for first in range(0, sequence_length, chunk):
+        last = min(first + chunk, sequence_length)
+        for begin in range(first, last, step):
+            tokens = min(step, last - begin)
+            computed += tokens * (min(begin, window - 1) + tokens)
+    return computed / sequence_length
+
+
+class SlidingAttention(AttentionProjections):
+    """Attention over a window that moves with every token."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, window: int) -> None:
+        super().__init__(model, linears, specs)
+        self.window = window
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        query, key, value = self.project(hidden)
+        tokens, before = query.shape[0], self.window - 1
+        tables = row_rotary_tables(chunk.starts, tokens, self.width, self.theta, query)
+        query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
+        keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
+        step, outputs = part_tokens(self.window), []
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+            past = self._past(keys, values, begin, end, chunk.after(begin))
+            own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
+            outputs.append(attention(query[begin:end], *own, past, self.backend))
+        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        # copies: a view would keep the call's own keys and values alive
+        state = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
+        return self.output(mixed.flatten(2)), state, {}
+
+    def _past(self, keys: Tensor, values: Tensor, begin: int, end: int, chunk: Chunk) -> list[Past]:
+        """What the queries begin..end-1, rows starting at chunk.starts, see of what lies before them."""
+        reach = [min(max(start, 0), self.window - 1) for start in chunk.starts]
+        longest = max(reach)
+        if not longest:
+            return []
+        part = slice(self.window - 1 + begin - longest, self.window - 1 + begin)
+        # from the query on backwards: column c is `longest - c` tokens before the first query
+        ages = torch.arange(longest, 0, -1, device=keys.device)
+        visible: Tensor | None = None
+        if longest + end - begin > self.window:  # later queries have lost sight of the first columns
+            rows = torch.arange(end - begin, device=keys.device)
+            visible = (ages + rows[:, None] < self.window)[None, None]
+        if min(reach) < longest:
+            own = (ages <= to_device(reach, keys.device)[:, None])[:, None, None]
+            visible = own.expand(-1, -1, end - begin, -1) if visible is None else visible & own
+        return [Past(keys[part], values[part], visible)]
