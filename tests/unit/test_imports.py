@@ -57,6 +57,7 @@ ALLOWED = {
         "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization",
     },
     "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.training"},
+    "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
         "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",
