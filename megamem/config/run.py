@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
+from megamem.config.extensions import AnyCallback, AnySink
 from megamem.config.model import AnyObjective, ModelConfig
 
 
@@ -99,6 +100,8 @@ class TrainingConfig(ConfigModel):
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+    callbacks: tuple[AnyCallback, ...] = ()
+    """What else happens around training steps, in this order."""
 
 
 class WandbConfig(ConfigModel):
@@ -123,6 +126,8 @@ class LoggingConfig(ConfigModel):
     """Weights & Biases run."""
     tensorboard: bool = False
     """Also write TensorBoard event files to the run folder."""
+    sinks: tuple[AnySink, ...] = ()
+    """Where else the records of log lines and validations go."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of a torch.profiler trace, written to the run folder by each rank."""
     record_step: PositiveInt | None = None

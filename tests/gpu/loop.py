@@ -17,7 +17,8 @@ from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import StepResult
 from megamem.pipeline.window import Window, select_states
-from megamem.training.callbacks import BadSteps, Metrics
+from megamem.training.callbacks.bad_steps import BadSteps
+from megamem.training.callbacks.metrics import Metrics
 from megamem.training.loop import Callback
 from tests.distributed.training_cases import CHUNK, EVERY, LENGTH, ROWS, VOCABULARY, run_config
 

@@ -20,6 +20,7 @@ from megamem.config.run import RunConfig
 from megamem.errors import DataError
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
+from megamem.runs.result import read_result
 from tests.integration.commands import finish, megamem, run_tree, write_config
 from tests.integration.ranks import Job
 
@@ -33,12 +34,13 @@ VALIDATED = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_beyond_firs
 
 
 def train_all(trees: dict[str, dict]) -> dict[str, dict | None]:
-    """On a rank: one run after the other; their final figures."""
-    from megamem.training.start import train
+    """On a rank: one run after the other; their results."""
+    from megamem.training.train import train
 
-    return {
+    results = {
         name: train(parse_config(RunConfig, tree, name), Console(file=StringIO())) for name, tree in trees.items()
     }  # fmt: skip
+    return {name: None if result is None else result.to_dict() for name, result in results.items()}
 
 
 def records(folder: Path) -> list[dict]:
@@ -106,6 +108,7 @@ class TestCommand:
             "val_bits_per_byte", "lzma_bits_per_byte", "tokens_per_second", "steps", "run_dir", "picture",
         } <= figures.keys()  # fmt: skip
         assert figures == json.loads((folder / "result.json").read_text())
+        assert read_result(folder).to_dict() == figures
         assert (figures["steps"], Path(figures["run_dir"])) == (6, folder)
         assert figures["tokens_per_second"] > 0
         assert 0 < figures["lzma_bits_per_byte"] < 8

@@ -46,11 +46,11 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel",
         "megamem.pipeline",
     },
-    "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors"},
+    "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
-        "megamem.files", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "megamem.runs",
-        "tokenization",
+        "megamem.files", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning",
+        "megamem.runs", "tokenization",
     },
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
