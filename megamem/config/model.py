@@ -90,6 +90,10 @@ class ArchitectureConfig(ConfigModel):
         """Parameters besides embedding, layers, last norm and output head."""
         return 0
 
+    def unread_places(self, model: ModelConfig) -> range:
+        """The places of each chunk whose tokens the model never reads, only predicts."""
+        return range(0)
+
     def training_window(self, model: ModelConfig) -> int:
         """Chunks a window must span at least for every parameter of the architecture to get a gradient."""
         return 1

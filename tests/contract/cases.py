@@ -1,6 +1,6 @@
-"""Small configurations of every registered mixer: the only place of the laws that knows mechanisms by name.
+"""Small configurations of every registered mixer and architecture: the only place of the laws that knows them by name.
 
-Add at least one entry per mixer, and one for every option that changes what passes from call to call.
+Add at least one entry for each, and one for every option that changes what passes from call to call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHUNK = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A mixer's options; `queries_per_key` > 1 makes it grouped-query attention."""
+    """Options of a mixer, or of an architecture; `queries_per_key` > 1 makes it grouped-query attention."""
 
     kind: str
     name: str
@@ -26,6 +26,14 @@ class Case:
     """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it, or
     for their kind in MEGAMEM_CASES=titans,dla. One for each way of keeping a state: matrix memories are one family, and
     Memory Caching brings Titans with it."""
+
+    inside: str | dict[str, Any] | None = field(default=None, hash=False)
+    """Of an architecture: the mixer in all its layers."""
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What the laws run: a mixer alone and in a model, an architecture as a whole model."""
+        return ("mixer", "stage") if self.inside is None else ("stage",)
 
     @property
     def id(self) -> str:
@@ -47,10 +55,15 @@ class Case:
                 "vocab_size": 32,
                 "chunk_size": CHUNK,
                 "init_std": 0.3,
-                "mixer": "local_attention",
-                "memory": [{"layers": [at], "mixer": {"kind": self.kind, **self.options}}],
+                **self._mechanism(at),
             }
         )
+
+    def _mechanism(self, at: int) -> dict[str, Any]:
+        chosen = {"kind": self.kind, **self.options}
+        if self.inside is not None:
+            return {"architecture": chosen, "mixer": self.inside}
+        return {"mixer": "local_attention", "memory": [{"layers": [at], "mixer": chosen}]}
 
 
 ALL_CASES = [
@@ -266,7 +279,32 @@ ALL_CASES = [
     ),
 ]
 
+ALL_ARCHITECTURES = [
+    Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
+    Case(
+        "recurrent_memory",
+        "overwrite",
+        {"memory_tokens": 1, "form": "overwrite"},
+        queries_per_key=2,
+        inside="full_attention",
+    ),
+    Case("recurrent_memory", "delta_net", {"memory_tokens": 4}, core=False, inside={"kind": "delta_net"}),
+    Case(
+        "recurrent_memory",
+        "titans",
+        {"memory_tokens": 2},
+        queries_per_key=2,
+        core=False,
+        inside={"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.05},
+    ),
+    Case(
+        "recurrent_memory", "elastic", {"memory_tokens": 2}, core=False, inside={"kind": "elastic_memory", "order": 5}
+    ),
+]
+"""Architectures besides the plain decoder, in whose layers the mixers' cases run."""
+
 CHOSEN = os.environ.get("MEGAMEM_CASES", "").split(",")
 CASES = [case for case in ALL_CASES if case.core or case.kind in CHOSEN or CHOSEN == ["all"]]
-PATIENCE_S = 180 + 20 * len(CASES)
+ARCHITECTURES = [case for case in ALL_ARCHITECTURES if case.core or case.kind in CHOSEN or CHOSEN == ["all"]]
+PATIENCE_S = 180 + 20 * (len(CASES) + len(ARCHITECTURES))
 """What a world that runs all cases gets: the slowest took 970 s for 61 cases on two cores, beside other work."""

@@ -2,13 +2,20 @@
 
 import pytest
 
-from tests.contract.cases import CASES
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import WORST
 
 
 def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", CASES, ids=lambda case: case.id)
+    """Laws of whole models run on architectures too: those that take a `subject`, or are marked `whole_model`."""
+    if "case" not in metafunc.fixturenames:
+        return
+    if "subject" in metafunc.fixturenames:
+        pairs = [(case, subject) for case in [*CASES, *ARCHITECTURES] for subject in case.subjects]
+        metafunc.parametrize(("case", "subject"), pairs, ids=[f"{case.id}-{subject}" for case, subject in pairs])
+        return
+    whole = metafunc.definition.get_closest_marker("whole_model") is not None
+    metafunc.parametrize("case", [*CASES, *ARCHITECTURES] if whole else CASES, ids=lambda case: case.id)
 
 
 def pytest_sessionfinish(session):

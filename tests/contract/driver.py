@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, Stateful, States, StateSpec, TensorSpec
-from megamem.model.architectures.decoder import Decoder
-from megamem.model.stage import add_losses
+from megamem.model.stage import Stage, add_losses, build_stage
 from megamem.parallel.linears import Linears, PlainLinears, initialize_parameters
+from megamem.pipeline.reader import ChunkReader, RowGroup
 from tests.contract.cases import CHUNK, Case
 
 CPU = torch.device("cpu")
@@ -27,10 +27,7 @@ class Alone(nn.Module):
         super().__init__()
         self.mixer = mixer
 
-    @property
-    def mixers(self) -> list[Mixer]:
-        """The one mixer."""
-        return [self.mixer]
+    one_grid = False
 
     @property
     def components(self) -> dict[str, Stateful]:
@@ -54,30 +51,23 @@ class Alone(nn.Module):
         return torch.cat(outputs), {"layers.0": state}, losses
 
 
-class Whole(Decoder):
-    """A decoder that also lists its mixers."""
-
-    @property
-    def mixers(self) -> list[Mixer]:
-        """The mixers in layer order."""
-        return [layer.mixer for layer in self.own_layers]
-
-
-Subject = Alone | Whole
+Subject = Alone | Stage
 
 
 def make(
     case: Case, subject: str, dtype: torch.dtype = torch.float64, linears: Linears | None = None, **sizes: int
 ) -> Subject:
-    """The case's mixer alone, or in a model of three layers between two plain ones; weights fixed by a seed."""
+    """The case's mixer alone, or a model of three layers: the mixer between two plain ones, or the architecture.
+
+    Weights are fixed by a seed.
+    """
     linears = linears or PlainLinears()
     made: Subject
     if subject == "mixer":
         model = case.model(**sizes)
         made = Alone(model.mixer_at(0).build(model, linears, 0))
     else:
-        model = case.model(layers=3, at=1, **sizes)
-        made = Whole(model, linears, range(model.layers))
+        made = build_stage(case.model(layers=3, at=1, **sizes), linears)
     initialize_parameters(made, 1, linears.tp_size, linears.tp_rank)
     return made.to(dtype)
 
@@ -85,7 +75,7 @@ def make(
 def inputs(subject: Subject, tokens: int, rows: int, seed: int = 0) -> Tensor:
     """Random input: ids [tokens, rows] for a whole model, float64 hidden [tokens, rows, width] for a mixer."""
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(subject, Whole):
+    if isinstance(subject, Stage):
         return torch.randint(subject.config.vocab_size, (tokens, rows), generator=generator)
     width = subject.mixer.sizes["hidden"]
     return torch.randn(tokens, rows, width, dtype=torch.float64, generator=generator)
@@ -143,11 +133,18 @@ def every(step: int, tokens: int) -> range:
 def run(
     subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None
 ) -> tuple[Tensor, States, Losses]:
-    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses."""
+    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses.
+
+    An architecture whose rows share a grid reads them in groups where they do not: then it has one set of states for
+    each group, and none is returned.
+    """
     if states is None:
         dtype = next(subject.parameters()).dtype
         states = subject.initial_states(x.shape[1], CPU, dtype)
     outputs, losses = [], {}
+    if subject.one_grid:
+        assert isinstance(subject, Stage)
+        return _run_in_groups(subject, x, lanes, cuts, states)
     for call in lanes.calls(x.shape[0], cuts):
         output, states, extra = subject(x[call], states, lanes.chunk(call.start))
         outputs.append(output)
@@ -155,9 +152,20 @@ def run(
     return torch.cat(outputs), states, losses
 
 
-def has_memory(mixer: Mixer) -> bool:
-    """Whether the mixer declares anything that passes from chunk to chunk."""
-    return any(isinstance(spec, Growing) or spec.kind == "memory" for spec in mixer.specs.values())
+def _run_in_groups(
+    subject: Stage, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States
+) -> tuple[Tensor, States, Losses]:
+    """`run` through the reader that every evaluation and generation uses."""
+    reader = ChunkReader(subject, None, CPU, next(subject.parameters()).dtype)
+    groups = [RowGroup(list(range(x.shape[1])), states)]
+    outputs = [reader.read(x[call], lanes.chunk(call.start), groups) for call in lanes.calls(x.shape[0], cuts)]
+    assert all(output is not None for output in outputs)
+    return torch.cat(outputs), groups[0].states if len(groups) == 1 else {}, {}
+
+
+def has_memory(component: Stateful) -> bool:
+    """Whether a mixer, or a memory of the whole model, declares anything that passes from chunk to chunk."""
+    return any(isinstance(spec, Growing) or spec.kind == "memory" for spec in component.specs.values())
 
 
 def row_of(specs: StateSpec, state: State, row: int) -> State:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import LABEL_IGNORED, detach
-from megamem.model.stage import add_losses
+from megamem.model.stage import Stage, add_losses
 from megamem.parallel.linears import Linears, PlainLinears, info
 from megamem.parallel.sequence import split_tokens
-from tests.contract.cases import CASES, CHUNK, Case
-from tests.contract.driver import CPU, SUBJECTS, Lanes, Whole, every, inputs, make
+from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.driver import CPU, Lanes, every, inputs, make
 
 TOKENS = 3 * CHUNK
 HEADS = 8
@@ -36,7 +36,7 @@ def observe(case: Case, subject: str, linears: Linears) -> dict[str, Any]:
     """
     made = make(case, subject, torch.float64, linears, heads=HEADS)
     x = inputs(made, TOKENS, len(LANES.begins))
-    if isinstance(made, Whole):
+    if isinstance(made, Stage):
         labels = torch.cat((x[1:], torch.full_like(x[:1], LABEL_IGNORED)))
     else:
         x.requires_grad_()
@@ -44,19 +44,19 @@ def observe(case: Case, subject: str, linears: Linears) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     outputs, losses, auxiliary, functional = [], [], {}, torch.zeros((), dtype=torch.float64)
     for call in LANES.calls(TOKENS, every(CHUNK, TOKENS)):
-        part = x[call] if isinstance(made, Whole) else own(x[call], linears)
+        part = x[call] if isinstance(made, Stage) else own(x[call], linears)
         output, states, extra = made(part, states, LANES.chunk(call.start))
         width = output.shape[-1]
         probe = torch.randn(CHUNK, len(LANES.begins), width, dtype=torch.float64, generator=generator)
         functional = functional + (output * own(probe, linears)).sum() + sum(extra.values())
         auxiliary = add_losses(auxiliary, extra)
         outputs.append(output.detach())
-        if isinstance(made, Whole):
+        if isinstance(made, Stage):
             losses.append(made.token_losses(output, labels[call]))
     parameters = dict(made.named_parameters())
     result = {
         "outputs": outputs,
-        "states": [detach(state) for state in states.values()],
+        "states": detach(states),
         "auxiliary": {name: value.detach() for name, value in auxiliary.items()},
         "grads": gradients(functional, parameters),
     }
@@ -99,11 +99,17 @@ def world(payload: None) -> dict[str, Any]:
     for tp in TP_SIZES:
         topology = Topology.start(tp=tp, device="cpu")
         modes = {"whole": False, "split": True} if tp > 1 else {"whole": False}
-        todo = list(itertools.product(CASES, SUBJECTS, modes))
+        subjects = [(case, subject) for case in [*CASES, *ARCHITECTURES] for subject in case.subjects]
+        todo = [(*pair, mode) for pair, mode in itertools.product(subjects, modes) if splits(pair[0], tp, modes[mode])]
         for case, subject, mode in todo[topology.dp_rank :: topology.dp_size]:
             linears = MegatronLinears(topology.tp_group, modes[mode])
             results[f"{tp}/{case.id}/{subject}/{mode}"] = observe(case, subject, linears)
     return results
+
+
+def splits(case: Case, tp: int, split: bool) -> bool:
+    """Whether the rows that layers read of a chunk can be split over the ranks, where they are to be."""
+    return not split or case.model().layer_model.chunk_size % tp == 0
 
 
 def joined(parts: list[Tensor], axis: int | None) -> Tensor:

@@ -15,9 +15,10 @@ from checkpoints.states import Lanes
 from checkpoints.storage import read_index
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.memory.base import Chunk, States, state_tensors
+from megamem.model.stage import Stage
 from megamem.parallel.linears import Linears, PlainLinears
-from tests.contract.cases import CASES, CHUNK, Case
-from tests.contract.driver import CPU, Whole, inputs, make
+from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.driver import CPU, inputs, make
 from tests.contract.observe import HEADS, LANES, TP_SIZES
 
 WORLD = 4
@@ -26,13 +27,13 @@ ROWS = WORLD * len(LANES.begins)
 """Rows of the whole batch, data-parallel ranks share them; every second one begins a document at its second chunk."""
 
 
-def built(case: Case, linears: Linears) -> Whole:
+def built(case: Case, linears: Linears) -> Stage:
     made = make(case, "stage", torch.float64, linears, heads=HEADS)
-    assert isinstance(made, Whole)
+    assert isinstance(made, Stage)
     return made
 
 
-def read(stage: Whole, states: States, rows: slice, first: int, last: int) -> tuple[torch.Tensor, States]:
+def read(stage: Stage, states: States, rows: slice, first: int, last: int) -> tuple[torch.Tensor, States]:
     """Outputs of the tokens first..last-1 of some rows, chunk by chunk, and the states after them."""
     x = inputs(stage, TOKENS, ROWS)[:, rows]
     outputs = []
@@ -66,7 +67,7 @@ def world(folder: str) -> dict[str, Any]:
             topology = Topology.start(tp=tp, device="cpu")
             share = ROWS // topology.dp_size
             rows = slice(topology.dp_rank * share, (topology.dp_rank + 1) * share)
-            for case in CASES:
+            for case in [*CASES, *ARCHITECTURES]:
                 stage = built(case, MegatronLinears(topology.tp_group))
                 lanes = Lanes(stage, topology, 1, share, torch.float64)
                 if not reading:

@@ -14,7 +14,7 @@ from megamem.memory.base import LABEL_IGNORED, Chunk, States, detach
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from tests.contract.cases import CASES, CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
 from tests.contract.driver import CPU
 
 LAYERS = 4
@@ -28,6 +28,12 @@ def model_of(case: Case) -> ModelConfig:
     """Four layers of the mechanism, so that every stage has memory."""
     model = case.model(layers=LAYERS)
     return model.model_copy(update={"mixer": model.mixer_at(0), "memory": ()})
+
+
+def interleaved(case: Case) -> bool:
+    """Whether a memory of the model goes from the last stage to the first."""
+    model = model_of(case)
+    return bool(model.architecture.state_specs(model))
 
 
 def built(case: Case, layers: range) -> Stage:
@@ -85,19 +91,22 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     states: dict[int, States] = {
         sequence: stage.initial_states(ROWS, CPU, torch.float64) for sequence in range(SEQUENCES)
     }
+    units = SEQUENCES * CHUNKS
+    memories = executor.memory_shapes(ROWS, torch.float64)
+    border = [stage.border_shape(CHUNK, ROWS)] * units
     nats, ends = executor.run(
-        stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks),
+        stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case)),
         data,
         states.__getitem__,
         torch.tensor(SCALE, dtype=torch.float64),
-        Borders(topology, [stage.border_shape(CHUNK, ROWS)] * (SEQUENCES * CHUNKS), torch.float64, backward=True),
+        Borders(topology, border, torch.float64, backward=True, memories=memories, memory_units=units),
     )
     return {
         "nats": nats.item(),
         "grads": {name: parameter.grad for name, parameter in stage.named_parameters()},
         "states": [ends[sequence] for sequence in range(SEQUENCES)],
         "peak": executor.peak_units,
-        "formula": peak_units(index, stages, SEQUENCES, CHUNKS, bptt_chunks),
+        "formula": peak_units(index, stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case)),
     }
 
 
@@ -111,7 +120,7 @@ def world(payload: None) -> dict[str, Any]:
     results = {}
     for stages in STAGES:
         topology = Topology.start(pp=stages, device="cpu")
-        todo = list(itertools.product(CASES, WINDOWS))
+        todo = list(itertools.product([*CASES, *ARCHITECTURES], WINDOWS))
         for case, bptt_chunks in todo[topology.dp_rank :: topology.dp_size]:
             results[f"{stages}/{case.id}/{bptt_chunks}"] = staged(case, bptt_chunks, topology)
     return results

@@ -2,8 +2,8 @@
 
 import importlib.util
 
-from megamem.config.model import MIXERS
-from tests.contract.cases import ALL_CASES
+from megamem.config.model import ARCHITECTURES, MIXERS
+from tests.contract.cases import ALL_ARCHITECTURES, ALL_CASES
 
 
 def test_every_registered_mixer_has_a_case():
@@ -16,9 +16,16 @@ def test_every_registered_mixer_has_an_oracle():
     assert not missing, f"write tests/contract/oracles/{missing[0]}.py"
 
 
+def test_every_registered_architecture_has_a_case():
+    missing = set(ARCHITECTURES.kinds()) - {case.kind for case in ALL_ARCHITECTURES} - {"decoder"}
+    assert not missing, f"add cases for {sorted(missing)} to tests/contract/cases.py"
+
+
 def test_case_names_are_unique():
-    assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
+    cases = [*ALL_CASES, *ALL_ARCHITECTURES]
+    assert len({case.id for case in cases}) == len(cases)
 
 
 def test_cases_build_the_mixer_they_name():
     assert all(case.model().mixer_at(0).kind == case.kind for case in ALL_CASES)
+    assert all(case.model().architecture.kind == case.kind for case in ALL_ARCHITECTURES)

@@ -10,7 +10,7 @@ from tests.contract.driver import largest, within
 from tests.contract.stages import LAYERS, STAGES, WINDOWS, model_of, one_graph, world
 from tests.distributed.harness import PARALLEL, WorldError, run_distributed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
+pytestmark = [pytest.mark.whole_model, pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
 # float64: the sum over units is taken in another order
 TOLERANCE = 1e-12
@@ -59,7 +59,8 @@ def test_every_gradient_is_that_of_one_graph(stages):
 
 def test_every_parameter_has_a_gradient_in_the_windows_declared_for_it(case, window):
     model = model_of(case)
-    if window >= model.mixer_at(0).training_window(model):
+    needed = max(model.architecture.training_window(model), model.mixer_at(0).training_window(model.layer_model))
+    if window >= needed:
         assert all(grad is not None for grad in reference(case, window)["grads"].values())
 
 
@@ -68,10 +69,12 @@ def test_loss_and_states_agree(stages):
     assert [stage["nats"] for stage in found[:-1]] == [0.0] * (len(found) - 1)
     within("4 PP: loss", abs(found[-1]["nats"] / expected["nats"] - 1), TOLERANCE)
     for sequence, theirs in enumerate(expected["states"]):
-        ours = [state for stage in found for state in stage["states"][sequence]]
-        assert len(ours) == len(theirs) == LAYERS
-        for a, b in zip(state_tensors(ours), state_tensors(theirs), strict=True):
-            within("4 PP: states", largest(a - b) / max(largest(b), 1e-3), TOLERANCE)
+        ours = {name: state for stage in found for name, state in stage["states"][sequence].items()}
+        assert ours.keys() == theirs.keys()
+        assert sum(name.startswith("layers.") for name in ours) == LAYERS
+        for name in ours:
+            for a, b in zip(state_tensors(ours[name]), state_tensors(theirs[name]), strict=True):
+                within("4 PP: states", largest(a - b) / max(largest(b), 1e-3), TOLERANCE)
 
 
 def test_no_more_units_are_held_than_the_formula_says(stages):

@@ -10,7 +10,7 @@ from tests.contract.observe import TP_SIZES
 from tests.contract.reshard import WORLD, straight
 from tests.distributed.harness import PARALLEL, run_distributed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
+pytestmark = [pytest.mark.whole_model, pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
 # float64: the ranks' partial sums are added in another order
 TOLERANCE = 1e-12
@@ -45,7 +45,7 @@ def test_the_experiment_has_states_to_lose(case):
     from tests.contract.reshard import ROWS, SAVED, TOKENS, built, read
 
     stage = built(case, PlainLinears())
-    memories = [mixer for mixer in stage.mixers if has_memory(mixer)]
+    memories = [component for component in stage.components.values() if has_memory(component)]
     fresh = stage.initial_states(ROWS, CPU, reference(case).dtype)
     output, _ = read(stage, fresh, slice(0, ROWS), SAVED, TOKENS)
     differs = largest(output - reference(case)) > 1e-3

@@ -63,8 +63,9 @@ def test_entries_of_growing_lists_pass_by_reference(case):
     subject = make(case, "mixer")
     x = inputs(subject, 3 * CHUNK, 1)
     with torch.no_grad():
-        _, (before,), _ = run(subject, x[: 2 * CHUNK], one_grid(1), every(CHUNK, 2 * CHUNK))
-        _, (after,), _ = subject(x[2 * CHUNK :], [before], one_grid(1).chunk(2 * CHUNK))
+        _, states, _ = run(subject, x[: 2 * CHUNK], one_grid(1), every(CHUNK, 2 * CHUNK))
+        _, later, _ = subject(x[2 * CHUNK :], states, one_grid(1).chunk(2 * CHUNK))
+    before, after = states["layers.0"], later["layers.0"]
     for name, spec in subject.mixer.specs.items():
         if isinstance(spec, Growing):
             kept = {id(tensor) for tensor in state_tensors(before[name])}
@@ -84,6 +85,7 @@ def test_a_call_leaves_its_input_state_as_it_was(case):
     assert torch.equal(first, again)
 
 
+@pytest.mark.whole_model
 @pytest.mark.parametrize("tokens", [0, CHUNK, 3 * CHUNK])
 def test_the_planner_counts_a_whole_model(case, tokens):
     subject = make(case, "stage", torch.float32)

@@ -7,8 +7,8 @@ import torch
 
 from megamem.memory.base import Growing
 from tests.contract.cases import PATIENCE_S
-from tests.contract.driver import SUBJECTS, largest, within
-from tests.contract.observe import HEADS, TP_SIZES, joined, plain
+from tests.contract.driver import largest, within
+from tests.contract.observe import HEADS, TP_SIZES, joined, plain, splits
 from tests.distributed.harness import PARALLEL, WorldError, run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
@@ -48,15 +48,17 @@ def observations():
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}-{layout[1]}")
-def layout(request):
-    return request.param
+def layout(request, case):
+    """Tensor-parallel size and mode; whole where the case's rows cannot be split over so many ranks."""
+    tp, mode = request.param
+    return (tp, mode) if splits(case, tp, mode == "split") else (tp, "whole")
 
 
-@pytest.fixture(params=SUBJECTS)
-def ranks(observations, layout, case, request):
+@pytest.fixture
+def ranks(observations, layout, case, subject):
     """The observations of all ranks, and the reference."""
     tp, mode = layout
-    return observations(tp, case, request.param, mode), reference(case, request.param)
+    return observations(tp, case, subject, mode), reference(case, subject)
 
 
 def relative(ours, theirs):
@@ -121,14 +123,13 @@ def tensors(specs, state):
             yield spec, state[name]
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
 def test_gathered_states_agree(observations, layout, case, subject):
     tp, mode = layout
     ours, expected = observations(tp, case, subject, mode), reference(case, subject)
-    for layer, theirs in enumerate(expected["states"]):
-        model = case.model(heads=HEADS) if subject == "mixer" else case.model(layers=3, at=1, heads=HEADS)
-        specs = model.mixer_at(layer).state_specs(model)
-        whole = gathered(specs, [rank["states"][layer] for rank in ours])
+    model = case.model(heads=HEADS) if subject == "mixer" else case.model(layers=3, at=1, heads=HEADS)
+    for name, specs in model.component_specs().items():
+        theirs = expected["states"][name]
+        whole = gathered(specs, [rank["states"][name] for rank in ours])
         for (_, a), (_, b) in zip(tensors(specs, whole), tensors(specs, theirs), strict=True):
             within("3 TP: states", relative(a, b), TOLERANCE)
 
@@ -141,6 +142,6 @@ def test_local_states_have_the_declared_shapes(observations, tp, case):
     names = {"batch": 2, "heads": model.heads, "kv_heads": model.resolved_kv_heads, "hidden": model.hidden_size}
     names |= {"chunk": model.chunk_size, "open": 0}
     for rank in observations(tp, case, "mixer", "whole"):
-        for spec, tensor in tensors(specs, rank["states"][0]):
+        for spec, tensor in tensors(specs, rank["states"]["layers.0"]):
             assert tuple(tensor.shape) == spec.sizes(names, tp)
             assert tensor.dtype == spec.torch_dtype(torch.float64)

@@ -81,6 +81,10 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         """The learned rows r and w."""
         return 2 * self.memory_tokens * model.hidden_size if self.form == "read_write" else 0
 
+    def unread_places(self, model: ModelConfig) -> range:
+        """See `ArchitectureConfig.unread_places`: the one that the memory takes with `overwrite`."""
+        return range(model.chunk_size - 1, model.chunk_size) if self.form == "overwrite" else range(0)
+
     def training_window(self, model: ModelConfig) -> int:
         """See `ArchitectureConfig.training_window`: what w becomes is read in the next chunk only."""
         return 2 if self.form == "read_write" else 1
@@ -162,7 +166,14 @@ class RecurrentMemory(Decoder):
         inside = self.layer_chunk(chunk)
         tokens = x.shape[0] if self.first else self._tokens_of(x, chunk)
         before, behind = self.rows_around(chunk.starts[0], tokens)
-        hidden = self._with_rows(x, states, chunk, before, behind) if self.first else x
+        hidden = x
+        if self.first:
+            embedded = self.linears.join_tokens(self.embed(x, chunk))
+            if self.ties_resets and all(chunk.fresh()):
+                embedded = tied(embedded, states[MEMORY])
+            memory = self.model_memories[MEMORY].reset(states[MEMORY], chunk, embedded.device, embedded.dtype)
+            states = {**states, MEMORY: memory}
+            hidden = self._with_rows(embedded, memory[MEMORY], chunk, before, behind)
         layers = {name: states[name] for name in self.layer_components}
         hidden, new_states, losses = self.run_layers(hidden, layers, inside)
         if self.last:
@@ -170,7 +181,8 @@ class RecurrentMemory(Decoder):
             whole = self.linears.join_tokens(hidden)
             hidden = self.linears.split_tokens(whole[before : before + tokens])
             if self.memories_change(chunk.starts[0], tokens):
-                written = whole[whole.shape[0] - self.settings.memory_tokens :]
+                # a copy: a view would keep the whole call alive
+                written = whole[whole.shape[0] - self.settings.memory_tokens :].clone()
                 return hidden, {**new_states, MEMORY: {MEMORY: written}}, losses
         if self.first:  # the memory stands until the chunk ends, or until the last stage sends a new one
             new_states[MEMORY] = states[MEMORY]
@@ -183,13 +195,14 @@ class RecurrentMemory(Decoder):
         count = x.shape[0] * split - (0 if place else self.settings.rows_before)
         return count - self.settings.rows_behind if place + count > self.config.chunk_size else count
 
-    def _with_rows(self, ids: Tensor, states: States, chunk: Chunk, before: int, behind: int) -> Tensor:
-        """Embed ids [tokens, batch] between the memory's rows: [rows and tokens, batch, hidden]."""
-        embedded = self.linears.join_tokens(self.embed(ids, chunk))
-        if self.ties_resets and all(chunk.fresh()):
-            embedded = tied(embedded, states[MEMORY])
-        state = self.model_memories[MEMORY].reset(states[MEMORY], chunk, embedded.device, embedded.dtype)
-        memory = state[MEMORY]
+    def _with_rows(self, embedded: Tensor, memory: Tensor, chunk: Chunk, before: int, behind: int) -> Tensor:
+        """Put the memory's rows around the tokens: this rank's [rows and tokens, batch, hidden].
+
+        Args:
+            embedded: [tokens, batch, hidden], all tokens of the call.
+            memory: [memory_tokens, batch, hidden], zeros in rows whose document begins.
+            before, behind: how many rows go where (`rows_around`).
+        """
         if self.settings.form == "read_write":
             read, write = self.memory_rows(memory)
             parts = [read, embedded, write] if behind else [read, embedded]
@@ -197,6 +210,6 @@ class RecurrentMemory(Decoder):
         # the first memory of a document is all ones, and stands there for its whole first chunk
         first = to_device([start < self.config.chunk_size for start in chunk.starts], memory.device, torch.bool)
         memory = memory.masked_fill(first[:, None], 1.0)
-        if self.memories_change(chunk.starts[0], ids.shape[0]):
+        if self.memories_change(chunk.starts[0], embedded.shape[0]):
             embedded = torch.cat((embedded[:-1], memory))
         return self.linears.split_tokens(torch.cat((memory, embedded)) if before else embedded)

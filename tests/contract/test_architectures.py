@@ -1,0 +1,142 @@
+"""Laws 5 to 8 and 10 for architectures: what the other files check on bare mixers, here on whole models.
+
+Laws 1 to 4 and 9, and the rest of 6, 8 and 10, run on architectures in the files of these laws.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from megamem.costs.state_bytes import state_sizes
+from megamem.memory.base import Chunk, detach, map_state, state_tensors
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.contract.cases import ARCHITECTURES, CHUNK
+from tests.contract.driver import CPU, LAYOUTS, every, inputs, largest, make, one_grid, run, within
+from tests.contract.test_specs import assert_declared, measured
+
+TOKENS = 3 * CHUNK + 3
+
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda case: case.id)
+
+
+@architectures
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_naive_loop(architecture, layout):
+    """Law 5, per document."""
+    subject, lanes = make(architecture, "stage"), LAYOUTS[layout]
+    x = inputs(subject, TOKENS, len(lanes.begins))
+    output, states, _ = run(subject, x, lanes, every(CHUNK, TOKENS))
+    weights = {name: weight.detach() for name, weight in subject.named_parameters()}
+    oracle = importlib.import_module(f"tests.contract.oracles.architectures.{architecture.kind}")
+    settings = subject.config.architecture
+    for row, part, last in lanes.documents(TOKENS):
+        expected, memory = oracle.run(settings, subject.config, weights, x[part, row])
+        # as for mixers: the loops' own rounding, here through three layers
+        within("5 oracle: outputs", largest(output[part, row] - expected), 1e-11)
+        if last and states:
+            within("5 oracle: states", largest(states["memory_tokens"]["memory_tokens"][:, row] - memory), 1e-11)
+
+
+@architectures
+def test_gradients_match_finite_differences(architecture):
+    """Law 6: with respect to the incoming memory and every parameter; two calls, the second a chunk later."""
+    model = architecture.model(heads=2, head_dim=2).model_copy(update={"layers": 1})
+    stage = build_stage(model, PlainLinears())
+    initialize_parameters(stage, 1)
+    stage.double()
+    x = inputs(stage, 2 * CHUNK, 1)
+    states = stage.initial_states(1, CPU, torch.float64)
+    states = detach(stage(x[:CHUNK], states, Chunk((0,)))[1])
+    names = [name for name, _ in stage.named_parameters()]
+    memories = {name: states[name] for name in stage.model_memories}
+    arguments = [t.clone().requires_grad_() for t in (*state_tensors(memories), *stage.parameters())]
+
+    def call(*arguments):
+        given = iter(arguments)
+        before = {**states, **map_state(lambda _: next(given), memories)}
+        weights = dict(zip(names, given, strict=True))
+        output, after, _ = torch.func.functional_call(stage, weights, (x[CHUNK:], before, Chunk((CHUNK,))))
+        return (output, *state_tensors({name: after[name] for name in memories}))
+
+    # central differences of step 1e-6 in float64, as for mixers
+    assert torch.autograd.gradcheck(call, arguments, eps=1e-6, atol=1e-7, rtol=1e-6)
+
+
+@architectures
+def test_gradients_reach_the_chunk_before(architecture):
+    """Law 6: through the memory, from what is read in the next chunk to the parameters that wrote it."""
+    subject = make(architecture, "stage")
+    x = inputs(subject, 2 * CHUNK, 1)
+    states = subject.initial_states(1, CPU, torch.float64)
+    _, states, _ = subject(x[:CHUNK], states, Chunk((0,)))
+    memories = list(state_tensors([states[name] for name in subject.model_memories]))
+    output, _, _ = subject(x[CHUNK:], states, Chunk((CHUNK,)))
+    for grad in torch.autograd.grad(output.square().sum(), memories):
+        assert largest(grad) > 1e-6
+
+
+@architectures
+def test_bfloat16_stays_near_float64(architecture):
+    """Law 7: 96 chunks with the same BF16 weights; the error stays small and does not grow along the stream."""
+    low, high = make(architecture, "stage", torch.bfloat16), make(architecture, "stage", torch.bfloat16).double()
+    chunks, rows = 96, 2
+    x = inputs(low, chunks * CHUNK, rows, seed=11)
+    errors, sizes = [], []
+    states = {False: low.initial_states(rows, CPU, torch.bfloat16), True: high.initial_states(rows, CPU, torch.float64)}
+    with torch.no_grad():
+        for c in range(chunks):
+            part, where = x[c * CHUNK : (c + 1) * CHUNK], one_grid(rows).chunk(c * CHUNK)
+            ours, states[False], _ = low(part, states[False], where)
+            exact, states[True], _ = high(part, states[True], where)
+            assert ours.isfinite().all()
+            errors.append((ours.double() - exact).norm().item())
+            sizes.append(exact.norm().item())
+    relative = [error / size for error, size in zip(errors, sizes, strict=True)]
+    # three layers, each rounding as often as the one mixer of the bare law; and a chunk's error feeds the next
+    within("7 BF16: whole models, mean of the stream", sum(relative) / chunks, 4e-2)
+    within("7 BF16: whole models, late over early error", sum(errors[-32:]) / sum(errors[1:33]), 1.25)
+
+
+@architectures
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_states_match_their_declaration_at_every_chunk_border(architecture, dtype):
+    """Law 8: names, shapes, dtypes and bytes of every component."""
+    subject, rows = make(architecture, "stage", dtype), 3
+    sizes = state_sizes(subject.config, rows)
+    states = subject.initial_states(rows, CPU, dtype)
+    x = inputs(subject, 3 * CHUNK, rows)
+    for chunk in range(4):
+        assert states.keys() == subject.state_specs.keys() == subject.config.component_specs().keys()
+        for name, specs in subject.state_specs.items():
+            assert_declared(specs, states[name], sizes, dtype)
+        if chunk < 3:
+            with torch.no_grad():
+                part = x[chunk * CHUNK : (chunk + 1) * CHUNK]
+                _, states, _ = subject(part, states, one_grid(rows).chunk(chunk * CHUNK))
+    for name in subject.model_memories:
+        declared = sum(torch.empty(s.sizes(sizes), dtype=dtype).nbytes for s in subject.state_specs[name].values())
+        assert measured(states[name]) == declared
+
+
+@architectures
+def test_no_gradient_reaches_another_document(architecture):
+    """Law 10: every place of every row reads a token of its own, whose embedding shows what reached it."""
+    lanes, tokens = LAYOUTS["borders"], 4 * CHUNK
+    rows = len(lanes.begins)
+    model = architecture.model(layers=2).model_copy(update={"vocab_size": tokens * rows})
+    stage = build_stage(model, PlainLinears())
+    initialize_parameters(stage, 1)
+    stage.double()
+    x = torch.arange(tokens * rows).view(tokens, rows)
+    output = run(stage, x, lanes, every(CHUNK, tokens))[0]
+    unread = set(model.architecture.unread_places(model))
+    for row, part, _ in lanes.documents(tokens):
+        (grad,) = torch.autograd.grad(output[part, row].square().sum(), stage.embedding.weight, retain_graph=True)
+        reached = grad.view(tokens, rows, -1).abs().amax(-1)
+        inside = torch.zeros(tokens, rows, dtype=torch.bool)
+        inside[part, row] = True
+        assert largest(reached[~inside]) == 0.0
+        read = [place for place in range(part.start, part.stop) if place % CHUNK not in unread]
+        assert reached[read, row].min() > 1e-9
