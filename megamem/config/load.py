@@ -15,7 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megamem.config.base import ConfigModel
-from megamem.config.model import MIXERS
+from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
+from megamem.config.model import MIXERS, MixerConfig
+from megamem.config.registry import Registry
 from megamem.errors import ConfigError
 
 C = TypeVar("C", bound=ConfigModel)
@@ -192,7 +194,16 @@ def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: obje
             break
         found = models[0]
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    return sorted(MIXERS.kinds().get(str(kind), found).__pydantic_fields__)
+    return sorted(_of_kind(found, kind).__pydantic_fields__)
+
+
+def _of_kind(found: type[BaseModel], kind: object) -> type[BaseModel]:
+    """Return the class that a `kind` names, where `found` is the base class of what a registry holds."""
+    registries: dict[type[BaseModel], Registry[Any]] = {
+        MixerConfig: MIXERS, CallbackConfig: CALLBACKS, SinkConfig: SINKS,
+    }  # fmt: skip
+    of_kind: type[BaseModel] = registries[found].kinds().get(str(kind), found) if found in registries else found
+    return of_kind
 
 
 def _models(annotation: object) -> list[type[BaseModel]]:

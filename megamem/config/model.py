@@ -12,6 +12,8 @@ from megamem.config.cost import Flops
 from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megamem.memory.base import Mixer, StateSpec
     from megamem.parallel.linears import Linears
 
@@ -63,6 +65,72 @@ MIXERS: Registry[MixerConfig] = Registry("mixer", "megamem.memory", "megamem.mix
 AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(MIXERS.parse)]
 
 
+class ArchitectureConfig(ConfigModel):
+    """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the architecture."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
+
+    def layer_model(self, model: ModelConfig) -> ModelConfig:
+        """The model as its layers see it: chunks are longer where rows are added to the tokens of each."""
+        return model
+
+    def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
+        """The states besides those of layers, declared by component.
+
+        They are read by the first stage of a pipeline and written by the last one: each carries what leaves the top
+        of the model after one chunk to its bottom before the next.
+        """
+        return {}
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Parameters besides embedding, layers, last norm and output head."""
+        return 0
+
+    def training_window(self, model: ModelConfig) -> int:
+        """Chunks a window must span at least for every parameter of the architecture to get a gradient."""
+        return 1
+
+    def summary(self, model: ModelConfig) -> str | None:
+        """What a person should know of such a model before a run starts, in one line; None if there is nothing."""
+        return None
+
+    @abstractmethod
+    def build(self, model: ModelConfig, linears: Linears, layers: range) -> nn.Module:
+        """The `megamem.model.stage.Stage` that holds `layers` of the model, its projections made by `linears`."""
+
+
+ARCHITECTURES: Registry[ArchitectureConfig] = Registry(
+    "architecture", "megamem.model.architectures", "megamem.architectures"
+)
+"""Every architecture there is. A new one registers its configuration with `@ARCHITECTURES.register`."""
+
+AnyArchitecture = Annotated[SerializeAsAny[ArchitectureConfig], BeforeValidator(ARCHITECTURES.parse)]
+
+
+class ObjectiveConfig(ConfigModel):
+    """What a model is trained to predict. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the objective."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
+
+    @abstractmethod
+    def build(self, model: ModelConfig) -> object:
+        """The `megamem.model.objective.Objective` for `model`."""
+
+
+OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")
+"""Every objective there is. A new one registers its configuration with `@OBJECTIVES.register`."""
+
+AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(OBJECTIVES.parse)]
+
+
 class LayerMixer(ConfigModel):
     """Another mixer for some layers."""
 
@@ -112,6 +180,8 @@ class ModelConfig(ConfigModel):
     """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
+    architecture: AnyArchitecture = Field(default="decoder", validate_default=True)
+    """How layers make a model: a `decoder`, or one of the architectures with a memory that spans the model."""
     mixer: AnyMixer = Field(default="local_attention", validate_default=True)
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
@@ -226,6 +296,17 @@ class ModelConfig(ConfigModel):
         """Return the mixer's configuration of layer `layer` (0-based)."""
         return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
 
+    @property
+    def layer_model(self) -> ModelConfig:
+        """The model as its layers see it: what mixers are asked with."""
+        return self.architecture.layer_model(self)
+
+    def component_specs(self) -> dict[str, StateSpec]:
+        """The declared state of the whole model by component: of each layer, and of memories that span the model."""
+        inner = self.layer_model
+        layers = {f"layers.{layer}": self.mixer_at(layer).state_specs(inner) for layer in range(self.layers)}
+        return {**layers, **self.architecture.state_specs(self)}
+
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
@@ -258,8 +339,18 @@ class ModelConfig(ConfigModel):
                 if layer in seen:
                     raise ValueError(f"memory.layers: layer {layer} has two mixers")
                 seen.add(layer)
+        self.architecture.check(self)
+        inner = self.layer_model
         for layer in range(self.layers):
-            self.mixer_at(layer).check(self)
+            try:
+                self.mixer_at(layer).check(inner)
+            except ValueError as error:
+                if inner.chunk_size == self.chunk_size:
+                    raise
+                added = inner.chunk_size - self.chunk_size
+                raise ValueError(
+                    f"{error} (chunk_size {self.chunk_size} and {added} rows of architecture {self.architecture.kind})"
+                ) from None
         if self.mup is not None:
             try:
                 base = self.base

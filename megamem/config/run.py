@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
-from megamem.config.model import ModelConfig
+from megamem.config.extensions import AnyCallback, AnySink
+from megamem.config.model import AnyObjective, ModelConfig
 
 
 def _placement_is_plain(value: object) -> object:
@@ -72,6 +73,8 @@ class OptimizerConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """How long and in what portions the model is trained."""
 
+    objective: AnyObjective = Field(default="next_token", validate_default=True)
+    """What the model is trained to predict: the `next_token`, or another registered objective."""
     steps: PositiveInt | None = None
     """Optimizer steps. Give this or `tokens`."""
     tokens: PositiveInt | None = None
@@ -97,6 +100,8 @@ class TrainingConfig(ConfigModel):
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+    callbacks: tuple[AnyCallback, ...] = ()
+    """What else happens around training steps, in this order."""
 
 
 class WandbConfig(ConfigModel):
@@ -121,6 +126,8 @@ class LoggingConfig(ConfigModel):
     """Weights & Biases run."""
     tensorboard: bool = False
     """Also write TensorBoard event files to the run folder."""
+    sinks: tuple[AnySink, ...] = ()
+    """Where else the records of log lines and validations go."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of a torch.profiler trace, written to the run folder by each rank."""
     record_step: PositiveInt | None = None
@@ -197,6 +204,11 @@ class RunConfig(ConfigModel):
         return self.training.bptt_chunks or self.chunks
 
     @property
+    def interleaved(self) -> bool:
+        """Whether chunks of several micro-batches take turns in a pipeline: a memory goes from its end to its begin."""
+        return bool(self.model.architecture.state_specs(self.model))
+
+    @property
     def global_rows(self) -> int:
         """The number of sequences of one optimizer step over all ranks."""
         return self.training.batch_tokens // self.data.sequence_length
@@ -220,9 +232,15 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        architecture = self.model.architecture
+        if self.bptt_chunks < (needed := architecture.training_window(self.model)):
+            raise ValueError(
+                f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {architecture.kind} without gradients: "
+                f"what it writes in one chunk is read in the next; use at least {needed}"
+            )
         for layer in range(self.model.layers):
             mixer = self.model.mixer_at(layer)
-            if self.bptt_chunks < (needed := mixer.training_window(self.model)):
+            if self.bptt_chunks < (needed := mixer.training_window(self.model.layer_model)):
                 raise ValueError(
                     f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
                     f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
@@ -249,6 +267,11 @@ class RunConfig(ConfigModel):
                 f"training.micro_batch_size {training.micro_batch_size} does not divide the {self.global_rows} "
                 "sequences of a batch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> RunConfig:
+        self.training.objective.check(self.model)
         return self
 
     @model_validator(mode="after")
@@ -288,9 +311,12 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        if self.parallel.sequence_parallel and model.chunk_size % tp:
+        rows = model.layer_model.chunk_size
+        if self.parallel.sequence_parallel and rows % tp:
+            added = f" with {rows - model.chunk_size} rows of the architecture" if rows > model.chunk_size else ""
             raise ValueError(
-                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size} is not divisible by parallel.tp {tp}"
+                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
+                f"parallel.tp {tp}"
             )
         if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
             raise ValueError(
