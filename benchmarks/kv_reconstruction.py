@@ -23,10 +23,7 @@ from torch import Tensor
 
 from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
-from checkpoints.whole import whole_model
-from megamem.cli.checkpoint import one_checkpoint
-from megamem.config.load import parse_config
-from megamem.config.run import RunConfig
+from checkpoints.trained import open_run
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.continuous.elastic_memory import ElasticMemory
@@ -90,12 +87,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT / "kv_reconstruction.json")
     arguments = parser.parse_args()
     fix_threads()
-    checkpoint = one_checkpoint(arguments.run)
-    config = parse_config(RunConfig, checkpoint.run()["config"], str(arguments.run))
+    trained = open_run(arguments.run)
+    config = trained.config
     texts = [d.tokens[: arguments.tokens] for d in held_out(config) if d.predicted_tokens >= arguments.tokens]
     if not texts:
         raise ConfigError(f"no held-out document has {arguments.tokens:,} tokens; give fewer")
-    signal = keys_and_values(whole_model(checkpoint, config.model), texts[: arguments.documents])
+    signal = keys_and_values(trained.load(), texts[: arguments.documents])
     rows, records = [], []
     for paper_order, published in PAPER.items():
         order = round(paper_order * arguments.tokens / CONTEXT)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from megamem.cli.options import Json, ModelFile, Overrides
+from megamem.cli.output import console, write_json
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamem.config.run import RunConfig
     from megamem.pipeline.comparison import ScheduleReport
-
-console = Console(soft_wrap=True)
 
 
 def plan(
@@ -89,7 +86,7 @@ def plan(
     pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
     figures |= {name: str(path) for name, path in pictures.items()}
     if as_json:
-        console.file.write(json.dumps(figures) + "\n")
+        write_json(figures)
         return
     console.print(_table(report))
     for name, path in pictures.items():
@@ -139,7 +136,7 @@ def _print_plan(
         made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
         figures, shown = made.as_dict(), show_plan(made)
     if as_json:
-        console.file.write(json.dumps(figures) + "\n")
+        write_json(figures)
         return
     for part in shown:
         console.print(part, highlight=False)
@@ -159,7 +156,7 @@ def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
             }
             for (tp, pp), rank in found.items()
         ]
-        console.file.write(json.dumps({"name": settings.name, "dp": dp, "layouts": rows}) + "\n")
+        write_json({"name": settings.name, "dp": dp, "layouts": rows})
         return
     read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
     table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megamem.cli.options import Overrides
+from megamem.cli.output import console, write_json, write_line
 from megamem.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from megamem.study.grid import PlannedRun
 
 study_app = typer.Typer(help="Families of runs: a grid in one file, run, collected, drawn.", no_args_is_help=True)
-console = Console(soft_wrap=True)
 
 StudyPath = Annotated[Path, typer.Argument(help="YAML file of the study")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: key=value")]
 
 
 @study_app.command()
@@ -67,7 +65,7 @@ def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool
     settings, runs = _planned(study, ours)
     found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), again)
     for state in found.failed:
-        console.print(f"failed: {state.run.name}: {'; '.join(state.failures)}", highlight=False, markup=False)
+        write_line(f"failed: {state.run.name}: {'; '.join(state.failures)}")
     console.print(
         f"{len(found.submitted)} submitted; `megamem study list` says how it stands, the same command goes on"
     )
@@ -103,7 +101,7 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
         where = {"state": state.state, "done": state.complete, "step": state.step, "failures": state.failures}
         where |= {"readings": dict(zip(("done", "of"), state.readings, strict=True))}
         where |= {"job": state.jobs[-1].number} if state.jobs else {}
-        console.file.write(json.dumps({"run": state.run.name, **state.run.labels, **where}) + "\n")
+        write_json({"run": state.run.name, **state.run.labels, **where})
 
 
 def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, list[PlannedRun]]:
@@ -123,5 +121,5 @@ def _report(study: Path, overrides: list[str] | None) -> None:
     from megamem.study.report import write_report
 
     text, folder = write_report(load_study(study, tuple(overrides or ())))
-    console.print(text, highlight=False, markup=False)
+    write_line(text)
     console.print(f"{folder}: report.html, tables.md, records.csv, .parquet and .json, pictures", highlight=False)

@@ -1,4 +1,4 @@
-"""Floating-point operations per token, by formula: the numerator of MFU.
+"""Floating-point operations per token, by formula: of the whole model (the numerator of MFU), its parts and chunks.
 
 Matrix products only, a multiplication and an addition counting as two; norms, rotations, softmax and the optimizer are
 left out, as is the forward pass that activation checkpointing repeats. Attention counts the keys that a query may see
@@ -10,11 +10,22 @@ from __future__ import annotations
 from collections import Counter
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import ModelConfig
+from megamem.config.model import MixerConfig, ModelConfig
+from megamem.costs.parts import PartCosts
+
+
+def dense_flops(model: ModelConfig, mixer: MixerConfig) -> float:
+    """Return the forward FLOPs per token of a layer's weight matrices: the MLP's and the mixer's projections."""
+    return 2.0 * (model.mlp_matrices + mixer.projection_parameters(model))
+
+
+def head_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs per token of the output head."""
+    return 2 * model.hidden_size * model.resolved_padded_vocab_size
 
 
 def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
-    """Forward and backward FLOPs per token of each part of the model, averaged over a sequence read from its start.
+    """Return forward and backward FLOPs per token of each part of the model, averaged over a sequence from its start.
 
     Parts: `projections`, `mlp`, `head`, and what the mixers declare (`attention`, `memory_update`, ...).
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
@@ -23,7 +34,7 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     parts: dict[str, Flops] = {
         "projections": product(2 * sum(mixer.projection_parameters(model) for mixer in mixers)),
         "mlp": product(2 * model.layers * model.mlp_matrices),
-        "head": product(2 * model.hidden_size * model.resolved_padded_vocab_size),
+        "head": product(head_flops(model)),
     }
     # layers with equal mixers cost the same
     counts = Counter(mixer.model_dump_json() for mixer in mixers)
@@ -36,7 +47,7 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """FLOPs per token, averaged over sequences of `sequence_length` tokens.
+    """Return FLOPs per token, averaged over sequences of `sequence_length` tokens.
 
     Keys: each part's forward (see `flops_by_part`), their sum `total`, `backward` (twice the forward, except for
     a memory's products with constant matrices, which hand on one gradient), and `training`, the sum of both passes.
@@ -50,3 +61,37 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float
         "backward": backward,
         "training": forward + backward,
     }
+
+
+def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
+    """Return the training FLOPs per token of each layer and the output head, averaged over a sequence.
+
+    The embedding costs none: its rows are looked up.
+    """
+    layers = []
+    for layer in range(model.layers):
+        mixer = model.mixer_at(layer)
+        mixing = mixer.mixing_flops(model, sequence_length, True).values()
+        # the backward of a product with weights is two products: for the input's and for the weights' gradient
+        layers.append(3 * dense_flops(model, mixer) + sum(flops.forward + flops.backward for flops in mixing))
+    return PartCosts(tuple(layers), 0.0, 3.0 * head_flops(model))
+
+
+def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops]:
+    """Return the FLOPs per token of a layer for each chunk of a sequence: a memory that grows costs more later on.
+
+    A chunk's share is what a sequence that ends with it costs more than one that ends before it.
+    """
+    mixer = model.mixer_at(layer)
+    dense = dense_flops(model, mixer)
+    costs = []
+    # mixing FLOPs of the sequence up to the chunk before, times its chunks
+    forward_before = backward_before = 0.0
+    for chunk in range(chunks):
+        # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
+        mixing = mixer.mixing_flops(model, (chunk + 1) * model.chunk_size, True).values()
+        forward = (chunk + 1) * sum(flops.forward for flops in mixing)
+        backward = (chunk + 1) * sum(flops.backward for flops in mixing)
+        costs.append(Flops(dense + forward - forward_before, 2 * dense + backward - backward_before))
+        forward_before, backward_before = forward, backward
+    return costs

@@ -1,27 +1,81 @@
-"""How many parameters a model has, by formula."""
+"""The number of parameters of a model, by formula."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megamem.config.model import ModelConfig
+from megamem.costs.parts import PartCosts
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one layer."""
+
+    attention: int
+    """Query, key, value and output projections."""
+    mlp: int
+    norms: int
+    """Norms and all biases."""
+    memory: int
+    """Parameters of the mixer besides its projections."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.attention + self.mlp + self.norms + self.memory
+
+
+def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
+    """Return the parameters of each layer."""
+    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
+    return [
+        LayerParameters(
+            mixer.projection_parameters(model), model.mlp_matrices, model.layer_vectors, mixer.extra_parameters(model)
+        )
+        for mixer in mixers
+    ]
+
+
+def vocabulary_parameters(model: ModelConfig) -> int:
+    """Return the parameters of one matrix over the vocabulary: the embedding's, or the output head's."""
+    return model.resolved_padded_vocab_size * model.hidden_size
+
+
+def embedding_parameters(model: ModelConfig) -> int:
+    """Return the parameters of the embedding, learned positions included."""
+    return vocabulary_parameters(model) + (model.max_positions or 0) * model.hidden_size
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    """Parameters of the whole model by part.
+    """Return the parameters of the whole model by part.
 
     Keys: `embedding` (with learned positions), `head` (0 if tied), `attention` (query, key, value and output
     projections), `mlp`, `norms` (with all biases), `memory` (what mixers have besides their projections), their sum
     `total`, and `non_embedding` (`total` without `embedding` and `head`).
     """
-    hidden = model.hidden_size
-    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    embedding = model.resolved_padded_vocab_size * hidden
-    positions = (model.max_positions or 0) * hidden
+    layers = layer_parameters(model)
     inner = {
-        "attention": sum(mixer.projection_parameters(model) for mixer in mixers),
-        "mlp": model.layers * model.mlp_matrices,
-        "norms": model.layers * model.layer_vectors + model.norm_vectors,
-        "memory": sum(mixer.extra_parameters(model) for mixer in mixers),
+        "attention": sum(layer.attention for layer in layers),
+        "mlp": sum(layer.mlp for layer in layers),
+        "norms": sum(layer.norms for layer in layers) + model.norm_vectors,
+        "memory": sum(layer.memory for layer in layers),
     }
-    outer = {"embedding": embedding + positions, "head": 0 if model.tie_embeddings else embedding}
+    outer = {
+        "embedding": embedding_parameters(model),
+        "head": 0 if model.tie_embeddings else vocabulary_parameters(model),
+    }
     non_embedding = sum(inner.values())
     return {**outer, **inner, "total": sum(outer.values()) + non_embedding, "non_embedding": non_embedding}
+
+
+def parameter_costs(model: ModelConfig) -> PartCosts:
+    """Return the parameters of each layer, the embedding and the output head with the last norm.
+
+    Both ends of tied embeddings count the matrix, since the first and the last stage of a pipeline both hold it.
+    """
+    return PartCosts(
+        tuple(float(layer.total) for layer in layer_parameters(model)),
+        float(embedding_parameters(model)),
+        float(vocabulary_parameters(model) + model.norm_vectors),
+    )

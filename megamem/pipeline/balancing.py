@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flop_costs, head_flops, layer_chunk_flops
+from megamem.costs.parameters import parameter_costs
+from megamem.costs.parts import PartCosts
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -22,72 +24,24 @@ from megamem.pipeline.simulate import Cost
 REPEATS = 3
 
 
-@dataclass(frozen=True)
-class PartCosts:
-    """Costs in any one unit."""
-
-    layers: tuple[float, ...]
-    embedding: float
-    head: float
-
-    def place(self, stages: int) -> list[int]:
-        """Layers of each stage."""
-        return balance(self.layers, stages, self.embedding, self.head)
-
-    def by_stage(self, counts: list[int]) -> list[float]:
-        """Cost of each stage that holds so many layers."""
-        rest = iter(self.layers)
-        stages = [sum(next(rest) for _ in range(count)) for count in counts]
-        stages[0] += self.embedding
-        stages[-1] += self.head
-        return stages
+def place_by(costs: PartCosts, stages: int) -> list[int]:
+    """Return the number of layers of each stage that balances `costs` over the stages."""
+    return balance(costs.layers, stages, costs.embedding, costs.head)
 
 
-def parameter_costs(model: ModelConfig) -> PartCosts:
-    """Parameters of each layer and of embedding and head (tied: both hold the matrix)."""
-    matrix = float(model.resolved_padded_vocab_size * model.hidden_size)
-    shared = model.mlp_matrices + model.layer_vectors
-    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    return PartCosts(
-        tuple(float(shared + m.projection_parameters(model) + m.extra_parameters(model)) for m in mixers),
-        matrix + (model.max_positions or 0) * model.hidden_size,
-        matrix + model.norm_vectors,
-    )
+def chunk_flops(model: ModelConfig, chunks: int, counts: Sequence[int]) -> Cost:
+    """Return the FLOPs per token of each action on each stage, by the chunk's index.
 
-
-def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
-    """Training FLOPs per token of each layer and the head; looking an embedding up costs none."""
-    shared = model.mlp_matrices
-    layers = []
-    for layer in range(model.layers):
-        mixer = model.mixer_at(layer)
-        mixing = mixer.mixing_flops(model, sequence_length, True).values()
-        products = 6.0 * (shared + mixer.projection_parameters(model))
-        layers.append(products + sum(flops.forward + flops.backward for flops in mixing))
-    return PartCosts(tuple(layers), 0.0, 6.0 * model.resolved_padded_vocab_size * model.hidden_size)
-
-
-def chunk_flops(model: ModelConfig, chunks: int, counts: list[int]) -> Cost:
-    """FLOPs per token of each action on each stage, by the chunk's index: a memory that grows costs more later on.
-
-    counts: layers of each stage. A chunk's share is what a sequence that ends with it costs more than one that ends
-    before it.
+    counts: layers of each stage.
     """
-    products = 2.0 * model.mlp_matrices
     forward = [[0.0] * chunks for _ in counts]
     backward = [[0.0] * chunks for _ in counts]
     for stage, layers in enumerate(contiguous(counts)):
         for layer in layers:
-            mixer = model.mixer_at(layer)
-            before = [0.0, 0.0]
-            for chunk in range(chunks):
-                mixing = mixer.mixing_flops(model, (chunk + 1) * model.chunk_size, True).values()
-                total = [(chunk + 1) * sum(f.forward for f in mixing), (chunk + 1) * sum(f.backward for f in mixing)]
-                linear = products + 2.0 * mixer.projection_parameters(model)
-                forward[stage][chunk] += linear + total[0] - before[0]
-                backward[stage][chunk] += 2 * linear + total[1] - before[1]
-                before = total
-    head = 2.0 * model.resolved_padded_vocab_size * model.hidden_size
+            for chunk, flops in enumerate(layer_chunk_flops(model, layer, chunks)):
+                forward[stage][chunk] += flops.forward
+                backward[stage][chunk] += flops.backward
+    head = head_flops(model)
     for chunk in range(chunks):
         forward[-1][chunk] += head
         backward[-1][chunk] += 2 * head
@@ -156,9 +110,9 @@ def place(config: RunConfig, topology: Topology | None = None) -> list[int]:
     if isinstance(placement, tuple):
         return list(placement)
     if placement != "measured" or topology is None:
-        return planned_costs(config).place(stages)
+        return place_by(planned_costs(config), stages)
     counts = torch.zeros(stages, dtype=torch.int64)
     if topology.rank == 0:
-        counts += torch.tensor(measured_costs(config, topology.device).place(stages))
+        counts += torch.tensor(place_by(measured_costs(config, topology.device), stages))
     dist.broadcast(counts, src=0)
     return [int(count) for count in counts]

@@ -14,7 +14,7 @@ from megamem.costs.state_bytes import state_bytes, state_sizes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.model.stage import Stage
-from megamem.pipeline.balancing import planned_costs
+from megamem.pipeline.balancing import place_by, planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
 
@@ -104,7 +104,7 @@ def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) 
         )
     return [
         held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
-        for layers in contiguous(planned_costs(config).place(pp_size))
+        for layers in contiguous(place_by(planned_costs(config), pp_size))
     ]
 
 

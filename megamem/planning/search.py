@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamem.config.run import RunConfig
-from megamem.pipeline.balancing import chunk_flops, planned_costs
+from megamem.pipeline.balancing import chunk_flops, place_by, planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.simulate import Cost
 from megamem.planning.activations import Activations
@@ -159,7 +159,7 @@ class Search:
     def _place(self, stages: int) -> tuple[tuple[int, ...], Cost]:
         """Layers of each stage, and what they cost."""
         if stages not in self._placed:
-            counts = planned_costs(self.config).place(stages)
+            counts = place_by(planned_costs(self.config), stages)
             self._placed[stages] = tuple(counts), chunk_flops(self.config.model, self.config.chunks, counts)
         return self._placed[stages]
 

@@ -21,7 +21,8 @@ from checkpoints.weights import new_parameter_names, save_weights
 from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
-from megamem.costs.flops import flops_per_token
+from megamem.costs.flops import flop_costs, flops_per_token
+from megamem.costs.parameters import parameter_costs
 from megamem.data.batch import Batch, EvaluationDocument
 from megamem.data.feeder import evaluation_documents
 from megamem.errors import CheckpointError, NonFiniteError
@@ -30,7 +31,7 @@ from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import Watch, final_evaluation
 from megamem.files import write_bytes
 from megamem.parallel.topology import Topology
-from megamem.pipeline.balancing import chunk_flops, flop_costs, parameter_costs
+from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
 from megamem.pipeline.engine import PipelineEngine, build_engine

@@ -30,7 +30,8 @@ ALLOWED = {
     "tokenization": {"megamem.errors", "megamem.files"},
     "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
     "megamem.pipeline": {
-        "megamem.config", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
+        "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model",
+        "megamem.parallel",
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {
@@ -56,6 +57,7 @@ ALLOWED = {
         "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization",
     },
     "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.training"},
+    "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
         "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",

@@ -11,12 +11,13 @@ import torch
 from megamem.config.load import merge, parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.flops import flops_by_part, flops_per_token
-from megamem.costs.parameters import parameter_counts
+from megamem.costs.flops import flop_costs, flops_by_part, flops_per_token
+from megamem.costs.parameters import parameter_costs, parameter_counts
+from megamem.costs.parts import PartCosts
 from megamem.model.stage import Stage
 from megamem.parallel.linears import PlainLinears
 from megamem.pipeline import balancing as costs
-from megamem.pipeline.balancing import PartCosts, chunk_flops, flop_costs, measured_costs, parameter_costs, place
+from megamem.pipeline.balancing import chunk_flops, measured_costs, place, place_by
 from megamem.pipeline.placement import balance, contiguous
 from megamem.pipeline.schedule import Action
 from megamem.training.checkpointing import placed_as_before
@@ -128,8 +129,8 @@ def test_costs_by_stage():
     assert parts.by_stage([2, 1, 1]) == [103, 4, 1008]
     assert parts.by_stage([4]) == [1115]
     # 103 and 102 with embedding and head, against 107 and 98 of what the layers alone would ask for
-    assert PartCosts((1, 2, 4, 8), 100, 90).place(2) == [2, 2]
-    assert PartCosts((1, 2, 4, 8), 0, 0).place(2) == [3, 1]
+    assert place_by(PartCosts((1, 2, 4, 8), 100, 90), 2) == [2, 2]
+    assert place_by(PartCosts((1, 2, 4, 8), 0, 0), 2) == [3, 1]
 
 
 # parameters
@@ -264,8 +265,8 @@ def test_by_operations_and_by_parameters():
     shape = {"vocab_size": 1024, "layers": 8, "memory": []}
     by_flops, by_parameters = (place(run(model=shape, parallel={"placement": how})) for how in ("flops", "parameters"))
     config = model(**shape)
-    assert by_flops == flop_costs(config, 4 * CHUNK).place(3)
-    assert by_parameters == parameter_costs(config).place(3)
+    assert by_flops == place_by(flop_costs(config, 4 * CHUNK), 3)
+    assert by_parameters == place_by(parameter_costs(config), 3)
     assert by_flops == [3, 3, 2]
     assert by_parameters == [2, 4, 2]
     assert place(run(model=shape)) == by_flops

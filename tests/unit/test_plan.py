@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from megamem.cli.main import app
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flop_costs
 from megamem.errors import ConfigError, DataError, MegamemError
-from megamem.pipeline.balancing import flop_costs
 from megamem.pipeline.comparison import compare, compare_for
-from megamem.pipeline.gantt import SEQUENCE_COLOURS, draw_schedules, note
+from megamem.pipeline.gantt import MICRO_BATCH_COLORS, draw_schedules, note
 from megamem.pipeline.record import read_record, write_record
 from megamem.pipeline.schedule import chunk_schedule
 from megamem.pipeline.simulate import even_cost, simulate
@@ -236,7 +236,7 @@ def test_a_picture_is_drawn(tmp_path):
     assert "bubble" in output
     assert f"picture: {path}" in output.replace("\n", "")
     # a color per micro-batch, and none for a third
-    areas = [pixels(path, color) for color in SEQUENCE_COLOURS[:3]]
+    areas = [pixels(path, color) for color in MICRO_BATCH_COLORS[:3]]
     assert min(areas[:2]) > 1000
     assert areas[2] == 0
 
@@ -313,9 +313,9 @@ def test_a_recorded_step_is_drawn(tmp_path, recorded):
     plan("--draw-schedule", picture, "--recorded", recorded, *sizes(2, 2, 2))
     # it has one micro-batch, the plan beside it two
     own = tmp_path / "picture-recorded.png"
-    assert pixels(own, SEQUENCE_COLOURS[0]) > 1000
-    assert pixels(own, SEQUENCE_COLOURS[1]) == 0
-    assert pixels(picture, SEQUENCE_COLOURS[1]) > 1000
+    assert pixels(own, MICRO_BATCH_COLORS[0]) > 1000
+    assert pixels(own, MICRO_BATCH_COLORS[1]) == 0
+    assert pixels(picture, MICRO_BATCH_COLORS[1]) > 1000
 
 
 def test_a_run_without_a_record(tmp_path):

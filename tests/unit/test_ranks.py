@@ -6,11 +6,11 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import ParallelConfig, RunConfig
-from megamem.costs.parameters import parameter_counts
+from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.errors import LayoutError
 from megamem.model.stage import Stage
 from megamem.parallel.linears import info
-from megamem.pipeline.balancing import parameter_costs
+from megamem.pipeline.balancing import place_by
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
 from megamem.planning.ranks import fullest, layouts, part_parameters, rank_bytes, stage_parameters
@@ -33,7 +33,7 @@ def rank_stage(model: ModelConfig, layers: range, tp_size: int) -> Stage:
 def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:
     """Parameters of all ranks of a layout, those that ranks have copies of counted once."""
     total = 0
-    for layers in contiguous(parameter_costs(model).place(pp_size)):
+    for layers in contiguous(place_by(parameter_costs(model), pp_size)):
         stage = rank_stage(model, layers, tp_size)
         assert stage_parameters(model, layers, tp_size) == sum(p.numel() for p in stage.parameters())
         shares = [p.numel() * (1 if info(p).shard_axis is None else tp_size) for p in stage.parameters()]

@@ -13,11 +13,11 @@ from PIL import Image
 from typer.testing import CliRunner
 from wandb.proto import wandb_internal_pb2
 
-from megamem.cli import wandb as cli_wandb
 from megamem.cli.main import app
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DependencyError, MegamemError, RunFolderError
+from megamem.runs import offline_wandb
 from megamem.runs.folder import RunLock
 from megamem.runs.sinks import Wandb
 from megamem.training import checks
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "evaluation.png")
     second.evaluation({"val_loss": 2.5, "steps": 4, "picture": str(tmp_path / "evaluation.png"), "lzma": None})
     second.close()
-    parts = [ended(next(folder.glob("*.wandb"))) for folder in cli_wandb.offline_folders(tmp_path)]
+    parts = [ended(next(folder.glob("*.wandb"))) for folder in offline_wandb.offline_folders(tmp_path)]
     assert len(parts) == 2
     runs = [next(record.run for record in part if record.HasField("run")) for part in parts]
     assert len({run.run_id for run in runs}) == 1
@@ -113,7 +113,7 @@ def wandb(tmp_path, monkeypatch):
         "for folder in sys.argv[1:]:\n"
         "    pathlib.Path(folder, 'run-1.wandb.synced').touch()\n"
     )
-    monkeypatch.setattr(cli_wandb, "COMMAND", [sys.executable, str(script)])
+    monkeypatch.setattr(offline_wandb, "COMMAND", [sys.executable, str(script)])
     return lambda: (tmp_path / "calls").read_text().split() if (tmp_path / "calls").exists() else []
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_uploaded_is_said(tmp_path, wandb, monkeypatch):
     empty.mkdir()
     assert isinstance(sync(empty).exception, RunFolderError)
     assert str(sync(empty).exception).startswith(f"{empty}: no wandb/offline-run-* folder in it")
-    monkeypatch.setattr(cli_wandb, "find_spec", lambda name: None)
+    monkeypatch.setattr(offline_wandb, "find_spec", lambda name: None)
     missing = sync(empty).exception
     assert isinstance(missing, DependencyError)
 
