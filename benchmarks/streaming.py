@@ -31,7 +31,7 @@ from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.losses import LossReport, evaluate_losses, loss_report
 from megamem.evaluation.probe import single_chunk_readings
 from megamem.evaluation.reading import Reader
-from megamem.training.start import held_out
+from megamem.training.build import held_out_documents
 
 PARTS = 10
 """The text is looked at in tenths."""
@@ -54,7 +54,7 @@ def one_document(config: RunConfig, tokens: int) -> EvaluationDocument:
         update={"data": config.data.model_copy(update={"validation": (*config.data.validation, *paths), "sources": ()})}
     )
     parts, count = [], 0
-    for document in held_out(everything):
+    for document in held_out_documents(everything):
         parts.append(document.tokens[: document.predicted_tokens])
         count += document.predicted_tokens
         if count > tokens:

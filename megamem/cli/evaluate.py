@@ -30,7 +30,7 @@ def evaluate(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Held-out losses of a checkpoint, or lm-eval's tasks on a checkpoint or an export."""
+    """Evaluate a checkpoint on held-out text, or a checkpoint or an export on lm-eval's tasks."""
     exported = (model / "config.json").is_file()
     if tasks is None:
         if exported:
@@ -61,7 +61,7 @@ def _held_out(
     from megamem.evaluation.report import finite, result_table
     from megamem.evaluation.run import final_evaluation
     from megamem.parallel.topology import Topology
-    from megamem.training.start import held_out, open_tokenizer
+    from megamem.training.build import held_out_documents, open_tokenizer
 
     run = open_run(model).changed(overrides)
     config = run.config
@@ -70,7 +70,13 @@ def _held_out(
     topology = Topology.start(device=str(device))
     stage = run.load(dtype, topology.device)
     report = final_evaluation(
-        stage, lambda: held_out(config), open_tokenizer(config), config, topology, dtype=dtype, console=console
+        stage,
+        lambda: held_out_documents(config),
+        open_tokenizer(config),
+        config,
+        topology,
+        dtype=dtype,
+        console=console,
     )
     figures = {name: value for name, value in finite(report).items() if not isinstance(value, dict)}
     console.print(result_table(figures, title=f"{config.name}, step {run.checkpoint.step}"))

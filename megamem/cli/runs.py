@@ -19,13 +19,13 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="where to look; studies' runs below it are found too")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """A table of all runs in a folder: state, step, losses, speed. With --json one object a line."""
-    from megamem.runs.status import look, runs_below, runs_table
+    """List all runs in a folder: state, step, losses, speed. With --json one object a line."""
+    from megamem.runs.status import find_runs, read_status, runs_table
 
-    found = [look(path) for path in runs_below(folder)]
+    found = [read_status(path) for path in find_runs(folder)]
     if as_json:
         for run in found:
-            write_json(run.as_dict())
+            write_json(run.to_dict())
         return
     if not found:
         write_line(f"{folder}: no runs")

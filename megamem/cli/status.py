@@ -20,23 +20,23 @@ def status(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="show it again and again until the run has ended")] = False,
 ) -> None:
-    """What a run is at: state, step, speed, last checkpoint, and every rank's last action."""
+    """Show what a run is at: state, step, speed, last checkpoint, and every rank's last action."""
     from rich.live import Live
 
-    from megamem.runs.status import look, run_page
+    from megamem.runs.status import read_status, run_page
 
-    found = look(run)
+    found = read_status(run)
     if as_json:
-        write_json(found.as_dict())
+        write_json(found.to_dict())
         while watch and found.condition in ("running", "stale"):
             time.sleep(INTERVAL_S)
-            found = look(run)
-            write_json(found.as_dict())
+            found = read_status(run)
+            write_json(found.to_dict())
     elif not watch:
         console.print(run_page(found), highlight=False)
     else:
         with Live(run_page(found), console=console, auto_refresh=False) as live:
             while found.condition in ("running", "stale"):
                 time.sleep(INTERVAL_S)
-                found = look(run)
+                found = read_status(run)
                 live.update(run_page(found), refresh=True)

@@ -81,23 +81,24 @@ def _prepare_processor(precision: str) -> None:
 
 
 def _run_rank(settings: RunConfig, dry_run: bool) -> None:
-    """Train as this rank. Rank 0 prints the final figures as JSON; a run that was stopped exits with STOPPED."""
-    from megamem.training import start
+    """Train as this rank. Rank 0 prints the result as JSON; a run that was stopped exits with STOPPED."""
+    from megamem.training.dry_run import dry_run as dry_run_rank
+    from megamem.training.train import train as train_rank
 
     if dry_run:
-        start.dry_run(settings, console)
+        dry_run_rank(settings, console)
         return
-    figures = start.train(settings, console)
-    if figures is None:
+    result = train_rank(settings, console)
+    if result is None:
         if _is_rank_0():
             write_line(_stopped(settings))
         raise typer.Exit(STOPPED)
     if _is_rank_0():
-        write_json(figures)
+        write_json(result.to_dict())
 
 
 def _stopped(settings: RunConfig) -> str:
-    """Return what is said of a run that ended before its last step."""
+    """Return the line about a run that ended before its last step."""
     cause = "as training.stop_after says" if settings.training.stop_after else "by a signal at a step border"
     again = "the same command goes on" if settings.checkpoint.resume == "auto" else "checkpoint.resume=auto goes on"
     return f"stopped {cause}; the checkpoint is saved, and {again}"

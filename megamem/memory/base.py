@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from megamem.errors import ContractError
 
 Axis = int | str
-"""The size of an axis: a number, or a name that `TensorSpec` lists."""
+"""The size of an axis: a number, or a name that `TensorSpec.shape` lists."""
 State = dict[str, Any]
-"""The state of one mixer: tensors, and lists of dicts of tensors, by the names that its specs declare."""
+"""The state of one component (a layer's mixer, a memory of the whole model): tensors, and lists of dicts of tensors."""
+States = dict[str, State]
+"""The states of a model, or of a stage of it, by component: `layers.3`, `memory_tokens`."""
 Losses = dict[str, Tensor]
 """Auxiliary losses by name, scalars."""
 LABEL_IGNORED = -100
 """The label of tokens that no loss counts."""
 Tree = TypeVar("Tree")
-"""A tensor, or dicts and lists of tensors: the type of a state, of its parts or of a list of states."""
+"""A tensor, or dicts and lists of tensors: the type of a state, of its parts or of the states of a model."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ class Chunk:
         """Return the place `tokens` later."""
         return Chunk(tuple(start + tokens for start in self.starts))
 
-    def pieces(self, tokens: int) -> list[slice]:
-        """Cut `tokens` tokens where a row's left padding ends, so that in each piece a row is all padding or none."""
+    def padding_splits(self, tokens: int) -> list[slice]:
+        """Cut `tokens` tokens where a row's left padding ends, so that in each part a row is all padding or none."""
         cuts = sorted({0, tokens, *(-start for start in self.starts if 0 < -start < tokens)})
         return [slice(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
 
@@ -131,21 +133,15 @@ def to_device(
     return tensor.to(device)
 
 
-class Mixer(nn.Module, ABC):
-    """A layer's attention or memory mechanism; `specs` declares its state.
+class Stateful:
+    """A declarer of a state: a mixer, or a memory of the whole model. It never keeps the state itself."""
 
-    Every parameter must belong to a submodule that is called: mixers themselves are called by `.forward`, past the
-    hooks by which ZeRO 3 gathers the parameters of a module.
-    """
-
-    differentiable_state = True
-    """Whether gradients may flow into the incoming state; False where the paper stops them there."""
-
-    def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
-        super().__init__()
-        self.specs = specs
-        self.sizes = dict(sizes)
-        self.tp_size = tp_size
+    specs: StateSpec
+    """The declarations of the state's tensors."""
+    sizes: dict[str, int]
+    """The size of each name in their shapes, before any split over ranks."""
+    tp_size: int
+    """Number of tensor-parallel ranks."""
 
     def initial_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> State:
         """Return the state before a document's first token: zeros and empty lists, for `rows` batch rows."""
@@ -158,17 +154,6 @@ class Mixer(nn.Module, ABC):
         """Return zeros as `spec` declares them on this rank, for `rows` batch rows and activations of `dtype`."""
         names = {**self.sizes, "batch": rows, "open": 0}
         return torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
-
-    @abstractmethod
-    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """Mix the tokens of one call.
-
-        Args:
-            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
-            state: as `initial_state` or as the previous call left it.
-            chunk: where the tokens lie in their documents.
-        Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
-        """
 
     def check_state(self, state: State, rows: int) -> None:
         """Raise ContractError if a tensor of `state`, as it stands at a chunk's border, is not as declared."""
@@ -200,6 +185,50 @@ class Mixer(nn.Module, ABC):
                 rows = to_device(fresh, device, torch.bool).view(shape)
                 new[name] = torch.where(rows, initial[name], state[name])
         return new
+
+
+class Mixer(Stateful, nn.Module, ABC):
+    """A layer's attention or memory mechanism.
+
+    Every parameter must belong to a submodule that is called: mixers themselves are called by `.forward`, past the
+    hooks by which ZeRO 3 gathers the parameters of a module.
+    """
+
+    differentiable_state = True
+    """Whether gradients may flow into the incoming state; False where the paper stops them there."""
+
+    def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
+        super().__init__()
+        self.specs = specs
+        self.sizes = dict(sizes)
+        self.tp_size = tp_size
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Mix the tokens of one call.
+
+        Args:
+            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
+            state: as `initial_state` or as the previous call left it.
+            chunk: where the tokens lie in their documents.
+        Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
+        """
+
+
+def select_state_rows(specs: StateSpec, state: State, index: Tensor) -> State:
+    """Return the declared state of rows `index` [rows] int64, which may repeat rows or leave some out."""
+    return {
+        name: [{part: _rows(spec.entry[part], entry[part], index) for part in spec.entry} for entry in state[name]]
+        if isinstance(spec, Growing)
+        else _rows(spec, state[name], index)
+        for name, spec in specs.items()
+    }
+
+
+def _rows(spec: TensorSpec, tensor: Tensor, index: Tensor) -> Tensor:
+    """Return rows `index` [rows] of a tensor [batch, ...]; one without a batch axis is the same for all rows."""
+    axis = spec.axis("batch")
+    return tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
 
 
 def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor, names: Mapping[str, int], tp_size: int) -> None:

@@ -14,13 +14,12 @@ import yaml
 from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.runs.folder import held, locked
+from megamem.runs.result import RESULT, read_result
 from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
 from megamem.study.grid import PlannedRun, study_folder
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """How a process is started."""
-RESULT = "result.json"
-"""What a finished run leaves."""
 LOGS = "logs"
 """Folder of the processes' output."""
 CHANGE = "change"
@@ -62,9 +61,12 @@ def reading_file(run: PlannedRun, reading: str) -> Path:
 
 def figures(run: PlannedRun, reading: str, change: Changes | None) -> dict[str, Any] | None:
     """What a training (`change` None) or a reading found; None if it has not ended, or was defined otherwise."""
+    if change is None:
+        result = read_result(run.folder)
+        return None if result is None else result.to_dict()
     path = reading_file(run, reading)
     found = _object(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found if found is None or change is None or found.get(CHANGE) == plain(change) else None
+    return found if found is None or found.get(CHANGE) == plain(change) else None
 
 
 def _object(text: str) -> dict[str, Any] | None:
