@@ -1,18 +1,69 @@
-"""`megamem mechanisms` names everything that a configuration may name by its kind."""
+"""What holds for every registered mechanism beyond the laws of `tests/contract`: its gates, and who owns parameters."""
 
-from __future__ import annotations
+import pytest
+import torch
+from torch import nn
 
-from typer.testing import CliRunner
+from megamem.config.load import parse_config
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.hf.importing import with_closed_gates
+from megamem.memory.base import Mixer
+from megamem.memory.shared.gate import MemoryGate
+from megamem.model.layer import Layer
+from megamem.model.stage import Stage, meta_stage
+from megamem.parallel.linears import info
+from tests.contract.cases import ALL_CASES
 
-from megamem.cli.main import app
-from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES
+GATED = {"infini_attention", "memorizing_attention", "melodi"}
+CLOSED = -6.0
+each_case = pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.id)
 
 
-def test_every_kind_and_field_is_listed() -> None:
-    result = CliRunner().invoke(app, ["mechanisms"])
-    assert result.exit_code == 0
-    for registry in (MIXERS, ARCHITECTURES, OBJECTIVES):
-        for kind, config in registry.kinds().items():
-            assert f"  {kind}  " in result.output
-            fields = [name for name in config.__pydantic_fields__ if name != "kind"]
-            assert all(f"    {name} = " in result.output for name in fields), kind
+def model_of(case, mixer):
+    """The case's model with `mixer` in both of its layers, one of them listed in `memory`."""
+    section = case.model(layers=2).model_dump(mode="json")
+    return parse_config(ModelConfig, {**section, "mixer": mixer, "memory": [{"layers": [1], "mixer": mixer}]}, "test")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in_sequence"])
+@each_case
+def test_import_closes_every_gate(case, wrapped):
+    mixer = {"kind": case.kind, **{name: value for name, value in case.options.items() if name != "gate_init"}}
+    if wrapped:
+        mixer = {"kind": "sequential", "mixers": ["sliding_attention", mixer]}
+    stage = meta_stage(with_closed_gates(model_of(case, mixer)))
+    gates = [module for module in stage.modules() if isinstance(module, MemoryGate)]
+    starts = [info(gate.logit).init((1,), torch.Generator()).item() for gate in gates]
+    assert starts == [CLOSED] * len(gates)
+    has_gate = case.kind in GATED and case.options.get("gate") != "none"
+    if case.kind == "melodi":
+        has_gate = "long_memory" in case.options
+    assert len(gates) == (2 if has_gate else 0)
+
+
+def test_a_field_that_starts_a_gate_has_one_name():
+    assert {kind for kind, config in MIXERS.kinds().items() if "gate_init" in config.model_fields} == GATED
+    assert not [
+        (kind, name)
+        for kind, config in MIXERS.kinds().items()
+        for name in config.model_fields
+        if name.endswith("gate_init") and name != "gate_init"
+    ]
+
+
+def test_a_gate_whose_start_was_given_keeps_it():
+    given = {"kind": "infini_attention", "gate_init": 0.5}
+    shape = {"layers": 2, "hidden_size": 16, "heads": 2, "chunk_size": 8}
+    memory = [{"layers": [1], "mixer": {"kind": "sequential", "mixers": [given, "infini_attention"]}}]
+    model = with_closed_gates(parse_config(ModelConfig, {**shape, "mixer": given, "memory": memory}, "test"))
+    assert model.mixer.gate_init == 0.5
+    assert [mixer.gate_init for mixer in model.mixer_at(1).mixers] == [0.5, CLOSED]
+
+
+@each_case
+def test_parameters_belong_to_modules_that_are_called(case):
+    """ZeRO 3 gathers a parameter by hooks of its module, and what passes states is called past hooks (`Stage`)."""
+    stage = meta_stage(case.model(layers=2))
+    for name, module in stage.named_modules():
+        if isinstance(module, Mixer | Layer | Stage | nn.ModuleDict | nn.ModuleList):
+            assert not module._parameters, f"{name} owns {sorted(module._parameters)}"
