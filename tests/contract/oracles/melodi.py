@@ -2,9 +2,9 @@
 
 Read:   a token sees the vectors of the memory m (keys W_k m_s and values W_v m_s, no positions) and its block up to
         itself, at positions 0, 1, ... of the block; the first block of a document has no memory.
-Write:  when a block of L tokens is finished, the query of summary token s is W_q n_s with n_s = u_s / rms(u_s), at position L,
-        and sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and summaries got
-        from their heads,
+Write:  when a block of L tokens is finished, the query of summary token s is W_q n_s with n_s = u_s / rms(u_s), at
+        position L; it sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and
+        summaries got from their heads,
         m_s = v / rms(v),  v = u_s + W_o (z_s + sum_t M[t, s] z_t + sum_r M[L + r, s] z_r).
 Long:   a new memory m leaves entries e_j = v / rms(v), v = sum_s N[s, j] m_s, as keys W_k e_j and values W_v e_j in a
         list from which the oldest are removed. Tokens and summary tokens look at it with the query before rotation;
