@@ -66,7 +66,7 @@ def forward_order(groups: list[range], chunks: int) -> Order:
 
 
 def backward_order(groups: list[range], chunks: int, bptt_chunks: int) -> Order:
-    """Return the backwards of every stage: groups and windows in order, each window from its last chunk to its first."""
+    """Return the backwards of every stage: groups and windows in order, a window from its last chunk to its first."""
     check_window(chunks, bptt_chunks)
     return [
         Action("backward", m, c)
