@@ -1,11 +1,11 @@
-"""Memory states of a streams run as fragments of global tensors: saved by one layout, read by any."""
+"""The memory states of a run on streams, as fragments of global tensors: saved by one layout, read by any."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,11 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 
 PREFIX = "states/"
+"""What the names of memory states begin with."""
 
 
 def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorSpec, Tensor]]:
-    """Every tensor of a layer's state with its name and declaration.
+    """Yield every tensor of a layer's state with its name and declaration.
 
     Entries of lists are called by age, `past.0.keys` is of the newest: mixers read them from that end, and lanes of a
     batch may have different numbers of them.
@@ -41,36 +42,41 @@ class Lanes:
     """The lanes whose memory this rank keeps from step to step: rows of the whole batch, layers of its stage."""
 
     stage: Stage
+    """Layers of this rank."""
     topology: Topology
-    sequences: int
-    """Micro-batches of a step."""
+    """This rank among the others."""
+    micro_batches: int
+    """Micro-batches of a step on this rank."""
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     dtype: torch.dtype
-    """Of activations."""
+    """Data type of activations."""
 
     @staticmethod
     def of(engine: TrainingEngine) -> Lanes:
-        """Those of a run."""
+        """Return the lanes of a run on this rank."""
         rows = engine.config.training.micro_batch_size
         return Lanes(engine.stage, engine.topology, engine.accumulation, rows, engine.dtype)
 
     @property
     def mixers(self) -> dict[int, Mixer]:
-        """By layer."""
+        """The mixers of this rank's layers, by layer."""
         return {int(layer): cast(Block, block).mixer for layer, block in self.stage.layers.items()}
 
     def fragments(self, carried: Mapping[int, list[State]]) -> dict[str, Fragments]:
-        """States by micro-batch, as `states/layers.N/PART`; the batch axis is the row of the whole batch.
+        """Return the states of all layers as `states/layers.N/PART`, whose batch axis is the row of the whole batch.
 
-        Growing lists of lanes may have different lengths: they are filled up with zeros at their old end, and
+        Growing lists of lanes may have different lengths: they are padded with zeros at their old end, and
         `NAME.entries` holds each row's own number. A collective of the data-parallel ranks where there are such lists.
+
+        carried: states of all layers by micro-batch.
         """
         pieces: dict[str, list[Piece]] = {}
         declared: dict[str, tuple[TensorSpec, Tensor]] = {}
         longest = self._longest_lists(carried)
-        for sequence, states in carried.items():
-            row = (sequence * self.topology.dp_size + self.topology.dp_rank) * self.rows
+        for micro_batch, states in carried.items():
+            # first row of the micro-batch in the whole batch, as the feeder numbers them
+            row = (micro_batch * self.topology.dp_size + self.topology.dp_rank) * self.rows
             for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
                 prefix = f"{PREFIX}layers.{layer}/"
                 for name, spec in mixer.specs.items():
@@ -101,15 +107,15 @@ class Lanes:
         }
 
     def empty(self, names: set[str]) -> dict[int, list[State]]:
-        """States with room for what a checkpoint holds; none if it holds none.
+        """Make states with room for what a checkpoint holds; none if it holds none.
 
-        names: of the checkpoint's tensors, which say how many entries growing lists have at most. After the load,
-        `drop_filling` takes out what was only filled up.
+        names: names of the checkpoint's tensors, which tell how many entries growing lists have at most. After the
+        load, `drop_padding` takes out what was only padded.
         """
         if not any(name.startswith(PREFIX) for name in names):
             return {}
         carried = {}
-        for sequence in range(self.sequences):
+        for micro_batch in range(self.micro_batches):
             states = self.stage.initial_states(self.rows, self.topology.device, self.dtype)
             for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
                 for name, spec in mixer.specs.items():
@@ -117,11 +123,16 @@ class Lanes:
                         ages = re.compile(rf"{PREFIX}layers\.{layer}/{re.escape(name)}\.(\d+)\.")
                         count = len({found[1] for entry in names if (found := ages.match(entry))})
                         state[name] = self._empty_entries(mixer, spec, count)
-            carried[sequence] = states
+            carried[micro_batch] = states
         return carried
 
-    def drop_filling(self, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
-        """Cut growing lists down to the entries their rows had when they were saved."""
+    def drop_padding(self, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
+        """Cut growing lists down to the entries their rows had when they were saved.
+
+        Args:
+            carried: states that were loaded, by micro-batch.
+            loaded: the fragments of these states.
+        """
         for index, states in enumerate(carried.values()):
             for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
                 for name, spec in mixer.specs.items():
@@ -130,7 +141,7 @@ class Lanes:
                         state[name] = state[name][len(state[name]) - int(counts.max()) :]
 
     def _longest_lists(self, carried: Mapping[int, list[State]]) -> dict[tuple[int, str], int]:
-        """Per layer and growing list, most entries of any lane on any data-parallel rank."""
+        """Return the most entries of any lane on any data-parallel rank, by layer and name of the growing list."""
         lists = [
             (at, layer, name)
             for at, (layer, mixer) in enumerate(self.mixers.items())
@@ -145,16 +156,17 @@ class Lanes:
         return {(layer, name): int(most) for (_, layer, name), most in zip(lists, agreed.tolist(), strict=True)}
 
     def _whole_shape(self, spec: TensorSpec, tensor: Tensor) -> list[int]:
+        """Return the shape of a global tensor. tensor: [..., rows, ...] a state's tensor on this rank, by `spec`."""
         shape = list(tensor.shape)
         batch = spec.axis("batch")
         assert batch is not None
-        shape[batch] = self.sequences * self.topology.dp_size * self.rows
+        shape[batch] = self.micro_batches * self.topology.dp_size * self.rows
         if (axis := spec.shard_axis) is not None:
             shape[axis] *= self.topology.tp_size
         return shape
 
-    def _empty_entries(self, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Any]]:
-        """Zeros in the place of entries of a growing list."""
+    def _empty_entries(self, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Tensor]]:
+        """Return `count` entries of zeros for a growing list."""
         device = self.topology.device
         return [
             {part: mixer.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
