@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints.fragments import Fragments, Piece
-from megamem.memory.base import Growing, Mixer, State, StateSpec, TensorSpec
-from megamem.model.block import Block
+from megamem.memory.base import Growing, State, Stateful, States, StateSpec, TensorSpec
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
@@ -23,7 +21,7 @@ PREFIX = "states/"
 
 
 def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorSpec, Tensor]]:
-    """Yield every tensor of a layer's state with its name and declaration.
+    """Yield every tensor of a component's state with its name and declaration.
 
     Entries of lists are called by age, `past.0.keys` is of the newest: mixers read them from that end, and lanes of a
     batch may have different numbers of them.
@@ -58,18 +56,13 @@ class Lanes:
         rows = engine.config.training.micro_batch_size
         return Lanes(engine.stage, engine.topology, engine.accumulation, rows, engine.dtype)
 
-    @property
-    def mixers(self) -> dict[int, Mixer]:
-        """The mixers of this rank's layers, by layer."""
-        return {int(layer): cast(Block, block).mixer for layer, block in self.stage.layers.items()}
-
-    def fragments(self, carried: Mapping[int, list[State]]) -> dict[str, Fragments]:
-        """Return the states of all layers as `states/layers.N/PART`, whose batch axis is the row of the whole batch.
+    def fragments(self, carried: Mapping[int, States]) -> dict[str, Fragments]:
+        """Return all states as `states/COMPONENT/PART`, whose batch axis is the row of the whole batch.
 
         Growing lists of lanes may have different lengths: they are padded with zeros at their old end, and
         `NAME.entries` holds each row's own number. A collective of the data-parallel ranks where there are such lists.
 
-        carried: states of all layers by micro-batch.
+        carried: states of all components by micro-batch.
         """
         pieces: dict[str, list[Piece]] = {}
         declared: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -77,16 +70,17 @@ class Lanes:
         for micro_batch, states in carried.items():
             # first row of the micro-batch in the whole batch, as the feeder numbers them
             row = (micro_batch * self.topology.dp_size + self.topology.dp_rank) * self.rows
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                prefix = f"{PREFIX}layers.{layer}/"
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                prefix = f"{PREFIX}{component}/"
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
                         counts = torch.full((self.rows,), len(state[name]))
                         pieces.setdefault(f"{prefix}{name}.entries", []).append(Piece((row,), counts))
                         declared[f"{prefix}{name}.entries"] = TensorSpec(("batch",), "int64"), counts
-                        missing = longest[layer, name] - len(state[name])
-                        state = {**state, name: [*self._empty_entries(mixer, spec, missing), *state[name]]}
-                for part, spec, tensor in named_tensors(mixer.specs, state):
+                        missing = longest[component, name] - len(state[name])
+                        state = {**state, name: [*self._empty_entries(holder, spec, missing), *state[name]]}
+                for part, spec, tensor in named_tensors(holder.specs, state):
                     if not tensor.numel():
                         continue
                     batch = spec.axis("batch")
@@ -106,7 +100,7 @@ class Lanes:
             for name, found in pieces.items()
         }
 
-    def empty(self, names: set[str]) -> dict[int, list[State]]:
+    def empty(self, names: set[str]) -> dict[int, States]:
         """Make states with room for what a checkpoint holds; none if it holds none.
 
         names: names of the checkpoint's tensors, which tell how many entries growing lists have at most. After the
@@ -117,16 +111,17 @@ class Lanes:
         carried = {}
         for micro_batch in range(self.micro_batches):
             states = self.stage.initial_states(self.rows, self.topology.device, self.dtype)
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
-                        ages = re.compile(rf"{PREFIX}layers\.{layer}/{re.escape(name)}\.(\d+)\.")
+                        ages = re.compile(rf"{PREFIX}{re.escape(component)}/{re.escape(name)}\.(\d+)\.")
                         count = len({found[1] for entry in names if (found := ages.match(entry))})
-                        state[name] = self._empty_entries(mixer, spec, count)
+                        state[name] = self._empty_entries(holder, spec, count)
             carried[micro_batch] = states
         return carried
 
-    def drop_padding(self, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
+    def drop_padding(self, carried: Mapping[int, States], loaded: Mapping[str, Fragments]) -> None:
         """Cut growing lists down to the entries their rows had when they were saved.
 
         Args:
@@ -134,26 +129,27 @@ class Lanes:
             loaded: the fragments of these states.
         """
         for index, states in enumerate(carried.values()):
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
-                        counts = loaded[f"{PREFIX}layers.{layer}/{name}.entries"].pieces[index].tensor
+                        counts = loaded[f"{PREFIX}{component}/{name}.entries"].pieces[index].tensor
                         state[name] = state[name][len(state[name]) - int(counts.max()) :]
 
-    def _longest_lists(self, carried: Mapping[int, list[State]]) -> dict[tuple[int, str], int]:
-        """Return the most entries of any lane on any data-parallel rank, by layer and name of the growing list."""
+    def _longest_lists(self, carried: Mapping[int, States]) -> dict[tuple[str, str], int]:
+        """Return the most entries of any lane on any data-parallel rank, by component and name of the growing list."""
         lists = [
-            (at, layer, name)
-            for at, (layer, mixer) in enumerate(self.mixers.items())
-            for name, spec in mixer.specs.items()
+            (component, name)
+            for component, holder in self.stage.components.items()
+            for name, spec in holder.specs.items()
             if isinstance(spec, Growing)
         ]
         if not lists or not carried:
             return {}
-        counts = [max(len(states[at][name]) for states in carried.values()) for at, _, name in lists]
+        counts = [max(len(states[component][name]) for states in carried.values()) for component, name in lists]
         agreed = torch.tensor(counts, device=self.topology.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.topology.dp_group)
-        return {(layer, name): int(most) for (_, layer, name), most in zip(lists, agreed.tolist(), strict=True)}
+        return dict(zip(lists, agreed.tolist(), strict=True))
 
     def _whole_shape(self, spec: TensorSpec, tensor: Tensor) -> list[int]:
         """Return the shape of a global tensor. tensor: [..., rows, ...] a state's tensor on this rank, by `spec`."""
@@ -165,10 +161,10 @@ class Lanes:
             shape[axis] *= self.topology.tp_size
         return shape
 
-    def _empty_entries(self, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Tensor]]:
+    def _empty_entries(self, holder: Stateful, spec: Growing, count: int) -> list[dict[str, Tensor]]:
         """Return `count` entries of zeros for a growing list."""
         device = self.topology.device
         return [
-            {part: mixer.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
+            {part: holder.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
             for _ in range(count)
         ]

@@ -1,4 +1,4 @@
-"""`megamem checkpoint ...`: look at checkpoints, check them, compare, thin out, merge. None of it needs a device."""
+"""`megamem checkpoint`: list, show, verify, compare, prune and merge checkpoints, all without a device."""
 
 from __future__ import annotations
 

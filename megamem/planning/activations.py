@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.costs.devices import Precision
-from megamem.memory.base import DTYPES, Chunk, Growing, State, map_state, state_tensors
-from megamem.model.stage import Stage
+from megamem.memory.base import DTYPES, Chunk, Growing, States, detach, map_state, state_tensors
+from megamem.model.stage import Stage, build_stage
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
@@ -200,21 +200,21 @@ def _read_chunks(
     ledgers = []
     found: list[_Measured] = []
     while len(found) < chunks:
-        reads = [map_state(_alias, state) for state in states]
+        reads = {name: map_state(_alias, state) for name, state in states.items()}
         where = Chunk((len(found) * size,) * rows)
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
             entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
 
-        def forward(entered: Tensor = entered, reads: list[State] = reads, where: Chunk = where) -> Any:
-            hidden, new, losses = stage(entered, reads, where)
+        def forward(entered: Tensor = entered, reads: States = reads, where: Chunk = where) -> Any:
+            hidden, new, losses = stage.read_chunk(entered, reads, where)
             out = [stage.token_losses(hidden, labels).sum()] if stage.last else hidden
             return out, new, losses
 
         ledgers.append(Ledger())
         (_, new, _), part = _measured(ledgers[-1], stage, forward, reads)
-        states = [map_state(Tensor.detach, state) for state in new]
+        states = detach(new)
         found.append(part)
         if len(found) > (3 if growing else 2) and _steady([chunk.kept for chunk in found], growing):
             break
@@ -238,14 +238,14 @@ def _continued(found: Bytes, chunks: int, limit: int) -> Bytes:
 
 def _grows_to(stage: Stage, chunks: int) -> int:
     """Chunks over which the part's memory grows; 0 if its size is fixed."""
-    lists = [spec for block in stage.blocks for spec in block.mixer.specs.values() if isinstance(spec, Growing)]
+    lists = [spec for specs in stage.state_specs.values() for spec in specs.values() if isinstance(spec, Growing)]
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
 def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
     """Some layers as a rank holds them, in training; all parameters are zero."""
     with torch.device("meta"):
-        stage = Stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
+        stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
     for module in stage.modules():
@@ -254,7 +254,7 @@ def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) 
     return stage
 
 
-def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: list[State]) -> tuple[Any, _Measured]:
+def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: States) -> tuple[Any, _Measured]:
     """What the forward returned, and what it and its backward take.
 
     Gradients that come from outside, and those of parameters, are there before the backward is counted.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
-from megamem.costs.state_bytes import state_bytes, state_sizes
+from megamem.costs.state_bytes import stage_state_bytes
 from megamem.memory.base import DTYPES
 from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
@@ -77,10 +77,10 @@ def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, 
             sizes[0] -= counts.tied
     element = DTYPES[config.training.precision].itemsize
     split = tp_size if parallel.sequence_parallel else 1
-    hidden = model.chunk_size // split * rows * model.hidden_size * element
-    # after so many sequences the schedule repeats itself
-    sequences = min(config.accumulation_steps(dp_size), -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2)
-    order = _order(stage, parallel.pp, sequences, config.chunks, config.bptt_chunks)
+    hidden = model.layer_model.chunk_size // split * rows * model.hidden_size * element
+    # after so many micro-batches the schedule repeats itself
+    repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
+    order = _order(config, stage, min(config.accumulation_steps(dp_size), repeats))
     read = [_state_bytes(config, layers, tp_size, chunk) for chunk in range(config.chunks)]
     gradients = _gradients(config, sizes, dp_size)
     at_work = _play(order, parts, hidden if stage else 0, read, config.bptt_chunks, gradients)
@@ -99,14 +99,15 @@ def step_peak(config: RunConfig, found: Activations, layers: range, stage: int, 
     return max(at_work_peak, ending, key=lambda peak: peak.total)
 
 
-def _order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: int) -> Order:
+def _order(config: RunConfig, stage: int, micro_batches: int) -> Order:
     """What the stage does; without a pipeline whole windows, forward and then backward (`WindowEngine`)."""
+    stages, chunks, bptt_chunks = config.parallel.pp, config.chunks, config.bptt_chunks
     if stages > 1:
-        return stage_order(stage, stages, sequences, chunks, bptt_chunks)
+        return stage_order(stage, stages, micro_batches, chunks, bptt_chunks, config.interleaved)
     order: Order = []
-    for window in window_schedule(sequences, chunks, bptt_chunks):
-        order += [Action("forward", window.sequence, chunk) for chunk in window.chunks]
-        order += [Action("backward", window.sequence, chunk) for chunk in reversed(window.chunks)]
+    for window in window_schedule(micro_batches, chunks, bptt_chunks):
+        order += [Action("forward", window.micro_batch, chunk) for chunk in window.chunks]
+        order += [Action("backward", window.micro_batch, chunk) for chunk in reversed(window.chunks)]
     return order
 
 
@@ -143,10 +144,8 @@ def _carried(config: RunConfig, states: int, dp_size: int) -> float:
 
 def _state_bytes(config: RunConfig, layers: range, tp_size: int, chunks: int) -> int:
     """Of the layers' states once a micro-batch's sequences are read so far."""
-    model, dtype = config.model, DTYPES[config.training.precision]
-    sizes = state_sizes(model, config.training.micro_batch_size)
-    kinds = (state_bytes(model.mixer_at(i).state_specs(model), sizes, dtype, tp_size, chunks) for i in layers)
-    return sum(sum(kind.values()) for kind in kinds)
+    rows, dtype = config.training.micro_batch_size, DTYPES[config.training.precision]
+    return sum(stage_state_bytes(config.model, layers, rows, dtype, tp_size, chunks).values())
 
 
 def _play(
@@ -170,7 +169,7 @@ def _play(
     oldest: dict[int, list[int]] = {}
     for action in order:
         here = [part[action.chunk] for part in parts]
-        chunks = oldest.setdefault(action.sequence, [])
+        chunks = oldest.setdefault(action.micro_batch, [])
         if action.kind == "forward":
             chunks.append(action.chunk)
         states = float(sum(read[min(chunks)] for chunks in oldest.values() if chunks))
@@ -186,13 +185,13 @@ def _play(
         most = max(most, (sums + made, live, _backward(here, new), states), key=sum)
         made += sum(new or [])
         chunks.remove(action.chunk)
-        live -= entered + sum(part.kept for part in here) + handed.pop(action.sequence, 0.0)
+        live -= entered + sum(part.kept for part in here) + handed.pop(action.micro_batch, 0.0)
         if ends:
             sums, made = max(sums, made if gradients.stay else gradients.sums), 0.0
             most = max(most, (sums, live, gradients.handing_over, states), key=sum)
         if action.chunk % bptt_chunks:
-            handed[action.sequence] = sum(part.handed_back for part in here)
-            live += handed[action.sequence]
+            handed[action.micro_batch] = sum(part.handed_back for part in here)
+            live += handed[action.micro_batch]
     return most
 
 

@@ -18,15 +18,21 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     layers_per_stage = [len(layers) for layers in engine.placement]
     costs = flop_costs(config.model, config.data.sequence_length).by_stage(layers_per_stage)
     parameters = parameter_costs(config.model).by_stage(layers_per_stage)
+    units = engine.accumulation, config.chunks, config.bptt_chunks
     lines = [
         f"stage {stage}: layers {layers.start}-{layers.stop - 1}{', embedding' if stage == 0 else ''}"
         f"{', head' if stage == stages - 1 else ''}: {parameters[stage]:,.0f} parameters, "
         f"{costs[stage] / sum(costs):.1%} of the operations, at most "
-        f"{peak_units(stage, stages, engine.accumulation, config.chunks, config.bptt_chunks)} chunks in flight"
+        f"{peak_units(stage, stages, *units, config.interleaved)} chunks in flight"
         for stage, layers in enumerate(engine.placement)
     ]
     cost = chunk_flops(config.model, config.chunks, layers_per_stage)
-    plan = compare(stages, engine.accumulation, config.chunks, config.bptt_chunks, cost)
+    plan = compare(stages, *units, cost, config.interleaved)
+    if config.interleaved and engine.accumulation < stages:
+        lines.append(
+            f"warning: {engine.accumulation} micro-batches cannot keep {stages} stages busy: a memory that spans the "
+            f"model goes through all stages before the next chunk; use at least {stages} micro-batches"
+        )
     return [
         *lines,
         f"bubble: {plan.ours.bubble:.1%} of the working time, {plan.one_f_one_b.bubble:.1%} over whole sequences "

@@ -18,7 +18,7 @@ from checkpoints.weights import load_weights
 from megamem.config.load import load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DataError
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
 from megamem.runs.result import read_result
 from tests.integration.commands import finish, megamem, run_tree, write_config
@@ -203,7 +203,7 @@ class TestLayouts:
 
     def test_weights_load_into_a_plain_model(self, command):
         folder, _, _ = command
-        stage = Stage(load_config(RunConfig, folder / "config.yaml").model, PlainLinears())
+        stage = build_stage(load_config(RunConfig, folder / "config.yaml").model, PlainLinears())
         parameters = dict(stage.named_parameters())
         load_weights(parameters, folder / "model.safetensors")
         saved = load_file(folder / "model.safetensors")
@@ -214,7 +214,7 @@ class TestLayouts:
         path = worlds[0] / "tp1" / "model.safetensors"
         saved = load_file(path)
         for rank in range(2):
-            parameters = dict(Stage(config_of(path).model, PlainLinears()).named_parameters())
+            parameters = dict(build_stage(config_of(path).model, PlainLinears()).named_parameters())
             shards = {name: shard_of(parameter) for name, parameter in parameters.items()}
             load_weights(shards, path, tp_size=2, tp_rank=rank)
             for name, shard in shards.items():
@@ -224,7 +224,7 @@ class TestLayouts:
 
     def test_weights_of_another_model_are_refused(self, worlds, tmp_path):
         path = worlds[0] / "tp1" / "model.safetensors"
-        parameters = dict(Stage(config_of(path).model, PlainLinears()).named_parameters())
+        parameters = dict(build_stage(config_of(path).model, PlainLinears()).named_parameters())
         name = next(iter(parameters))
         rest = {n: p for n, p in parameters.items() if n != name}
         for wrong, said in (

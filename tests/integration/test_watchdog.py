@@ -104,7 +104,7 @@ def asleep_in_a_chunk(*arguments: str) -> None:
 
     def sleepy(self, action, entered):
         nonlocal count
-        count += action.sequence == 1 and action.chunk == 2
+        count += action.micro_batch == 1 and action.chunk == 2
         if count == 3 and os.environ["RANK"] == "1":
             time.sleep(600)
         return forward(self, action, entered)

@@ -54,7 +54,7 @@ ALLOWED = {
     },
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
-        "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization",
+        "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization", "megamem.pipeline",
     },
     "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.training"},
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
