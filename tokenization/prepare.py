@@ -1,4 +1,4 @@
-"""From nothing to token shards: a corpus, a tokenizer trained on it, and the shards of each split."""
+"""Prepares data from nothing: a corpus, a tokenizer trained on it, and the token shards of each split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""From the options --dtype and --device to what torch takes."""
+"""The options --dtype and --device as torch's types."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def demo(
     config: Annotated[Path, typer.Option(help="the run")] = Path("configs/recipes/demo.yaml"),
     overrides: Overrides = None,
 ) -> None:
-    """From nothing to a trained model on real books: fetch, tokenize, shard, train on two processes, evaluate."""
+    """Make a trained model on real books from nothing: fetch, tokenize, shard, train on two processes, evaluate."""
     from launchers.local_ranks import run_local
     from megamem.cli.corpus import prepare
 

@@ -19,7 +19,7 @@ _STYLES: dict[Status, str] = {"ok": "green", "note": "cyan", "warning": "yellow"
 
 
 def doctor(as_json: Json = False) -> None:
-    """Versions, devices, what is missing and what that costs, and a two-process self-test."""
+    """Report versions, devices, what is missing and what that costs, and test collectives with two processes."""
     from megamem.doctor.checks import examine, healthy
 
     if as_json:
@@ -46,6 +46,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _table(findings: Iterable[Finding]) -> Table:
+    """Return the findings of a section as a table."""
     table = Table.grid(padding=(0, 2))
     for column in ("status", "name"):
         table.add_column(column, no_wrap=True)

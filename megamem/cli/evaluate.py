@@ -30,7 +30,7 @@ def evaluate(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Held-out losses of a checkpoint, or lm-eval's tasks on a checkpoint or an export."""
+    """Evaluate a checkpoint on held-out text, or a checkpoint or an export on lm-eval's tasks."""
     exported = (model / "config.json").is_file()
     if tasks is None:
         if exported:

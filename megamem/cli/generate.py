@@ -88,5 +88,6 @@ def _tokenizer(model: Path, folder: Path | None, vocab_size: int) -> Tokenizer:
 
 
 def _show(text: str) -> None:
+    """Write text to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The `megamem` command: assembles the verbs, and turns errors into lines and exit codes.
+"""The `megamem` command: assembles the verbs, and reports errors as one line and an exit code.
 
 Verbs import what they need when they run, so that `--help` is instant.
 """
@@ -50,7 +50,7 @@ app.command(hidden=True)(agent)
 
 
 def main() -> None:
-    """Entry point: a MegamemError becomes one line on stderr and its exit code."""
+    """Run the command; a MegamemError becomes one line on standard error and its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app(standalone_mode=True)

@@ -1,4 +1,4 @@
-"""How verbs write: the console, JSON lines, tables of facts and progress bars."""
+"""What verbs write with: the console, JSON lines, tables of facts and progress bars."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over `total` bytes; gives the function that advances it."""
+    """Show a progress bar over `total` bytes, and give the function that advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(label, total=total)

@@ -45,6 +45,7 @@ def preflight(
 
 
 def _rank(folder: Path, device: str | None, timeout: float, as_json: bool) -> NoReturn:
+    """Take part in the check as this rank, and end the process."""
     from dataclasses import asdict
 
     from megamem.preflight.findings import findings, healthy
@@ -52,7 +53,7 @@ def _rank(folder: Path, device: str | None, timeout: float, as_json: bool) -> No
     from megamem.preflight.report import lines, tables
     from megamem.preflight.run import preflight as check
 
-    def tell(record: Record) -> None:
+    def report(record: Record) -> None:
         found = findings(record)
         if as_json:
             shown = {"ok": healthy(found), "findings": [asdict(finding) for finding in found], **record.model_dump()}
@@ -62,6 +63,6 @@ def _rank(folder: Path, device: str | None, timeout: float, as_json: bool) -> No
                 console.print(part, highlight=False)
         console.file.flush()
 
-    record = check(folder, device, timeout, tell)
+    record = check(folder, device, timeout, report)
     # a thread that hangs in a backend would keep the process
     os._exit(0 if healthy(findings(record)) else 1)

@@ -19,7 +19,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="where to look; studies' runs below it are found too")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """A table of all runs in a folder: state, step, losses, speed. With --json one object a line."""
+    """List all runs in a folder: state, step, losses, speed. With --json one object a line."""
     from megamem.runs.status import find_runs, read_status, runs_table
 
     found = [read_status(path) for path in find_runs(folder)]

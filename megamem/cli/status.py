@@ -20,7 +20,7 @@ def status(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="show it again and again until the run has ended")] = False,
 ) -> None:
-    """What a run is at: state, step, speed, last checkpoint, and every rank's last action."""
+    """Show what a run is at: state, step, speed, last checkpoint, and every rank's last action."""
     from rich.live import Live
 
     from megamem.runs.status import read_status, run_page

@@ -58,6 +58,7 @@ def run(
 
 
 def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool) -> None:
+    """Hand the study's runs to SLURM as jobs, then write the report of what has finished."""
     from launchers.launch import load_cluster
     from megamem.study.submit import submit_runs
 
@@ -78,7 +79,7 @@ def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool
 
 @study_app.command()
 def read(folder: Annotated[Path, typer.Argument(help="folder of the job")]) -> None:
-    """The readings after a training on SLURM. Jobs of `megamem study run --on slurm` call it."""
+    """Read a model after its training on SLURM. Jobs of `megamem study run --on slurm` call it."""
     from megamem.study.submit import read_here
 
     raise typer.Exit(read_here(folder))
@@ -86,13 +87,13 @@ def read(folder: Annotated[Path, typer.Argument(help="folder of the job")]) -> N
 
 @study_app.command()
 def report(study: StudyPath, overrides: Overrides = None) -> None:
-    """Tables, laws, pictures and the page of what has finished so far."""
+    """Write tables, laws, pictures and the page of what has finished so far."""
     _report(study, overrides)
 
 
 @study_app.command("list")
 def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
-    """The study's runs and where each stands, as JSON lines."""
+    """List the study's runs and where each stands, as JSON lines."""
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.states import run_states
 
@@ -105,7 +106,7 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
 
 
 def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, list[PlannedRun]]:
-    """The study and its runs, both checked."""
+    """Return the study and its runs, both checked."""
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.tables import places
 
@@ -117,6 +118,7 @@ def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, lis
 
 
 def _report(study: Path, overrides: list[str] | None) -> None:
+    """Write the report and print its text."""
     from megamem.study.grid import load_study
     from megamem.study.report import write_report
 

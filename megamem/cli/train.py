@@ -98,7 +98,7 @@ def _run_rank(settings: RunConfig, dry_run: bool) -> None:
 
 
 def _stopped(settings: RunConfig) -> str:
-    """Return what is said of a run that ended before its last step."""
+    """Return the line about a run that ended before its last step."""
     cause = "as training.stop_after says" if settings.training.stop_after else "by a signal at a step border"
     again = "the same command goes on" if settings.checkpoint.resume == "auto" else "checkpoint.resume=auto goes on"
     return f"stopped {cause}; the checkpoint is saved, and {again}"

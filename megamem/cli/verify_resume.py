@@ -1,4 +1,4 @@
-"""`megamem verify-resume`: is a run in two parts the run in one piece, on the user's own configuration?"""
+"""`megamem verify-resume`: the test that a run in two parts is the run in one piece, on one's own configuration."""
 
 from __future__ import annotations
 

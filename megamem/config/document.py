@@ -1,4 +1,4 @@
-"""docs/configuration.md, generated from the configuration models: `python -m megamem.config.document FILE`."""
+"""Generates docs/configuration.md from the configuration models: `python -m megamem.config.document FILE`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NAMES = {"str": "text", "Path": "path", "float": "number", "bool": "true or fal
 
 
 def configuration_markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     blocks = [_HEAD, *_section("top level", RunConfig, "")]
     for path, model in _sections(RunConfig, ""):
         blocks += _section(path, model, path)
@@ -58,7 +58,7 @@ def _kinds(title: str, where: str, noun: str, registry: Registry[Any]) -> Iterat
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every nested configuration model with its path, depth first."""
+    """Yield every nested configuration model with its path, depth first."""
     for name, field in model.__pydantic_fields__.items():
         for inner, many in _models(field.annotation, False):
             path = f"{prefix}{name}{'[]' if many else ''}"
@@ -66,9 +66,11 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[B
             yield from _sections(inner, f"{path}.")
 
 
-def _models(annotation: Any, many: bool) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Configuration models in a type (those with a `kind` aside, which have parts of their own), and whether it lists
-    them."""
+def _models(annotation: object, many: bool) -> Iterator[tuple[type[BaseModel], bool]]:
+    """Yield the configuration models in a type, and whether the type lists them.
+
+    Those with a `kind` are left out: they have parts of the page of their own.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not issubclass(annotation, tuple(_WITH_KIND)):
             yield annotation, many
@@ -79,12 +81,13 @@ def _models(annotation: Any, many: bool) -> Iterator[tuple[type[BaseModel], bool
 
 
 def _section(title: str, model: type[BaseModel], path: str) -> list[str]:
+    """Return the heading, the meaning and the table of a section."""
     heading = f"## `{title}`" if path else f"## {title.capitalize()}"
     return [f"{heading}\n\n{_paragraph(inspect.getdoc(model))}\n", _table(model)]
 
 
 def _table(model: type[BaseModel], skip: Iterable[str] = ()) -> str:
-    """Key, type, default and meaning of each field; empty without fields."""
+    """Return a table of each field's key, type, default and meaning; empty without fields."""
     rows = [
         f"| `{name}` | {_cell(_typed(field))} | {_cell(_default(field))} | {_cell(_paragraph(field.description))} |"
         for name, field in model.__pydantic_fields__.items()
@@ -94,19 +97,22 @@ def _table(model: type[BaseModel], skip: Iterable[str] = ()) -> str:
 
 
 def _paragraph(text: str | None) -> str:
+    """Return a text in one line."""
     return " ".join((text or "").split())
 
 
 def _cell(text: str) -> str:
+    """Return a text as a table of Markdown may hold it."""
     return text.replace("|", "\\|")
 
 
 def _typed(field: FieldInfo) -> str:
+    """Return a field's type in words."""
     return _type_name(field.annotation, field.metadata)
 
 
-def _type_name(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """A type in words, bounds included."""
+def _type_name(annotation: Any, metadata: Iterable[object] = ()) -> str:
+    """Return a type in words, bounds included."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_name(arguments[0], [*arguments[1:], *metadata])
@@ -129,6 +135,7 @@ def _type_name(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    """Return what a field is if it is not given."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -139,7 +146,8 @@ def _default(field: FieldInfo) -> str:
     return f"`{_yaml(value)}`"
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
+    """Return a value as a YAML file would have it."""
     if isinstance(value, bool | list | tuple):
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

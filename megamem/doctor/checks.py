@@ -20,7 +20,7 @@ from megamem.hardware import amx_announced, avoid_broken_amx, cores
 Status = Literal["ok", "note", "warning", "failed"]
 
 LOW_DISK_GIB = 5.0
-"""Below this a run's checkpoints and shards soon fill the disk."""
+"""Free space below which a run's checkpoints and shards soon fill the disk."""
 
 # import name, distribution name, what is lost without it
 _ACCELERATORS = [
@@ -44,7 +44,7 @@ class Finding:
 
 
 def check_versions() -> list[Finding]:
-    """Python and every required package against the ranges megamem was installed with."""
+    """Check Python and every required package against the ranges megamem was installed with."""
     found = []
     metadata = importlib.metadata.metadata("megamem")
     wanted = metadata["Requires-Python"] or ""
@@ -59,6 +59,7 @@ def check_versions() -> list[Finding]:
 
 
 def _check_requirement(requirement: Requirement) -> Finding:
+    """Check one required package."""
     specifier = str(requirement.specifier)
     try:
         version = importlib.metadata.version(requirement.name)
@@ -70,11 +71,12 @@ def _check_requirement(requirement: Requirement) -> Finding:
 
 
 def _range(version: str, specifier: str) -> str:
+    """Return a version and the range it should be in, in words."""
     return f"{version} (needs {specifier})" if specifier else version
 
 
 def check_imports() -> list[Finding]:
-    """Whether torch, DeepSpeed and Megatron-Core really load."""
+    """Check that torch, DeepSpeed and Megatron-Core really load."""
     try:
         from megamem.parallel.libraries import prepare_libraries
 
@@ -86,7 +88,7 @@ def check_imports() -> list[Finding]:
 
 
 def check_cpu() -> list[Finding]:
-    """Model, cores and how BF16 runs."""
+    """Describe the processor: model, cores and how BF16 runs."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -106,7 +108,7 @@ def check_cpu() -> list[Finding]:
 
 
 def check_cuda() -> list[Finding]:
-    """Every CUDA device: memory, compute capability, BF16, peak."""
+    """Describe every CUDA device: memory, compute capability, BF16, peak."""
     import torch
 
     if not torch.cuda.is_available():
@@ -129,7 +131,7 @@ def check_cuda() -> list[Finding]:
 
 
 def check_accelerators() -> list[Finding]:
-    """Optional packages, and what is lost without each."""
+    """Report optional packages, and what is lost without each."""
     found = []
     for module, package, lost in _ACCELERATORS:
         if importlib.util.find_spec(module) is None:
@@ -144,7 +146,7 @@ def check_accelerators() -> list[Finding]:
 
 
 def check_disk(folder: Path = Path()) -> list[Finding]:
-    """Free space where runs are written."""
+    """Check the free space where runs are written."""
     free = shutil.disk_usage(folder).free / 2**30
     where = f"{free:.1f} GiB free in {folder.resolve()}"
     if free < LOW_DISK_GIB:
@@ -153,7 +155,7 @@ def check_disk(folder: Path = Path()) -> list[Finding]:
 
 
 def check_collectives(timeout_s: float = 120) -> list[Finding]:
-    """The two-process self-test: over gloo, and over NCCL where there are two devices."""
+    """Run the self-test of two processes: over gloo, and over NCCL where there are two devices."""
     try:
         import torch
 
@@ -176,7 +178,7 @@ def check_collectives(timeout_s: float = 120) -> list[Finding]:
 
 
 def examine() -> list[Finding]:
-    """Every check, in order. Without torch only what does not need it."""
+    """Run every check, in order; without torch only those that do not need it."""
     found = [*check_versions(), *check_imports()]
     if importlib.util.find_spec("torch") is not None:
         found += check_cuda()
@@ -184,5 +186,5 @@ def examine() -> list[Finding]:
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether nothing failed."""
+    """Return whether nothing failed."""
     return all(finding.status != "failed" for finding in findings)
