@@ -78,7 +78,7 @@ def _held_out(
         dtype=dtype,
         console=console,
     )
-    figures = {name: value for name, value in finite(report).items() if not isinstance(value, dict)}
+    figures: dict[str, float | int | str | None] = finite(report.figures())
     console.print(result_table(figures, title=f"{config.name}, step {run.checkpoint.step}"))
     return figures
 

@@ -23,6 +23,7 @@ from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, e
 from megamem.evaluation.probe import MemoryReport, memory_use
 from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
+from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.sliding import SlidingReport, sliding_losses
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
@@ -43,7 +44,7 @@ def final_evaluation(
     folder: Path | None = None,
     console: Console | None = None,
     watch: Watch | None = None,
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """All figures of docs/evaluation.md. A collective call: every rank makes it.
 
     Args:
@@ -55,13 +56,7 @@ def final_evaluation(
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
         watch: called after each call of the model and while LZMA is waited for, with what is being done.
-    Returns: plain data: `val_loss`, `val_perplexity`, `val_bits_per_byte`, `val_tokens`, `val_accuracy`,
-        `val_exact_match`, `lzma_bits_per_byte`, `first_chunk_loss`, `beyond_first_chunk_loss`,
-        `memory_off_beyond_first_chunk_loss`, `memory_gain`, `sliding_perplexity`, `sliding_plain_perplexity` (the same
-        tokens without the window), `sliding_tokens`, `evaluation_tokens_per_second`, `chunk_size`, `picture` and the
-        full reports under `losses`, `memory`, `sliding` and `lzma`. The window's are of documents that predict
-        every token, and None without any. The same on all ranks but for LZMA's figures and the picture, which only rank
-        0 has; the others have None.
+    Returns: the same on all ranks but for LZMA's figures and the picture, which only rank 0 has.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
@@ -77,10 +72,17 @@ def final_evaluation(
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:
                 watch("evaluation, LZMA baseline")
-        result = _result(figures, lzma.result() if lzma else None, stage.config.chunk_size)
+        result = EvaluationResult(
+            losses=figures.losses,
+            memory=figures.memory,
+            sliding=figures.sliding,
+            lzma=lzma.result() if lzma else None,
+            tokens_per_second=figures.losses.tokens / figures.seconds,
+            chunk_size=stage.config.chunk_size,
+            picture=str(folder / PICTURE) if main and folder is not None else None,
+        )
     if main and folder is not None:
-        result["picture"] = str(folder / PICTURE)
-        write_report(folder, result, config.name)
+        write_report(folder, result.to_dict(), config.name)
     return result
 
 
@@ -128,33 +130,6 @@ def _figures(
             progress=passes.named("sliding window"),
         )
     return _Figures(losses, memory, sliding, seconds)
-
-
-def _result(figures: _Figures, lzma: LzmaReport | None, chunk_size: int) -> dict[str, Any]:
-    losses, memory, sliding = figures.losses, figures.memory, figures.sliding
-    return {
-        "val_loss": losses.loss,
-        "val_perplexity": losses.perplexity,
-        "val_bits_per_byte": losses.bits_per_byte,
-        "val_tokens": losses.tokens,
-        "val_accuracy": losses.accuracy,
-        "val_exact_match": losses.exact_match,
-        "lzma_bits_per_byte": lzma.bits_per_byte if lzma else None,
-        "first_chunk_loss": losses.first_chunk_loss,
-        "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,
-        "memory_off_beyond_first_chunk_loss": memory.memory_off_beyond_first_chunk_loss,
-        "memory_gain": memory.gain,
-        "sliding_perplexity": sliding.perplexity if sliding else None,
-        "sliding_plain_perplexity": sliding.plain_perplexity if sliding else None,
-        "sliding_tokens": sliding.tokens if sliding else None,
-        "evaluation_tokens_per_second": losses.tokens / figures.seconds,
-        "chunk_size": chunk_size,
-        "picture": None,
-        "losses": losses.as_dict(),
-        "memory": memory.as_dict(),
-        "sliding": sliding.as_dict() if sliding else None,
-        "lzma": lzma.as_dict() if lzma else None,
-    }
 
 
 class _Passes:

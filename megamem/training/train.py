@@ -221,7 +221,7 @@ def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], c
             watch=trainer.watch,
         )
         # the full reports are in evaluation.json
-        figures = {name: value for name, value in finite(found).items() if not isinstance(value, dict)}
+        figures = finite(found.figures())
     result = RunResult(
         run_dir=str(config.run_folder),
         steps=trainer.step,

@@ -80,7 +80,14 @@ def test_gradients_reach_the_chunk_before(architecture):
 @architectures
 def test_bfloat16_stays_near_float64(architecture):
     """Law 7: 96 chunks with the same BF16 weights; the error stays small and does not grow along the stream."""
-    low, high = make(architecture, "stage", torch.bfloat16), make(architecture, "stage", torch.bfloat16).double()
+    # with the laws' weights of 0.3 a memory that passes through all layers is chaotic: any difference grows until it
+    # is as large as the signal, whatever the precision; with 0.1 what is read forgets what came long before
+    model = architecture.model(layers=3, at=1).model_copy(update={"init_std": 0.1})
+    low, high = (build_stage(model, PlainLinears()) for _ in range(2))
+    for stage in (low, high):
+        initialize_parameters(stage, 1)
+        stage.bfloat16()
+    high.double()
     chunks, rows = 96, 2
     x = inputs(low, chunks * CHUNK, rows, seed=11)
     errors, sizes = [], []
@@ -94,8 +101,8 @@ def test_bfloat16_stays_near_float64(architecture):
             errors.append((ours.double() - exact).norm().item())
             sizes.append(exact.norm().item())
     relative = [error / size for error, size in zip(errors, sizes, strict=True)]
-    # three layers, each rounding as often as the one mixer of the bare law; and a chunk's error feeds the next
-    within("7 BF16: whole models, mean of the stream", sum(relative) / chunks, 4e-2)
+    # as for bare mixers: with small weights three layers round no more than one mixer with large ones
+    within("7 BF16: whole models, mean of the stream", sum(relative) / chunks, 2e-2)
     within("7 BF16: whole models, late over early error", sum(errors[-32:]) / sum(errors[1:33]), 1.25)
 
 

@@ -102,7 +102,7 @@ def under_zero_3(topology):
         final = final_evaluation(
             engine.stage, lambda: iter(documents(*LENGTHS)), None, config, topology, dtype=torch.float32
         )
-        losses.append(final["val_loss"])
+        losses.append(final.losses.loss)
     return {"figures": json.dumps(before), "calls": made, "uneven": uneven, "losses": losses, "modes": calls[:made]}
 
 

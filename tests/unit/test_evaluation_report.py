@@ -71,7 +71,7 @@ def evaluate(kind="elastic_memory", texts=None, tokenizer=None, topology=TOPOLOG
     return final_evaluation(
         make_stage(kind), lambda: iter(texts), tokenizer or FakeTokenizer(), settings or config(), topology,
         dtype=torch.float64, **more,
-    )  # fmt: skip
+    ).to_dict()  # fmt: skip
 
 
 def write_metrics(folder, lines=METRICS):
@@ -121,7 +121,7 @@ def test_without_a_tokenizer_there_are_no_bytes():
     texts = documents(90, 90)
     result = final_evaluation(
         make_stage("local_attention"), lambda: texts, None, config(final_max_tokens=130), TOPOLOGY, dtype=torch.float64
-    )
+    ).to_dict()
     assert result["val_bits_per_byte"] is result["lzma_bits_per_byte"] is result["lzma"] is None
     write = io.StringIO()
     Console(file=write, width=100).print(result_table(result))
