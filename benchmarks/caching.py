@@ -32,7 +32,7 @@ from benchmarks.common import (
 from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
 
@@ -74,7 +74,7 @@ def models(quick: bool) -> dict[str, ModelConfig]:
 
 def run_of(model: ModelConfig, tokens: int) -> Any:
     """A function that runs one sequence forward and backward."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     stage.recompute = tokens > STORED
     initialize_parameters(stage, seed=0)
     window = Window(stage)

@@ -35,8 +35,9 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     from megamem.config.run import RunConfig
     from megamem.costs.parameters import parameter_counts
     from megamem.pipeline.engine import build_engine
+    from megamem.training.build import start_topology
     from megamem.training.checkpointing import cpu_group
-    from megamem.training.start import mock_batches, start_topology
+    from megamem.training.dry_run import mock_batches
 
     config = load_config(RunConfig, Path("configs/recipes/demo.yaml"))
     topology = start_topology(config)

@@ -31,7 +31,7 @@ from megamem.config.run import OptimizerConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import Chunk
 from megamem.memory.shared.block_attention import AttentionProjections
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.optimizer import parameter_groups
 
@@ -95,7 +95,7 @@ def watched(stage: Stage) -> Iterator[dict[str, list[Tensor]]]:
         stack.enter_context(mock.patch.object(module, method, watching))
 
     with ExitStack() as stack:
-        for layer, block in enumerate(stage.blocks):
+        for layer, block in enumerate(stage.own_layers):
             watch(stack, block.mixer, "forward", f"mixer {layer}", itemgetter(0))
             watch(stack, block, "forward", f"hidden {layer}", itemgetter(0))
             if isinstance(block.mixer, AttentionProjections):
@@ -126,7 +126,7 @@ def read(stage: Stage, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 def sizes(model: ModelConfig, steps: int, lr: float, seed: int = 0) -> tuple[Sizes, Sizes]:
     """Mean magnitudes after `steps` AdamW steps on one batch: of activations, and of their change since the start."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed)
     config = OptimizerConfig(lr=lr)
     groups = parameter_groups(stage.named_parameters(), config)

@@ -36,7 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.profiling import profile_table, seconds_by_part
 from megamem.config.model import ModelConfig
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
 
@@ -73,7 +73,7 @@ def shapes(quick: bool) -> dict[str, Shape]:
 
 def unit(model: ModelConfig, shape: Shape) -> tuple[Stage, Callable[[], float]]:
     """The model, and a function that runs one sequence forward and backward and returns the loss per token."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
     window = Window(stage)
     batch = random_batch(model, shape.chunks, shape.rows)

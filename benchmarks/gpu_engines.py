@@ -12,7 +12,7 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.pipeline.window import Window
 
@@ -88,7 +88,7 @@ class Minimal:
     def __init__(self, model: ModelConfig, length: int, rows: int, device: str) -> None:
         settings = run_config(model, length, rows, device).optimizer
         with torch.device(device):
-            self.stage = Stage(model, PlainLinears())
+            self.stage = build_stage(model, PlainLinears())
         initialize_parameters(self.stage, seed=0)
         parameters = list(self.stage.parameters())
         self._masters = [p.detach().clone().requires_grad_() for p in parameters]

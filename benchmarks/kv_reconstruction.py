@@ -23,16 +23,13 @@ from torch import Tensor
 
 from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
-from checkpoints.whole import whole_model
-from megamem.cli.checkpoint import one_checkpoint
-from megamem.config.load import parse_config
-from megamem.config.run import RunConfig
+from checkpoints.trained import open_run
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.continuous.elastic_memory import ElasticMemory
 from megamem.memory.continuous.hippo import kernel, reconstruction
 from megamem.model.stage import Stage
-from megamem.training.start import held_out
+from megamem.training.build import held_out_documents
 
 PAPER = {540: 0.45, 1080: 0.41, 2160: 0.35, 4320: 0.31, 8640: 0.27}
 """Order for 32,768 tokens -> error."""
@@ -55,7 +52,7 @@ def collected(mixer: ElasticMemory) -> Iterator[list[Tensor]]:
 
 def keys_and_values(stage: Stage, documents: list[Tensor]) -> Tensor:
     """Of the first Elastic Memory layer: [tokens, documents, 2, kv_heads, width], float64."""
-    layers = [block.mixer for block in stage.blocks if isinstance(block.mixer, ElasticMemory)]
+    layers = [block.mixer for block in stage.own_layers if isinstance(block.mixer, ElasticMemory)]
     if not layers:
         raise ConfigError("the run has no layer with elastic_memory")
     tokens = torch.stack(documents, dim=1)
@@ -90,12 +87,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT / "kv_reconstruction.json")
     arguments = parser.parse_args()
     fix_threads()
-    checkpoint = one_checkpoint(arguments.run)
-    config = parse_config(RunConfig, checkpoint.run()["config"], str(arguments.run))
-    texts = [d.tokens[: arguments.tokens] for d in held_out(config) if d.predicted_tokens >= arguments.tokens]
+    trained = open_run(arguments.run)
+    config = trained.config
+    texts = [d.tokens[: arguments.tokens] for d in held_out_documents(config) if d.predicted_tokens >= arguments.tokens]
     if not texts:
         raise ConfigError(f"no held-out document has {arguments.tokens:,} tokens; give fewer")
-    signal = keys_and_values(whole_model(checkpoint, config.model), texts[: arguments.documents])
+    signal = keys_and_values(trained.load(), texts[: arguments.documents])
     rows, records = [], []
     for paper_order, published in PAPER.items():
         order = round(paper_order * arguments.tokens / CONTEXT)

@@ -120,7 +120,8 @@ def run_rank(config: RunConfig) -> None:
     import torch
 
     from megamem.pipeline.engine import build_engine
-    from megamem.training.start import mock_batches, start_topology
+    from megamem.training.build import start_topology
+    from megamem.training.dry_run import mock_batches
 
     torch.set_num_threads(1)
     topology = start_topology(config)

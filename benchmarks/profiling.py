@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import megamem.ops.attention.merged as merged
 import megamem.ops.attention.softmax as attention
 from megamem.memory.shared.block_attention import AttentionProjections, BlockAttention
-from megamem.model.layers import RMSNorm, SwiGLU
+from megamem.model.mlp import SwiGLU
+from megamem.model.norm import RMSNorm
 from megamem.model.stage import Stage
 
 PREFIX = "part: "
@@ -57,7 +58,7 @@ def labels(stage: Stage) -> Iterator[None]:
         (RMSNorm, "forward", "norms"),
         (Stage, "token_losses", "head and loss"),
     ]
-    kinds = {type(block.mixer) for block in stage.blocks}
+    kinds = {type(block.mixer) for block in stage.own_layers}
     patches += [
         (kind, name, part)
         for kind in kinds
@@ -69,7 +70,7 @@ def labels(stage: Stage) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, _labelled(getattr(owner, name), part)))
         backends = {name: _labelled(kernel, LOCAL) for name, kernel in attention._BACKENDS.items()}
         stack.enter_context(mock.patch.dict(attention._BACKENDS, backends))
-        for block in stage.blocks:
+        for block in stage.own_layers:
             output, rotary = block.mixer.output, block.mixer.apply_rotary
             stack.enter_context(mock.patch.object(output, "forward", _labelled(output.forward, "projections")))
             stack.enter_context(mock.patch.object(block.mixer, "apply_rotary", _labelled(rotary, "rotary")))

@@ -109,10 +109,11 @@ CASES: dict[str, Case] = {
         2,
         (
             mixer(
-                "{kind: sequential, mixers: [{kind: titans, inner_chunk: 32}, {kind: sliding_attention, window: 128}]}"
+                "{kind: sequential, mixers: [{kind: titans, inner_chunk: 32, max_rate: 0.01}, "
+                "{kind: sliding_attention, window: 128}]}"
             ),
             "model.memory=[]", "parallel.tp=1", "training.micro_batch_size=1", "parallel.zero_stage=3",
-            "training.precision=bf16",
+            "optimizer.lr=3.0e-4", "training.precision=bf16",
         ),
     ),
     "retnet_ssd_linear_mup": Case(

@@ -25,15 +25,13 @@ os.environ.setdefault("MEGAMEM_BANK_GIB", "0.1")  # no position comes back: matr
 from benchmarks.charts import beside
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from benchmarks.generation import resident_bytes
-from checkpoints.whole import whole_model
-from megamem.cli.checkpoint import one_checkpoint
-from megamem.config.load import parse_config
+from checkpoints.trained import open_run
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.losses import LossReport, evaluate_losses, loss_report
 from megamem.evaluation.probe import single_chunk_readings
 from megamem.evaluation.reading import Reader
-from megamem.training.start import held_out
+from megamem.training.build import held_out_documents
 
 PARTS = 10
 """The text is looked at in tenths."""
@@ -56,7 +54,7 @@ def one_document(config: RunConfig, tokens: int) -> EvaluationDocument:
         update={"data": config.data.model_copy(update={"validation": (*config.data.validation, *paths), "sources": ()})}
     )
     parts, count = [], 0
-    for document in held_out(everything):
+    for document in held_out_documents(everything):
         parts.append(document.tokens[: document.predicted_tokens])
         count += document.predicted_tokens
         if count > tokens:
@@ -74,10 +72,10 @@ def tenths(report: LossReport) -> list[float]:
 
 def measure(run: Path, tokens: int) -> dict[str, Any]:
     """One model's reading of the text."""
-    checkpoint = one_checkpoint(run)
-    config = parse_config(RunConfig, checkpoint.run()["config"], str(run))
+    trained = open_run(run)
+    config = trained.config
     document = one_document(config, tokens)
-    stage = whole_model(checkpoint, config.model)
+    stage = trained.load()
     how: dict[str, Any] = {"topology": None, "device": torch.device("cpu"), "dtype": torch.float32}
     watched = Watched()
     begin = time.perf_counter()

@@ -28,7 +28,7 @@ from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
 
@@ -65,9 +65,9 @@ class TheirMemory(Mixer):
 
 def our_layer(model: ModelConfig, tokens: int) -> Callable[[], object]:
     """One layer, chunk by chunk, forward and backward."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
-    mixer, size = stage.blocks[0].mixer, model.chunk_size
+    mixer, size = stage.own_layers[0].mixer, model.chunk_size
     hidden = torch.randn(tokens, 1, model.hidden_size, requires_grad=True)
 
     def run() -> None:
@@ -93,9 +93,9 @@ def their_layer(model: ModelConfig, tokens: int, step_tokens: int) -> Callable[[
 
 def whole_model(model: ModelConfig, tokens: int, step_tokens: int | None = None) -> Callable[[], object]:
     """A model with our layers, or with theirs in their place."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
-    for block in stage.blocks if step_tokens else ():
+    for block in stage.own_layers if step_tokens else ():
         block.mixer = TheirMemory(model, step_tokens or 1)
     window, batch = Window(stage), random_batch(model, tokens // model.chunk_size, 1)
 

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megamem.errors import CheckpointError
 from megamem.files import sha256_file
@@ -32,21 +32,72 @@ MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".part
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+class RunIdentity(TypedDict):
+    """What makes two parts of training one run."""
+
+    model: dict[str, Any]
+    """The model's configuration, without fields that may change between two parts."""
+    data_fingerprint: str
+    tokenizer_sha256: str | None
+    batch_tokens: int
+    sequence_length: int
+
+
+class RunFacts(RunIdentity):
+    """What all checkpoints of a run say of it."""
+
+    config: dict[str, Any]
+    """The resolved configuration."""
+    megamem: str
+    """Version that wrote it."""
+
+
+class BadStepCounts(TypedDict):
+    """Steps that were skipped for values that were not finite."""
+
+    total: int
+    """Skipped steps since the run began."""
+    streak: list[int]
+    """Numbers of the skipped steps that directly precede the checkpoint."""
+
+
+class SavedRun(RunFacts):
+    """The contents of run.json."""
+
+    step: int
+    """Finished optimizer steps."""
+    tokens: int
+    """Tokens read so far."""
+    samples: int
+    """Sequences read so far."""
+    optimizer_steps: int
+    """Updates that the optimizer has made (skipped steps are none)."""
+    bad_steps: BadStepCounts
+    val_loss: float | None
+    """Loss of the validation at this step, if there was one."""
+    layout: dict[str, int]
+    """Sizes of pipeline, data and tensor parallelism: `pp`, `dp`, `tp`."""
+    placement: list[int]
+    """Number of layers of each stage."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder named like a checkpoint."""
 
     path: Path
     step: int
+    """Finished optimizer steps."""
 
     @property
     def complete(self) -> bool:
-        """Whether it was written to its end. Says nothing about what happened to it since; see `verify`."""
+        """True where it was written to its end. Says nothing about what happened to it since; see `verify`."""
         return (self.path / MARKER).is_file()
 
-    def run(self) -> dict[str, Any]:
-        """Counters, configuration and fingerprints. Raises CheckpointError."""
-        return read_json(self.path / RUN)
+    def run(self) -> SavedRun:
+        """Read counters, configuration and fingerprints. Raises CheckpointError naming the file."""
+        saved: SavedRun = read_json(self.path / RUN)  # type: ignore[assignment]  # as a checkpoint writes it
+        return saved
 
     def manifest(self) -> dict[str, Any]:
         """Sizes and hashes by file name. Raises CheckpointError."""

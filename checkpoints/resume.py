@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import Checkpoint, at, begun_from, checkpoints_in, verify
+from checkpoints.folder import Checkpoint, RunIdentity, SavedRun, at, begun_from, checkpoints_in, verify
 from checkpoints.fragments import Fragments, LoadPlanner, region
 from checkpoints.states import Lanes
 from checkpoints.storage import SafeReader, read_index
@@ -29,6 +29,7 @@ from checkpoints.training_state import (
 from checkpoints.weights import new_parameter_names
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import meta_stage
 from megamem.pipeline.base import TrainingEngine
@@ -72,8 +73,8 @@ MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "
 """Parts of run.json that a run cannot change: the others' meaning depends on them."""
 
 
-def identity(config: Any, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:
-    """What run.json says of the run it belongs to."""
+def identity(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunIdentity:
+    """Return what makes a checkpoint one of this run."""
     return {
         "model": _shape(config.model.model_dump(mode="json")),
         "data_fingerprint": data_fingerprint,
@@ -169,7 +170,7 @@ def _all_agree(error: str | None, group: ProcessGroup) -> None:
         raise CheckpointError(found)
 
 
-def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
+def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> SavedRun:
     """Put weights, moments, memory states and random generators back, whatever layout saved them.
 
     A collective call of all ranks of `group`. Returns run.json.

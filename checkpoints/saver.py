@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import PARTIAL, RUN, complete, folder_name, prune, sync
+from checkpoints.folder import PARTIAL, RUN, SavedRun, complete, folder_name, prune, sync
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.storage import INDEX, SafeWriter, data_file
 from megamem.config.checkpoint import CheckpointConfig
@@ -68,7 +68,7 @@ class Saver:
         self,
         step: int,
         tensors: dict[str, Fragments],
-        run: dict[str, Any],
+        run: SavedRun,
         wait: bool = False,
         watch: Callable[[str], None] = lambda action: None,
     ) -> None:
@@ -154,9 +154,7 @@ class Saver:
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 
-    def _write(
-        self, step: int, tensors: dict[str, Fragments], run: dict[str, Any], waited: float, copied: float
-    ) -> None:
+    def _write(self, step: int, tensors: dict[str, Fragments], run: SavedRun, waited: float, copied: float) -> None:
         begun = time.monotonic()
         try:
             self._write_all(step, tensors, run)
@@ -167,7 +165,7 @@ class Saver:
         except BaseException as error:
             self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")
 
-    def _write_all(self, step: int, tensors: dict[str, Fragments], run: dict[str, Any]) -> None:
+    def _write_all(self, step: int, tensors: dict[str, Fragments], run: SavedRun) -> None:
         final = self.folder / folder_name(step)
         partial = final.with_name(final.name + PARTIAL)
         self._together(lambda: self._prepare(partial) if self.rank == 0 else None)
@@ -185,7 +183,7 @@ class Saver:
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
-    def _hash(self, partial: Path, run: dict[str, Any]) -> dict[str, Any]:
+    def _hash(self, partial: Path, run: SavedRun) -> dict[str, Any]:
         """Force this rank's files to the disk and hash them as they are there."""
         names = [data_file(self.rank)]
         if self.rank == 0:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints.fragments import Fragments, Piece
-from megamem.memory.base import Growing, Mixer, State, StateSpec, TensorSpec
-from megamem.model.block import Block
+from megamem.memory.base import Growing, State, Stateful, States, StateSpec, TensorSpec
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
@@ -55,12 +54,7 @@ class Lanes:
         rows = engine.config.training.micro_batch_size
         return Lanes(engine.stage, engine.topology, engine.accumulation, rows, engine.dtype)
 
-    @property
-    def mixers(self) -> dict[int, Mixer]:
-        """By layer."""
-        return {int(layer): cast(Block, block).mixer for layer, block in self.stage.layers.items()}
-
-    def fragments(self, carried: Mapping[int, list[State]]) -> dict[str, Fragments]:
+    def fragments(self, carried: Mapping[int, States]) -> dict[str, Fragments]:
         """States by micro-batch, as `states/layers.N/PART`; the batch axis is the row of the whole batch.
 
         Growing lists of lanes may have different lengths: they are filled up with zeros at their old end, and
@@ -71,16 +65,17 @@ class Lanes:
         longest = self._longest_lists(carried)
         for sequence, states in carried.items():
             row = (sequence * self.topology.dp_size + self.topology.dp_rank) * self.rows
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                prefix = f"{PREFIX}layers.{layer}/"
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                prefix = f"{PREFIX}{component}/"
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
                         counts = torch.full((self.rows,), len(state[name]))
                         pieces.setdefault(f"{prefix}{name}.entries", []).append(Piece((row,), counts))
                         declared[f"{prefix}{name}.entries"] = TensorSpec(("batch",), "int64"), counts
-                        missing = longest[layer, name] - len(state[name])
-                        state = {**state, name: [*self._empty_entries(mixer, spec, missing), *state[name]]}
-                for part, spec, tensor in named_tensors(mixer.specs, state):
+                        missing = longest[component, name] - len(state[name])
+                        state = {**state, name: [*self._empty_entries(holder, spec, missing), *state[name]]}
+                for part, spec, tensor in named_tensors(holder.specs, state):
                     if not tensor.numel():
                         continue
                     batch = spec.axis("batch")
@@ -100,7 +95,7 @@ class Lanes:
             for name, found in pieces.items()
         }
 
-    def empty(self, names: set[str]) -> dict[int, list[State]]:
+    def empty(self, names: set[str]) -> dict[int, States]:
         """States with room for what a checkpoint holds; none if it holds none.
 
         names: of the checkpoint's tensors, which say how many entries growing lists have at most. After the load,
@@ -111,38 +106,40 @@ class Lanes:
         carried = {}
         for sequence in range(self.sequences):
             states = self.stage.initial_states(self.rows, self.topology.device, self.dtype)
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
-                        ages = re.compile(rf"{PREFIX}layers\.{layer}/{re.escape(name)}\.(\d+)\.")
+                        ages = re.compile(rf"{PREFIX}{re.escape(component)}/{re.escape(name)}\.(\d+)\.")
                         count = len({found[1] for entry in names if (found := ages.match(entry))})
-                        state[name] = self._empty_entries(mixer, spec, count)
+                        state[name] = self._empty_entries(holder, spec, count)
             carried[sequence] = states
         return carried
 
-    def drop_filling(self, carried: Mapping[int, list[State]], loaded: Mapping[str, Fragments]) -> None:
+    def drop_filling(self, carried: Mapping[int, States], loaded: Mapping[str, Fragments]) -> None:
         """Cut growing lists down to the entries their rows had when they were saved."""
         for index, states in enumerate(carried.values()):
-            for (layer, mixer), state in zip(self.mixers.items(), states, strict=True):
-                for name, spec in mixer.specs.items():
+            for component, holder in self.stage.components.items():
+                state = states[component]
+                for name, spec in holder.specs.items():
                     if isinstance(spec, Growing):
-                        counts = loaded[f"{PREFIX}layers.{layer}/{name}.entries"].pieces[index].tensor
+                        counts = loaded[f"{PREFIX}{component}/{name}.entries"].pieces[index].tensor
                         state[name] = state[name][len(state[name]) - int(counts.max()) :]
 
-    def _longest_lists(self, carried: Mapping[int, list[State]]) -> dict[tuple[int, str], int]:
-        """Per layer and growing list, most entries of any lane on any data-parallel rank."""
+    def _longest_lists(self, carried: Mapping[int, States]) -> dict[tuple[str, str], int]:
+        """Most entries of any lane on any data-parallel rank, by component and growing list."""
         lists = [
-            (at, layer, name)
-            for at, (layer, mixer) in enumerate(self.mixers.items())
-            for name, spec in mixer.specs.items()
+            (component, name)
+            for component, holder in self.stage.components.items()
+            for name, spec in holder.specs.items()
             if isinstance(spec, Growing)
         ]
         if not lists or not carried:
             return {}
-        counts = [max(len(states[at][name]) for states in carried.values()) for at, _, name in lists]
+        counts = [max(len(states[component][name]) for states in carried.values()) for component, name in lists]
         agreed = torch.tensor(counts, device=self.topology.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.topology.dp_group)
-        return {(layer, name): int(most) for (_, layer, name), most in zip(lists, agreed.tolist(), strict=True)}
+        return dict(zip(lists, agreed.tolist(), strict=True))
 
     def _whole_shape(self, spec: TensorSpec, tensor: Tensor) -> list[int]:
         shape = list(tensor.shape)
@@ -153,10 +150,10 @@ class Lanes:
             shape[axis] *= self.topology.tp_size
         return shape
 
-    def _empty_entries(self, mixer: Mixer, spec: Growing, count: int) -> list[dict[str, Any]]:
+    def _empty_entries(self, holder: Stateful, spec: Growing, count: int) -> list[dict[str, Any]]:
         """Zeros in the place of entries of a growing list."""
         device = self.topology.device
         return [
-            {part: mixer.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
+            {part: holder.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}
             for _ in range(count)
         ]

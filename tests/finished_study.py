@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megamem.runs.result import RunResult, write_result
 from megamem.study.collect import planned_figures
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun, load_study, planned_runs, study_folder
@@ -111,5 +112,4 @@ def write_run(run: PlannedRun, seed: int, failed: bool) -> None:
             lines.append({"step": step, "tokens": step * 64, "val_loss": loss(step)})
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if not failed:
-        result = {"val_loss": loss(64), "steps": 64, "tokens_per_second": 1000.0, "memory_gib_by_rank": [0.5, 0.75]}
-        (run.folder / "result.json").write_text(json.dumps(result))
+        write_result(run.folder, RunResult(str(run.folder), 64, 1000.0, (0.5, 0.75), {"val_loss": loss(64)}))

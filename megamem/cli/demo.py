@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from launchers.local_ranks import run_local
-from megamem.cli import data as cli_data
+from megamem.cli.options import Overrides
+from megamem.cli.output import write_line
 
 VOCABULARY = 4096
 PROCESSES = 2
 
 
-def run_demo(folder: Path, config: Path, overrides: Sequence[str], console: Console) -> int:
-    """Data, then the run under a fresh name on two processes; returns the job's exit code."""
-    cli_data.prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
+def demo(
+    folder: Annotated[Path, typer.Option(help="where corpus, tokenizer and shards go")] = Path("runs/demo-data"),
+    config: Annotated[Path, typer.Option(help="the run")] = Path("configs/recipes/demo.yaml"),
+    overrides: Overrides = None,
+) -> None:
+    """Make a trained model on real books from nothing: fetch, tokenize, shard, train on two processes, evaluate."""
+    from launchers.local_ranks import run_local
+    from megamem.cli.corpus import prepare
+
+    prepare(folder, vocab_size=VOCABULARY, workers=PROCESSES)
     shards = folder / "shards"
     run = [
         "train", str(config),
@@ -25,7 +32,7 @@ def run_demo(folder: Path, config: Path, overrides: Sequence[str], console: Cons
         f"data.sources=[{shards / 'train'}]",
         f"data.validation=[{shards / 'validation'}]",
         f"data.tokenizer={folder / 'tokenizer'}",
-        *overrides,
+        *(overrides or []),
     ]  # fmt: skip
-    console.print(f"megamem {' '.join(run)}", highlight=False)
-    return run_local(PROCESSES, run)
+    write_line(f"megamem {' '.join(run)}")
+    raise typer.Exit(run_local(PROCESSES, run))

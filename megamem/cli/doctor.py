@@ -2,200 +2,38 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import json
-import platform
-import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from rich.console import Console
+import typer
 from rich.table import Table
 
-from megamem.costs.devices import device_peak
-from megamem.hardware import amx_announced, avoid_broken_amx, cores
+from megamem.cli.options import Json
+from megamem.cli.output import console, write_json
 
-Status = Literal["ok", "note", "warning", "failed"]
+if TYPE_CHECKING:
+    from megamem.doctor.checks import Finding, Status
 
-LOW_DISK_GIB = 5.0
-"""Below this a run's checkpoints and shards soon fill the disk."""
-
-# import name, distribution name, what is lost without it
-_ACCELERATORS = [
-    ("flash_attn", "flash-attn", "model.attention_kernel: flash_attn; sdpa and flex compute the same"),
-    ("fla", "flash-linear-attention", "model.recurrence_kernel: fla; torch computes the same"),
-    ("triton", "triton", "FlexAttention and torch.compile on CUDA; sdpa without compile works"),
-    ("transformer_engine", "transformer-engine", "nothing today: FP8 layers are not supported"),
-    ("apex", "apex", "nothing today: torch's fused AdamW and RMSNorm are used"),
-]
 _STYLES: dict[Status, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "failed": "red"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
+def doctor(as_json: Json = False) -> None:
+    """Report versions, devices, what is missing and what that costs, and test collectives with two processes."""
+    from megamem.doctor.checks import examine, healthy
 
-    section: str
-    name: str
-    status: Status
-    """`failed`: megamem cannot work. `warning`: it may not work well. `note`: good to know."""
-    detail: str
-
-
-def check_versions() -> list[Finding]:
-    """Python and every required package against the ranges megamem was installed with."""
-    found = []
-    metadata = importlib.metadata.metadata("megamem")
-    wanted = metadata["Requires-Python"] or ""
-    fits = SpecifierSet(wanted).contains(platform.python_version(), prereleases=True)
-    found.append(Finding("versions", "python", "ok" if fits else "failed", _range(platform.python_version(), wanted)))
-    for line in importlib.metadata.requires("megamem") or []:
-        requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        found.append(_check_requirement(requirement))
-    return found
-
-
-def _check_requirement(requirement: Requirement) -> Finding:
-    specifier = str(requirement.specifier)
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("versions", requirement.name, "failed", f"not installed; needs {specifier}")
-    if requirement.specifier.contains(version, prereleases=True):
-        return Finding("versions", requirement.name, "ok", _range(version, specifier))
-    return Finding("versions", requirement.name, "warning", f"{version} is outside of the tested range {specifier}")
-
-
-def _range(version: str, specifier: str) -> str:
-    return f"{version} (needs {specifier})" if specifier else version
-
-
-def check_imports() -> list[Finding]:
-    """Whether torch, DeepSpeed and Megatron-Core really load."""
-    try:
-        from megamem.parallel.libraries import prepare_libraries
-
-        prepare_libraries()
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        return [Finding("versions", "imports", "failed", f"torch, deepspeed or megatron-core: {reason}")]
-    return [Finding("versions", "imports", "ok", "torch, deepspeed and megatron-core load")]
-
-
-def check_cpu() -> list[Finding]:
-    """Model, cores and how BF16 runs."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    model = fields.get("model name") or platform.processor() or platform.machine()
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    units = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    bf16 = ", ".join(units) if units else "no instructions for it; slower than fp32, use training.precision fp32"
-    found = [
-        Finding("devices", "cpu", "ok", f"{model}, {cores()} cores usable"),
-        Finding("devices", "cpu bf16", "ok" if units else "note", bf16),
-    ]
-    if amx_announced():
-        broken = avoid_broken_amx()
-        found.append(Finding("devices", "cpu amx", "warning" if broken else "ok", broken or "announced and in use"))
-    return found
-
-
-def check_cuda() -> list[Finding]:
-    """Every CUDA device: memory, compute capability, BF16, peak."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return [Finding("devices", "cuda", "note", "no device; training runs on the CPU over gloo")]
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        peak = device_peak(properties.name, "bf16")
-        parts = [
-            properties.name,
-            f"{properties.total_memory / 2**30:.1f} GiB",
-            f"compute capability {properties.major}.{properties.minor}",
-            f"{peak / 1e12:,.0f} TFLOP/s dense BF16" if peak else "peak unknown: MFU is not reported",
-        ]
-        bf16 = properties.major >= 8
-        if not bf16:
-            parts.append("no BF16: use training.precision fp32")
-        found.append(Finding("devices", f"cuda:{index}", "ok" if bf16 else "warning", ", ".join(parts)))
-    return found
-
-
-def check_accelerators() -> list[Finding]:
-    """Optional packages, and what is lost without each."""
-    found = []
-    for module, package, lost in _ACCELERATORS:
-        if importlib.util.find_spec(module) is None:
-            found.append(Finding("optional", package, "note", f"not installed; without it: {lost}"))
-            continue
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "installed, version unknown"
-        found.append(Finding("optional", package, "ok", version))
-    return found
-
-
-def check_disk(folder: Path = Path()) -> list[Finding]:
-    """Free space where runs are written."""
-    free = shutil.disk_usage(folder).free / 2**30
-    where = f"{free:.1f} GiB free in {folder.resolve()}"
-    if free < LOW_DISK_GIB:
-        return [Finding("disk", "space", "warning", f"{where}; a run needs room for weights, shards and traces")]
-    return [Finding("disk", "space", "ok", where)]
-
-
-def check_collectives(timeout_s: float = 120) -> list[Finding]:
-    """The two-process self-test: over gloo, and over NCCL where there are two devices."""
-    try:
-        import torch
-
-        from megamem.parallel.self_test import SelfTestError, run_self_test
-    except ImportError as error:
-        return [Finding("collectives", "gloo", "failed", f"torch does not load: {error}")]
-    backends = ["gloo"]
-    if torch.cuda.is_available() and torch.cuda.device_count() >= 2:
-        backends.append("nccl")
-    found = []
-    for backend in backends:
-        try:
-            timings = run_self_test(backend, timeout_s)
-        except (SelfTestError, OSError) as error:
-            found.append(Finding("collectives", backend, "failed", f"two processes: {error}"))
-            continue
-        shown = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in timings.items())
-        found.append(Finding("collectives", backend, "ok", f"two processes, 1 MiB: {shown}"))
-    return found
-
-
-def examine() -> list[Finding]:
-    """Every check, in order. Without torch only what does not need it."""
-    found = [*check_versions(), *check_imports()]
-    if importlib.util.find_spec("torch") is not None:
-        found += check_cuda()
-    return [*found, *check_cpu(), *check_accelerators(), *check_disk(), *check_collectives()]
-
-
-def run_doctor(console: Console, as_json: bool = False) -> bool:
-    """Examine this machine and print the report. Returns False if something necessary is missing or fails."""
     if as_json:
         findings = examine()
-        report = {"ok": healthy(findings), "findings": [asdict(finding) for finding in findings]}
-        console.print(json.dumps(report, indent=2), markup=False, highlight=False, soft_wrap=True)
-        return healthy(findings)
-    with console.status("examining this machine"):
-        findings = examine()
+        write_json({"ok": healthy(findings), "findings": [asdict(finding) for finding in findings]}, indent=2)
+    else:
+        with console.status("examining this machine"):
+            findings = examine()
+        _print(findings)
+    raise typer.Exit(int(not healthy(findings)))
+
+
+def _print(findings: list[Finding]) -> None:
+    """Print findings by section, and what keeps megamem from working."""
     for section in dict.fromkeys(finding.section for finding in findings):
         console.print(f"[bold]{section}[/bold]", highlight=False)
         console.print(_table(finding for finding in findings if finding.section == section))
@@ -205,15 +43,10 @@ def run_doctor(console: Console, as_json: bool = False) -> bool:
         console.print(f"megamem cannot work here: {names}", style="red", markup=False, highlight=False)
     else:
         console.print("megamem can work here", style="green", highlight=False)
-    return not failed
-
-
-def healthy(findings: Iterable[Finding]) -> bool:
-    """Whether nothing failed."""
-    return all(finding.status != "failed" for finding in findings)
 
 
 def _table(findings: Iterable[Finding]) -> Table:
+    """Return the findings of a section as a table."""
     table = Table.grid(padding=(0, 2))
     for column in ("status", "name"):
         table.add_column(column, no_wrap=True)

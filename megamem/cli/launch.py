@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from launchers import DEFAULT_TARGET, target_names
-from megamem.cli.options import ModelFile
-
-console = Console(soft_wrap=True)
+from megamem.cli.options import ModelFile, RecipePath
+from megamem.cli.output import write_line
 
 
 def launch(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
+    config: RecipePath,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="overrides of the run or the cluster: section.key=value")
     ] = None,
@@ -35,12 +33,12 @@ def launch(
     planned = load_launch(config, overrides or [], cluster, on, model)
     if dry_run:
         for name, text in planned.files.items():
-            console.print(f"# {planned.job.folder / name}\n{text}", highlight=False, markup=False)
+            write_line(f"# {planned.job.folder / name}\n{text}")
         return
     planned.check_machine()
     planned.write()
-    console.print(f"{planned.job.folder}: configuration, code version and command", highlight=False)
-    raise typer.Exit(planned.start(submit, lambda line: console.print(line, highlight=False)))
+    write_line(f"{planned.job.folder}: configuration, code version and command")
+    raise typer.Exit(planned.start(submit, write_line))
 
 
 def agent(
@@ -59,7 +57,7 @@ def agent(
         bool, typer.Option("--listen", help="take names of signals from standard input, its end for SIGTERM")
     ] = False,
 ) -> None:
-    """One node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
+    """Run one node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
     from launchers.local_ranks import run_node
     from launchers.node import Node, parse_node_counts
 

@@ -12,4 +12,11 @@ ModelFile = Annotated[
     Path | None, typer.Option("--model", help="YAML file of the model, which also names the run (configs/models)")
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")]
+Processes = Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable")]
+TrainedModel = Annotated[Path, typer.Argument(help="checkpoint (step-NNNNNNNN), run folder, or exported model")]
+Precision = Annotated[str, typer.Option("--dtype", help="fp32 or bf16")]
+Device = Annotated[str | None, typer.Option(help="cuda where there is one if not given")]
+TextInputs = Annotated[
+    list[Path], typer.Argument(help="files or folders of .txt, .jsonl(.gz/.zst) or .parquet with a text column")
+]

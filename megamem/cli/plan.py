@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from megamem.cli.options import Json, ModelFile, Overrides
+from megamem.cli.output import console, write_json
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamem.config.run import RunConfig
     from megamem.pipeline.comparison import ScheduleReport
-
-console = Console(soft_wrap=True)
 
 
 def plan(
@@ -46,7 +43,7 @@ def plan(
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
     as_json: Json = False,
 ) -> None:
-    """What a run will cost on given devices: bytes, traffic, time; the best layouts; its schedule and its picture."""
+    """Plan a run on given devices: its bytes, traffic and time; the best layouts; its schedule and a picture of it."""
     from megamem.config.recipe import load_run
 
     if model is not None and config is None:
@@ -85,11 +82,11 @@ def plan(
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
     settings = None if config is None else load_run(config, overrides or [], model)
     report = _report(settings, stages, sequences, chunks, bptt_chunks, dp)
-    figures: dict[str, Any] = report.as_dict()
+    figures = report.as_dict()
     pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
     figures |= {name: str(path) for name, path in pictures.items()}
     if as_json:
-        console.file.write(json.dumps(figures) + "\n")
+        write_json(figures)
         return
     console.print(_table(report))
     for name, path in pictures.items():
@@ -104,6 +101,7 @@ def _print_plan(
     search: bool,
     as_json: bool,
 ) -> None:
+    """Print the plan of the configured layout, or the best layouts that a search finds."""
     from megamem.hardware import cores
     from megamem.planning.activations import Activations
     from megamem.planning.machines import machine
@@ -127,13 +125,14 @@ def _print_plan(
         made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
         figures, shown = made.to_dict(), show_plan(made)
     if as_json:
-        console.file.write(json.dumps(figures) + "\n")
+        write_json(figures)
         return
     for part in shown:
         console.print(part, highlight=False)
 
 
 def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
+    """Print what the fullest rank of each layout holds."""
     from megamem.planning.ranks import layouts
 
     dp = dp or settings.parallel.dp or 1
@@ -147,7 +146,7 @@ def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
             }
             for (tp, pp), rank in found.items()
         ]
-        console.file.write(json.dumps({"name": settings.name, "dp": dp, "layouts": rows}) + "\n")
+        write_json({"name": settings.name, "dp": dp, "layouts": rows})
         return
     read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
     table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")
@@ -172,6 +171,7 @@ def _report(
     bptt_chunks: int | None,
     dp: int | None,
 ) -> ScheduleReport:
+    """Return the schedule of a configuration or of given sizes. Raises ConfigError."""
     from megamem.pipeline.comparison import compare, compare_for
 
     sizes = {"--stages": stages, "--sequences": sequences, "--chunks": chunks}
@@ -191,7 +191,7 @@ def _report(
 
 
 def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> dict[str, Path]:
-    """Draw the planned schedules and, to a picture of its own, a recorded step; paths by what they show."""
+    """Draw the planned schedules and, to a picture of its own, a recorded step; return paths by what they show."""
     from megamem.pipeline.gantt import draw_schedules, note
     from megamem.pipeline.record import read_record
 
@@ -215,6 +215,7 @@ def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> dict[str
 
 
 def _table(report: ScheduleReport) -> Table:
+    """Return bubble and chunks in flight of the schedule beside those of 1F1B."""
     table = Table(title=f"{report.stages} stages, {report.sequences} micro-batches of {report.chunks} chunks")
     for column in ("", "chunk by chunk", "1F1B over whole sequences"):
         table.add_column(column, justify="left" if not column else "right")

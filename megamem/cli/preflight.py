@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from launchers.local_ranks import inside_job, run_local
-
-console = Console(soft_wrap=True)
+from megamem.cli.options import Device, Json
+from megamem.cli.output import console, write_json
 
 
 def preflight(
@@ -20,9 +18,9 @@ def preflight(
     processes: Annotated[
         int | None, typer.Option(min=1, help="local processes; one for each CUDA device if not given")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one if not given")] = None,
+    device: Device = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds a pair or an all-reduce may take")] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check versions, clocks, the folder of runs, every link and every rank's speed.
 
@@ -47,6 +45,7 @@ def preflight(
 
 
 def _rank(folder: Path, device: str | None, timeout: float, as_json: bool) -> NoReturn:
+    """Take part in the check as this rank, and end the process."""
     from dataclasses import asdict
 
     from megamem.preflight.findings import findings, healthy
@@ -54,16 +53,16 @@ def _rank(folder: Path, device: str | None, timeout: float, as_json: bool) -> No
     from megamem.preflight.report import lines, tables
     from megamem.preflight.run import preflight as check
 
-    def tell(record: Record) -> None:
+    def report(record: Record) -> None:
         found = findings(record)
         if as_json:
             shown = {"ok": healthy(found), "findings": [asdict(finding) for finding in found], **record.model_dump()}
-            console.file.write(json.dumps(shown) + "\n")
+            write_json(shown)
         else:
             for part in (*tables(record), *lines(record, found)):
                 console.print(part, highlight=False)
         console.file.flush()
 
-    record = check(folder, device, timeout, tell)
+    record = check(folder, device, timeout, report)
     # a thread that hangs in a backend would keep the process
     os._exit(0 if healthy(findings(record)) else 1)

@@ -1,22 +1,18 @@
-"""`megamem status` and `megamem runs`: what runs are at."""
+"""`megamem status`: what one run is at."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-console = Console(soft_wrap=True)
+from megamem.cli.options import Json
+from megamem.cli.output import console, write_json
 
-Json = Annotated[bool, typer.Option("--json", help="machine-readable")]
-EVERY_S = 2.0
-"""Of a watched run."""
-OTHER_COLUMNS = 90
-"""Characters of a table of runs besides their names."""
+INTERVAL_S = 2.0
+"""Seconds between two looks at a run that is watched."""
 
 
 def status(
@@ -24,44 +20,23 @@ def status(
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="show it again and again until the run has ended")] = False,
 ) -> None:
-    """What a run is at: state, step, speed, last checkpoint, and every rank's last action."""
+    """Show what a run is at: state, step, speed, last checkpoint, and every rank's last action."""
     from rich.live import Live
 
-    from megamem.runs.status import look, run_page
+    from megamem.runs.status import read_status, run_page
 
-    found = look(run)
+    found = read_status(run)
     if as_json:
-        console.file.write(json.dumps(found.as_dict()) + "\n")
+        write_json(found.to_dict())
         while watch and found.condition in ("running", "stale"):
-            time.sleep(EVERY_S)
-            found = look(run)
-            console.file.write(json.dumps(found.as_dict()) + "\n")
-            console.file.flush()
+            time.sleep(INTERVAL_S)
+            found = read_status(run)
+            write_json(found.to_dict())
     elif not watch:
         console.print(run_page(found), highlight=False)
     else:
         with Live(run_page(found), console=console, auto_refresh=False) as live:
             while found.condition in ("running", "stale"):
-                time.sleep(EVERY_S)
-                found = look(run)
+                time.sleep(INTERVAL_S)
+                found = read_status(run)
                 live.update(run_page(found), refresh=True)
-
-
-def runs(
-    folder: Annotated[Path, typer.Argument(help="where to look; studies' runs below it are found too")] = Path("runs"),
-    as_json: Json = False,
-) -> None:
-    """A table of all runs in a folder: state, step, losses, speed. With --json one object a line."""
-    from megamem.runs.status import look, runs_below, runs_table
-
-    found = [look(path) for path in runs_below(folder)]
-    if as_json:
-        for run in found:
-            console.file.write(json.dumps(run.as_dict()) + "\n")
-        return
-    if not found:
-        console.print(f"{folder}: no runs", highlight=False)
-        return
-    # names whole, whatever the width: half a name is none
-    longest = max(len(str(run.folder)) for run in found)
-    Console(width=max(console.width, longest + OTHER_COLUMNS)).print(runs_table(found, folder))

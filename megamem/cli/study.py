@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megamem.cli.options import Overrides
+from megamem.cli.output import console, write_json, write_line
 from megamem.errors import STOPPED, ConfigError
 
 if TYPE_CHECKING:
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from megamem.study.grid import PlannedRun
 
 study_app = typer.Typer(help="Families of runs: a grid in one file, run, collected, drawn.", no_args_is_help=True)
-console = Console(soft_wrap=True)
 
 StudyPath = Annotated[Path, typer.Argument(help="YAML file of the study")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: key=value")]
 
 
 @study_app.command()
@@ -60,6 +58,7 @@ def run(
 
 
 def _submit(study: Path, overrides: list[str], cluster: Path | None, retry_failed: bool) -> None:
+    """Hand the study's runs to SLURM as jobs, then write the report of what has finished."""
     from launchers.launch import load_cluster
     from megamem.study.submit import submit_runs
 
@@ -67,7 +66,7 @@ def _submit(study: Path, overrides: list[str], cluster: Path | None, retry_faile
     settings, runs = _planned(study, ours)
     found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), retry_failed)
     for state in found.failed:
-        console.print(f"failed: {state.run.name}: {'; '.join(state.failures)}", highlight=False, markup=False)
+        write_line(f"failed: {state.run.name}: {'; '.join(state.failures)}")
     console.print(
         f"{len(found.submitted)} submitted; `megamem study list` shows their states, the same command goes on"
     )
@@ -88,13 +87,13 @@ def evaluate(folder: Annotated[Path, typer.Argument(help="folder of the job")]) 
 
 @study_app.command()
 def report(study: StudyPath, overrides: Overrides = None) -> None:
-    """Tables, laws, pictures and the page of what has finished so far."""
+    """Write tables, laws, pictures and the page of what has finished so far."""
     _report(study, overrides)
 
 
 @study_app.command("list")
 def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
-    """The study's runs and the state of each, as JSON lines."""
+    """List the study's runs and the state of each, as JSON lines."""
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.status import run_statuses
 
@@ -103,11 +102,11 @@ def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
         fields = {"state": status.state, "done": status.complete, "step": status.step, "failures": status.failures}
         fields |= {"evaluations": dict(zip(("done", "of"), status.evaluations, strict=True))}
         fields |= {"job": status.jobs[-1].number} if status.jobs else {}
-        console.file.write(json.dumps({"run": status.run.name, **status.run.labels, **fields}) + "\n")
+        write_json({"run": status.run.name, **status.run.labels, **fields})
 
 
 def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, list[PlannedRun]]:
-    """The study and its runs, both checked."""
+    """Return the study and its runs, both checked."""
     from megamem.study.grid import load_study, planned_runs
     from megamem.study.tables import places
 
@@ -119,9 +118,10 @@ def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, lis
 
 
 def _report(study: Path, overrides: list[str] | None) -> None:
+    """Write the report and print its text."""
     from megamem.study.grid import load_study
     from megamem.study.report import write_report
 
     text, folder = write_report(load_study(study, tuple(overrides or ())))
-    console.print(text, highlight=False, markup=False)
+    write_line(text)
     console.print(f"{folder}: report.html, tables.md, records.csv, .parquet and .json, pictures", highlight=False)

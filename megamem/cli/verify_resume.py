@@ -1,84 +1,45 @@
-"""`megamem verify-resume`: on the user's own configuration, are N steps the same as N/2 + N/2 in fresh processes?"""
+"""`megamem verify-resume`: the test that a run in two parts is the run in one piece, on one's own configuration."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import subprocess
+import sys
+from typing import Annotated
 
-from megamem.config.run import RunConfig
-from megamem.errors import STOPPED, CheckpointError
+import typer
 
-
-@dataclass(frozen=True)
-class ResumeReport:
-    """What was found."""
-
-    steps: int
-    tensors_compared: int
-    differences: tuple[str, ...]
-    """The first ones."""
-
-    @property
-    def bitwise_equal(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-
-SHOWN = 20
+from megamem.cli.options import Json, ModelFile, Overrides, RecipePath
+from megamem.cli.output import write_json, write_line
+from megamem.errors import ConfigError
 
 
 def verify_resume(
-    arguments: Sequence[str], settings: RunConfig, steps: int, run: Callable[[list[str]], int]
-) -> ResumeReport:
-    """Train `steps` steps straight and in two halves, in a temporary folder beside the runs; compare every tensor.
+    config: RecipePath,
+    overrides: Overrides = None,
+    model: ModelFile = None,
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps of each run; even")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Train some steps straight and in two halves with new processes; exit code 0 only if they agree bit for bit."""
+    from checkpoints.verify_resume import verify_resume as check
+    from megamem.config.recipe import load_run
 
-    Args:
-        arguments: of `megamem train`: the recipe, its options and overrides.
-        settings: the configuration that they give.
-        steps: even.
-        run: `megamem` with these arguments, in fresh processes; returns its exit code.
-    Raises: CheckpointError if a run does not end well.
-    """
-    from checkpoints.folder import FOLDER, at, folder_name
-    from checkpoints.read import compare
+    if steps % 2:
+        raise ConfigError(f"verify-resume: --steps {steps} has no half; give an even number")
+    settings = load_run(config, overrides or [], model)
 
-    settings.runs_folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="verify-resume-", dir=settings.runs_folder) as name:
-        folder = Path(name)
-        common = [
-            f"runs_folder={folder}", f"training.steps={steps}", "training.tokens=null",
-            "training.stop_after=null",
-            f"checkpoint.every={steps}", "checkpoint.resume=auto", "logging.every=1", "logging.wandb.mode=disabled",
-            "logging.profile_steps=null", "logging.record_step=null", "evaluation.every=0", "data.validation=[]",
-        ]  # fmt: skip
+    def run(arguments: list[str]) -> int:
+        command = [sys.executable, "-m", "megamem", *arguments]
+        return subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
 
-        def train(run_name: str, *more: str, ends_with: int = 0) -> None:
-            code = run(["train", *arguments, *common, f"name={run_name}", *more])
-            if code != ends_with:
-                raise CheckpointError(f"verify-resume: the run {run_name} ended with exit code {code}")
-
-        train("straight")
-        train("halves", f"training.stop_after={steps // 2}", ends_with=STOPPED)
-        train("halves")
-        paths = [folder / run_name / FOLDER / folder_name(steps) for run_name in ("straight", "halves")]
-        count, differences = compare(*(at(path) for path in paths))
-        found = [str(difference) for difference in differences]
-        found += _metrics(*(folder / run_name / "metrics.jsonl" for run_name in ("straight", "halves")))
-        return ResumeReport(steps, count, tuple(found[:SHOWN]))
-
-
-def _metrics(straight: Path, halves: Path) -> list[str]:
-    """Differences in what was logged of each step."""
-
-    def losses(path: Path) -> list[tuple[int, float, float]]:
-        records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
-
-    return [
-        f"metrics of step {a[0]}: loss and gradient norm {a[1:]} and {b[1:]}"
-        for a, b in zip(losses(straight), losses(halves), strict=True)
-        if a != b
-    ]
+    arguments = [str(config), *(["--model", str(model)] if model else []), *(overrides or [])]
+    report = check(arguments, settings, steps, run)
+    if as_json:
+        found = {"bitwise_equal": report.bitwise_equal, "tensors_compared": report.tensors_compared}
+        write_json({**found, "steps": steps, "differences": report.differences})
+    else:
+        for line in report.differences:
+            write_line(line)
+        equal = "equal, bit for bit" if report.bitwise_equal else "NOT EQUAL"
+        write_line(f"{report.tensors_compared} tensors after {steps} steps: {equal}")
+    raise typer.Exit(int(not report.bitwise_equal))

@@ -1,4 +1,4 @@
-"""Base class of every configuration model."""
+"""The base class of every configuration model."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and where a run starts from."""
+"""The configuration of checkpoints: when they are saved, which are kept, and where a run starts from."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from megamem.config.base import ConfigModel
 
 
 class CheckpointConfig(ConfigModel):
-    """Checkpoints lie in the run folder under `checkpoints/`; one is always saved when a run ends or is stopped."""
+    """When checkpoints are saved and which are kept, under `checkpoints/` in the run folder.
+
+    One is always saved when a run ends or is stopped.
+    """
 
     every: Annotated[int, Field(ge=0)] = 500
     """Steps between checkpoints; 0 saves at the end only."""
     minutes: PositiveFloat | None = None
     """Also save when so many minutes have passed since the last one."""
     keep_last: PositiveInt = 2
-    """The newest that are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
     """Also keep those whose step is a multiple of this."""
     keep_best: Annotated[int, Field(ge=0)] = 0
@@ -28,4 +31,4 @@ class CheckpointConfig(ConfigModel):
     """`auto` goes on from the newest checkpoint of the run folder if there is one, `none` never; else the path of a
     checkpoint to go on from."""
     fallback: bool = False
-    """With `auto`: where the newest checkpoint is damaged, take the newest that is not, and say what was skipped."""
+    """Take the newest undamaged checkpoint where the newest one is damaged, and say what was skipped; `auto` only."""

@@ -10,24 +10,31 @@ class Flops:
     """Floating-point operations per token; a multiplication and an addition count as two."""
 
     forward: float
-    """Of the forward pass."""
+    """Operations of the forward pass."""
     backward: float
-    """Of the backward pass."""
+    """Operations of the backward pass."""
 
     def __add__(self, other: Flops) -> Flops:
+        """Return the sum, pass by pass."""
         return Flops(self.forward + other.forward, self.backward + other.backward)
 
 
 def product(forward: float) -> Flops:
-    """A matrix product of which both factors get gradients: its backward is two products."""
+    """Return the operations of a matrix product of which both factors get gradients: its backward is two products."""
     return Flops(forward, 2 * forward)
 
 
 def fixed_product(forward: float) -> Flops:
-    """A matrix product with a constant factor: its backward is one product."""
+    """Return the operations of a matrix product with a constant factor: its backward is one product."""
     return Flops(forward, forward)
 
 
 def attention_flops(heads: int, width: int, keys: float) -> Flops:
-    """Scores and weighted values of one query over `keys` keys (an average, so not always whole)."""
+    """Return the operations of one query's scores and weighted values.
+
+    Args:
+        heads: query heads.
+        width: channels of a head.
+        keys: keys that the query sees: an average, so not always a whole number.
+    """
     return product(4 * heads * width * keys)

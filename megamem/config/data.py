@@ -63,6 +63,7 @@ where remote shards do not all fit into the cache."""
 
     @model_validator(mode="after")
     def _distinct_sources(self) -> "DataConfig":
+        """Raise ValueError where a source is listed twice, or for training and validation both."""
         paths = [source.path for source in self.sources]
         repeated = sorted({path for path in paths if paths.count(path) > 1})
         if repeated:
@@ -74,6 +75,7 @@ where remote shards do not all fit into the cache."""
 
     @model_validator(mode="after")
     def _streams_keep_short_documents(self) -> "DataConfig":
+        """Raise ValueError where streams are told what to do with short documents, which they read like others."""
         if self.feeding == "streams" and self.short_documents != "drop":
             raise ValueError(
                 f"short_documents: {self.short_documents} is for feeding sequences; streams read whole documents"

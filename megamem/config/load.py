@@ -1,4 +1,4 @@
-"""YAML files with inheritance and dotted overrides into validated configurations, errors in one line."""
+"""Reads YAML files with inheritance and dotted overrides into validated configurations; errors are one line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from megamem.config.base import ConfigModel
-from megamem.config.model import MIXERS
+from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
+from megamem.config.model import MIXERS, MixerConfig
+from megamem.config.registry import Registry
 from megamem.errors import ConfigError
 
 C = TypeVar("C", bound=ConfigModel)
 Tree = dict[str, Any]
+"""A mapping as YAML has it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 2e-3 as text and 24:00:00 as a number to the base 60; researchers do not."""
+    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round."""
 
 
 _Loader.add_implicit_resolver(
@@ -35,11 +39,15 @@ for digit in "0123456789":  # the first pattern that matches counts
 
 
 def read_yaml(path: Path) -> Tree:
-    """The mapping in a YAML file merged over its `base:` file(s), which are relative to it and merged in order."""
+    """Return the mapping in a YAML file merged over its `base:` files, which are relative to it and merged in order.
+
+    Raises: ConfigError naming the file that cannot be read, or leads back to itself.
+    """
     return _read(path.resolve(), ())
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+    """Return what `read_yaml` does. above: the files whose base this one is."""
     if path in above:
         raise ConfigError(f"{path}: `base` leads back to the file itself")
     origin = f" (base of {above[-1]})" if above else ""
@@ -64,7 +72,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     return merge(merged, tree)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> object:
+    """Return the value of a YAML text. Raises ConfigError naming `where` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader with other forms of numbers)
     except yaml.YAMLError as error:
@@ -74,7 +83,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """`above` over `below`: mappings key by key, everything else replaced. A mixer of another `kind` is replaced."""
+    """Merge `above` over `below`: mappings key by key; all else, and a mapping of another `kind`, is replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -86,20 +95,25 @@ def merge(below: Tree, above: Tree) -> Tree:
 
 
 def apply_override(tree: Tree, override: str) -> Tree:
-    """`tree` with `a.b=value` (value in YAML) set. A number picks from a list: `model.memory.0.mixer.order=64`."""
+    """Return `tree` with `a.b=value` (value in YAML) set.
+
+    A number picks from a list: `model.memory.0.mixer.order=64`. Raises: ConfigError naming the override.
+    """
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"override {override!r}: expected key.path=value")
     return with_value(tree, path.strip(), _parse(text, f"override {override!r}"))
 
 
-def with_value(tree: Tree, path: str, value: Any) -> Tree:
-    """`tree` with `value` at a dotted path, in which a number picks from a list."""
-    changed: Tree = _set(tree, path.split("."), value, path)
+def with_value(tree: Tree, path: str, value: object) -> Tree:
+    """Return `tree` with `value` at a dotted path, in which a number picks from a list. Raises ConfigError."""
+    changed = _set(tree, path.split("."), value, path)
+    assert isinstance(changed, dict)  # a path has at least one key
     return changed
 
 
-def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
+def _set(node: object, keys: Sequence[str], value: object, path: str) -> object:
+    """Return `node` with `value` where `keys` lead; sections that are missing are made."""
     if not keys:
         return value
     key, rest = keys[0], keys[1:]
@@ -113,7 +127,7 @@ def _set(node: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
 
 def load_config(config_type: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
-    """Read, merge, override, validate. Raises ConfigError: one line per problem."""
+    """Read, merge, override and validate a file. Raises ConfigError with one line for all problems."""
     tree = read_yaml(path)
     for override in overrides:
         tree = apply_override(tree, override)
@@ -148,7 +162,8 @@ _WORDING = {
 }
 
 
-def _explain(config_type: type[BaseModel], item: Any, tree: Any) -> str:
+def _explain(config_type: type[BaseModel], item: ErrorDetails, tree: object) -> str:
+    """Return one of pydantic's errors in words: key, problem, value, and what would be valid."""
     location = [str(part) for part in item["loc"]]
     name = ".".join(location)
     if item["type"] == "extra_forbidden":
@@ -164,11 +179,14 @@ def _explain(config_type: type[BaseModel], item: Any, tree: Any) -> str:
     return f"{name}: {message}{shown}" if name else message
 
 
-def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: Any) -> list[str]:
-    """Field names of the model that `location` leads to."""
+def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: object) -> list[str]:
+    """Return the field names of the model that `location` leads to."""
     found = config_type
     for part in location:
-        tree = tree[int(part)] if isinstance(tree, list | tuple) and part.isdigit() else tree.get(part, {})
+        if isinstance(tree, list | tuple) and part.isdigit():
+            tree = tree[int(part)]
+        else:
+            tree = tree.get(part, {}) if isinstance(tree, Mapping) else {}
         if part.isdigit():
             continue
         models = _models(found.__pydantic_fields__[part].annotation) if part in found.__pydantic_fields__ else []
@@ -176,21 +194,31 @@ def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: Any)
             break
         found = models[0]
     kind = tree.get("kind") if isinstance(tree, dict) else None
-    return sorted(MIXERS.kinds().get(str(kind), found).__pydantic_fields__)
+    return sorted(_of_kind(found, kind).__pydantic_fields__)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _of_kind(found: type[BaseModel], kind: object) -> type[BaseModel]:
+    """Return the class that a `kind` names, where `found` is the base class of what a registry holds."""
+    registries: dict[type[BaseModel], Registry[Any]] = {
+        MixerConfig: MIXERS, CallbackConfig: CALLBACKS, SinkConfig: SINKS,
+    }  # fmt: skip
+    of_kind: type[BaseModel] = registries[found].kinds().get(str(kind), found) if found in registries else found
+    return of_kind
+
+
+def _models(annotation: object) -> list[type[BaseModel]]:
+    """Return the models in a type, such as that of an optional section."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
 
 def dump_yaml(config: ConfigModel) -> str:
-    """The resolved configuration as YAML that loads back to an equal one."""
+    """Return the resolved configuration as YAML that loads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def config_hash(config: ConfigModel) -> str:
-    """Twelve hexadecimal digits of the resolved configuration."""
+    """Return twelve hexadecimal digits that identify the resolved configuration."""
     canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -12,12 +12,14 @@ from megamem.config.cost import Flops
 from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megamem.memory.base import Mixer, StateSpec
     from megamem.parallel.linears import Linears
 
 
 class MixerConfig(ConfigModel):
-    """What mixes tokens in a block: attention or a memory mechanism. Subclasses add their own fields."""
+    """What mixes tokens in a layer: attention or a memory mechanism. Subclasses add their own fields."""
 
     kind: str
     """Name of the mechanism; `megamem mechanisms` lists them."""
@@ -27,34 +29,34 @@ class MixerConfig(ConfigModel):
 
     @abstractmethod
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The state of one layer, declared: a dict of `TensorSpec` (or `Growing` lists of them)."""
+        """Declare the state of one layer: a dict of `TensorSpec` (or `Growing` lists of them)."""
 
     @abstractmethod
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """FLOPs per token of one layer besides its projections, by name, averaged over a sequence read from its start.
+        """Return the FLOPs per token of one layer besides its projections, by name, averaged over a sequence.
 
         causal: a query counts the keys it may see; False: whole rectangles of queries by keys.
         """
 
     def projection_parameters(self, model: ModelConfig) -> int:
-        """Parameters of one layer's query, key, value and output projections."""
+        """Return the number of parameters of one layer's query, key, value and output projections."""
         return 2 * model.hidden_size * (model.heads + model.resolved_kv_heads) * model.resolved_head_dim
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Parameters of one layer besides those."""
+        """Return the number of parameters of one layer besides those projections."""
         return 0
 
     def training_window(self, model: ModelConfig) -> int:
-        """Chunks a window must span at least for every parameter of one layer to get a gradient."""
+        """Return the fewest chunks a window must span for every parameter of one layer to get a gradient."""
         return 1
 
     def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
-        """What a person should know of such a layer before a run starts, in one line; None if there is nothing."""
+        """Return one line of what a person should know of such a layer before a run starts; None for nothing."""
         return None
 
     @abstractmethod
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Mixer:
-        """The module of layer `layer` (0-based), its projections made by `linears`."""
+        """Build the module of layer `layer` (0-based), its projections made by `linears`."""
 
 
 MIXERS: Registry[MixerConfig] = Registry("mixer", "megamem.memory", "megamem.mixers")
@@ -63,8 +65,74 @@ MIXERS: Registry[MixerConfig] = Registry("mixer", "megamem.memory", "megamem.mix
 AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(MIXERS.parse)]
 
 
+class ArchitectureConfig(ConfigModel):
+    """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the architecture."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
+
+    def layer_model(self, model: ModelConfig) -> ModelConfig:
+        """The model as its layers see it: chunks are longer where rows are added to the tokens of each."""
+        return model
+
+    def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
+        """The states besides those of layers, declared by component.
+
+        They are read by the first stage of a pipeline and written by the last one: each carries what leaves the top
+        of the model after one chunk to its bottom before the next.
+        """
+        return {}
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """Parameters besides embedding, layers, last norm and output head."""
+        return 0
+
+    def training_window(self, model: ModelConfig) -> int:
+        """Chunks a window must span at least for every parameter of the architecture to get a gradient."""
+        return 1
+
+    def summary(self, model: ModelConfig) -> str | None:
+        """What a person should know of such a model before a run starts, in one line; None if there is nothing."""
+        return None
+
+    @abstractmethod
+    def build(self, model: ModelConfig, linears: Linears, layers: range) -> nn.Module:
+        """The `megamem.model.stage.Stage` that holds `layers` of the model, its projections made by `linears`."""
+
+
+ARCHITECTURES: Registry[ArchitectureConfig] = Registry(
+    "architecture", "megamem.model.architectures", "megamem.architectures"
+)
+"""Every architecture there is. A new one registers its configuration with `@ARCHITECTURES.register`."""
+
+AnyArchitecture = Annotated[SerializeAsAny[ArchitectureConfig], BeforeValidator(ARCHITECTURES.parse)]
+
+
+class ObjectiveConfig(ConfigModel):
+    """What a model is trained to predict. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the objective."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
+
+    @abstractmethod
+    def build(self, model: ModelConfig) -> object:
+        """The `megamem.model.objective.Objective` for `model`."""
+
+
+OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")
+"""Every objective there is. A new one registers its configuration with `@OBJECTIVES.register`."""
+
+AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(OBJECTIVES.parse)]
+
+
 class LayerMixer(ConfigModel):
-    """Another mixer at some layers."""
+    """Another mixer for some layers."""
 
     layers: list[Annotated[int, Field(ge=0)]]
     """0-based indices of the layers that get it (the ninth layer of a paper is 8)."""
@@ -95,7 +163,7 @@ class ModelConfig(ConfigModel):
     """
 
     layers: PositiveInt
-    """Number of blocks."""
+    """Number of layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     heads: PositiveInt
@@ -112,6 +180,8 @@ class ModelConfig(ConfigModel):
     """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
+    architecture: AnyArchitecture = Field(default="decoder", validate_default=True)
+    """How layers make a model: a `decoder`, or one of the architectures with a memory that spans the model."""
     mixer: AnyMixer = Field(default="local_attention", validate_default=True)
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
@@ -146,34 +216,34 @@ class ModelConfig(ConfigModel):
 
     @property
     def resolved_kv_heads(self) -> int:
-        """Number of key/value heads."""
+        """The number of key/value heads, given or not."""
         return self.kv_heads or self.heads
 
     @property
     def resolved_head_dim(self) -> int:
-        """Width of a head."""
+        """The width of a head, given or not."""
         return self.head_dim or self.hidden_size // self.heads
 
     @property
     def resolved_ffn_size(self) -> int:
-        """Inner width of the MLP."""
+        """The inner width of the MLP, given or not."""
         if self.mlp == "gelu":
             return self.ffn_size or 4 * self.hidden_size
         return self.ffn_size or -(-(8 * self.hidden_size) // (3 * 64)) * 64
 
     @property
     def mlp_matrices(self) -> int:
-        """Weights of one layer's MLP, biases left out."""
+        """The number of weights of one layer's MLP, biases left out."""
         return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.resolved_ffn_size
 
     @property
     def resolved_padded_vocab_size(self) -> int:
-        """Rows of embedding and head."""
+        """The rows of embedding and output head: the padded vocabulary, or the vocabulary."""
         return self.padded_vocab_size or self.vocab_size
 
     @property
     def layer_vectors(self) -> int:
-        """Parameters of one layer's norms and biases."""
+        """The number of parameters of one layer's norms and biases."""
         if not self.bias:
             return 2 * self.norm_vectors
         projections = (self.heads + 2 * self.resolved_kv_heads) * self.resolved_head_dim + self.hidden_size
@@ -186,7 +256,7 @@ class ModelConfig(ConfigModel):
 
     @property
     def norm_vectors(self) -> int:
-        """Parameters of one norm."""
+        """The number of parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
 
     @property
@@ -208,25 +278,38 @@ class ModelConfig(ConfigModel):
         return self.model_copy(update={**narrow, "mup": None})
 
     def _narrowed(self, name: str, size: int) -> int:
+        """Return a size as much smaller as the base model is narrower. Raises ValueError naming it."""
         assert self.mup is not None
         return _share(name, size * self.mup.base_width, self.hidden_size)
 
     @property
     def score_scale(self) -> float:
-        """What queries of softmax attention are multiplied by: scores go as 1 / head_dim beyond the base model's."""
+        """The factor of queries of softmax attention: scores go as 1 / head_dim beyond the base model's."""
         return 1.0 if self.mup is None else (self.base.resolved_head_dim / self.resolved_head_dim) ** 0.5
 
     @property
     def logit_scale(self) -> float:
-        """What logits are multiplied by: a tied head is an embedding, whose start and learning rate do not change."""
+        """The factor of logits: a tied head is an embedding, whose start and learning rate do not change with width."""
         return self.mup.base_width / self.hidden_size if self.mup is not None and self.tie_embeddings else 1.0
 
     def mixer_at(self, layer: int) -> MixerConfig:
-        """The mixer's configuration of layer `layer` (0-based)."""
+        """Return the mixer's configuration of layer `layer` (0-based)."""
         return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
+
+    @property
+    def layer_model(self) -> ModelConfig:
+        """The model as its layers see it: what mixers are asked with."""
+        return self.architecture.layer_model(self)
+
+    def component_specs(self) -> dict[str, StateSpec]:
+        """The declared state of the whole model by component: of each layer, and of memories that span the model."""
+        inner = self.layer_model
+        layers = {f"layers.{layer}": self.mixer_at(layer).state_specs(inner) for layer in range(self.layers)}
+        return {**layers, **self.architecture.state_specs(self)}
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
+        """Raise ValueError where sizes, layers or mixers do not fit each other."""
         if self.head_dim is None and self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
@@ -256,21 +339,31 @@ class ModelConfig(ConfigModel):
                 if layer in seen:
                     raise ValueError(f"memory.layers: layer {layer} has two mixers")
                 seen.add(layer)
+        self.architecture.check(self)
+        inner = self.layer_model
         for layer in range(self.layers):
-            self.mixer_at(layer).check(self)
+            try:
+                self.mixer_at(layer).check(inner)
+            except ValueError as error:
+                if inner.chunk_size == self.chunk_size:
+                    raise
+                added = inner.chunk_size - self.chunk_size
+                raise ValueError(
+                    f"{error} (chunk_size {self.chunk_size} and {added} rows of architecture {self.architecture.kind})"
+                ) from None
         if self.mup is not None:
             try:
                 base = self.base
                 ModelConfig.model_validate({name: getattr(base, name) for name in type(self).model_fields})
             except ValueError as error:
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                said = reason.removeprefix("Value error, ")
-                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {said}") from None
+                message = reason.removeprefix("Value error, ")
+                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
         return self
 
 
 def _share(name: str, amount: int, parts: int) -> int:
-    """amount / parts. Raises ValueError if that is no whole number."""
+    """Return amount / parts. Raises ValueError naming the size if that is no whole number."""
     if amount % parts:
         raise ValueError(f"{name} would be {amount / parts:g}; give another base_width, base_heads or base_kv_heads")
     return amount // parts

@@ -1,4 +1,4 @@
-"""A run's configuration from a recipe and, where the recipe leaves it open, a model file."""
+"""The configuration of a run, from a recipe and, where the recipe leaves the model open, a model file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries: what a configuration names by its `kind` (mixers, architectures, objectives, tasks, ...).
+"""Registries of what a configuration names by its `kind` (mixers, architectures, objectives, tasks, ...).
 
 Each is a table of configuration classes. A class of this package registers itself when its module is imported; a
 class of another package takes part through an entry-point group, whose entries name modules to import:
@@ -15,7 +15,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from megamem.config.base import ConfigModel
 from megamem.errors import ConfigError
@@ -28,7 +28,7 @@ class Registry(Generic[C]):
     """The configuration classes of one noun (mixer, architecture, ...) by the default of their `kind` field."""
 
     def __init__(self, noun: str, package: str, entry_points: str) -> None:
-        """Describe where classes are registered; nothing is imported before one is asked for.
+        """Describe where classes are registered; nothing is imported before one is looked up.
 
         Args:
             noun: what error messages call one of them.
@@ -39,7 +39,7 @@ class Registry(Generic[C]):
         self._known: dict[str, type[C]] = {}
 
     def register(self, config: T) -> T:
-        """Class decorator: make a configuration class known. Raises ValueError where its kind is taken."""
+        """Make a configuration class known; a class decorator. Raises ValueError where its kind is taken."""
         kind = config.__pydantic_fields__["kind"].default
         if kind in self._known and self._known[kind].__qualname__ != config.__qualname__:
             raise ValueError(f"two {self.noun}s are called {kind!r}: {self._known[kind]} and {config}")
@@ -48,18 +48,19 @@ class Registry(Generic[C]):
 
     @functools.cached_property
     def _discovered(self) -> bool:
+        """True once every module that registers a class is imported."""
         import_all(self.package)
         for entry in importlib.metadata.entry_points(group=self.entry_points):
             entry.load()
         return True
 
     def kinds(self) -> dict[str, type[C]]:
-        """All registered classes by `kind`, sorted."""
+        """Return all registered classes by `kind`, sorted."""
         assert self._discovered
         return dict(sorted(self._known.items()))
 
     def find(self, kind: str) -> type[C]:
-        """The class of `kind`. Raises ConfigError naming the nearest valid kind."""
+        """Return the class of `kind`. Raises ConfigError naming the nearest valid kind."""
         kinds = self.kinds()
         if kind in kinds:
             return kinds[kind]
@@ -67,7 +68,7 @@ class Registry(Generic[C]):
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise ConfigError(f"kind: {kind!r} is no {self.noun}{hint} valid: {', '.join(kinds)}")
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: object) -> object:
         """Turn a kind, or a mapping with one, into its configuration; for pydantic's `BeforeValidator`.
 
         Raises: ValueError naming what is missing or not known.

@@ -1,20 +1,21 @@
-"""A whole run: `RunConfig` and its sections besides the model and the data."""
+"""The configuration of a whole run: `RunConfig` and its sections besides the model and the data."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
-from megamem.config.model import ModelConfig
+from megamem.config.extensions import AnyCallback, AnySink
+from megamem.config.model import AnyObjective, ModelConfig
 
 
-def _placement_is_plain(value: Any) -> Any:
-    """One line for what is neither a rule nor a list of numbers, in the place of one per member of the union."""
+def _placement_is_plain(value: object) -> object:
+    """Refuse what is neither a rule nor a list of numbers with one line, where the union would give one per member."""
     layers = isinstance(value, list | tuple) and all(isinstance(n, int) and n >= 0 for n in value)
     if not layers and value not in ("flops", "parameters", "measured"):
         raise ValueError(f"{value!r} is neither flops, parameters or measured nor a list of layers per stage")
@@ -58,13 +59,13 @@ class OptimizerConfig(ConfigModel):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end over the peak."""
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Share of the steps with a rising learning rate."""
+    """Share of the steps in which the learning rate rises to its peak."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of the moments."""
     eps: PositiveFloat = 1e-7
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Of matrices and embeddings; vectors (norms) do not decay."""
+    """Decay of matrices and embeddings; vectors (norms) do not decay."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -72,6 +73,8 @@ class OptimizerConfig(ConfigModel):
 class TrainingConfig(ConfigModel):
     """How long and in what portions the model is trained."""
 
+    objective: AnyObjective = Field(default="next_token", validate_default=True)
+    """What the model is trained to predict: the `next_token`, or another registered objective."""
     steps: PositiveInt | None = None
     """Optimizer steps. Give this or `tokens`."""
     tokens: PositiveInt | None = None
@@ -81,7 +84,7 @@ class TrainingConfig(ConfigModel):
     batch_tokens: PositiveInt
     """Tokens of one optimizer step over all ranks; a multiple of data.sequence_length."""
     micro_batch_size: PositiveInt = 1
-    """Rows a rank processes at once."""
+    """Rows of a micro-batch: sequences that a rank processes at once."""
     bptt_chunks: PositiveInt | None = None
     """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
     recompute: bool = False
@@ -97,19 +100,21 @@ class TrainingConfig(ConfigModel):
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+    callbacks: tuple[AnyCallback, ...] = ()
+    """What else happens around training steps, in this order."""
 
 
 class WandbConfig(ConfigModel):
-    """Weights & Biases."""
+    """What is written for Weights & Biases."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
     """`offline` writes the run to disk; `megamem wandb sync` uploads it later."""
     project: str = "megamem"
-    """Project name."""
+    """Name of the project."""
     group: str | None = None
     """Group of runs; a study's runs have its name if not given."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
-    """Of the run; a study's runs also have their labels, `axis:value`."""
+    """Tags of the run; a study's runs also have their labels, `axis:value`."""
 
 
 class LoggingConfig(ConfigModel):
@@ -121,6 +126,8 @@ class LoggingConfig(ConfigModel):
     """Weights & Biases run."""
     tensorboard: bool = False
     """Also write TensorBoard event files to the run folder."""
+    sinks: tuple[AnySink, ...] = ()
+    """Where else the records of log lines and validations go."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step of a torch.profiler trace, written to the run folder by each rank."""
     record_step: PositiveInt | None = None
@@ -154,7 +161,7 @@ class EvaluationConfig(ConfigModel):
     sliding_max_tokens: PositiveInt = 32_768
     """Tokens of the sliding-window evaluation."""
     corruption: CorruptionConfig = CorruptionConfig()
-    """Of the evaluation at the end or by `megamem evaluate`, never of training."""
+    """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""
 
 
 class RunConfig(ConfigModel):
@@ -163,7 +170,7 @@ class RunConfig(ConfigModel):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Name of the run and of its folder."""
     runs_folder: Path = Path("runs")
-    """Where run folders lie."""
+    """Folder of run folders."""
     model: ModelConfig
     """Shape of the model and its mixers."""
     data: DataConfig
@@ -171,7 +178,7 @@ class RunConfig(ConfigModel):
     training: TrainingConfig
     """Length, batch, window, precision."""
     parallel: ParallelConfig = ParallelConfig()
-    """Processes."""
+    """How the work is split over processes."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -183,31 +190,37 @@ class RunConfig(ConfigModel):
 
     @property
     def run_folder(self) -> Path:
-        """Where this run writes."""
+        """The folder that this run writes to."""
         return self.runs_folder / self.name
 
     @property
     def chunks(self) -> int:
-        """Chunks of a sequence."""
+        """The number of chunks of a sequence."""
         return self.data.sequence_length // self.model.chunk_size
 
     @property
     def bptt_chunks(self) -> int:
-        """Chunks of a window."""
+        """The number of chunks of a window."""
         return self.training.bptt_chunks or self.chunks
 
     @property
+    def interleaved(self) -> bool:
+        """Whether chunks of several micro-batches take turns in a pipeline: a memory goes from its end to its begin."""
+        return bool(self.model.architecture.state_specs(self.model))
+
+    @property
     def global_rows(self) -> int:
-        """Sequences of one optimizer step over all ranks."""
+        """The number of sequences of one optimizer step over all ranks."""
         return self.training.batch_tokens // self.data.sequence_length
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run."""
+        """The number of optimizer steps of the run."""
         return self.training.steps or -(-(self.training.tokens or 0) // self.training.batch_tokens)
 
     @model_validator(mode="after")
     def _batch_fits(self) -> RunConfig:
+        """Raise ValueError where lengths, batch, windows or recorded steps do not fit each other."""
         training, length, chunk = self.training, self.data.sequence_length, self.model.chunk_size
         if (training.steps is None) == (training.tokens is None):
             raise ValueError("training: give either steps or tokens")
@@ -219,9 +232,15 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
             )
+        architecture = self.model.architecture
+        if self.bptt_chunks < (needed := architecture.training_window(self.model)):
+            raise ValueError(
+                f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {architecture.kind} without gradients: "
+                f"what it writes in one chunk is read in the next; use at least {needed}"
+            )
         for layer in range(self.model.layers):
             mixer = self.model.mixer_at(layer)
-            if self.bptt_chunks < (needed := mixer.training_window(self.model)):
+            if self.bptt_chunks < (needed := mixer.training_window(self.model.layer_model)):
                 raise ValueError(
                     f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
                     f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
@@ -251,7 +270,13 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _objective_fits(self) -> RunConfig:
+        self.training.objective.check(self.model)
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> RunConfig:
+        """Raise ValueError where the stages of the pipeline do not fit the layers or ZeRO."""
         parallel, layers = self.parallel, self.model.layers
         if parallel.pp > layers:
             raise ValueError(f"parallel.pp {parallel.pp} is more than the {layers} layers of the model (model.layers)")
@@ -276,6 +301,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> RunConfig:
+        """Raise ValueError where tensor parallelism, precision, ZeRO or time limits do not fit the run."""
         model, tp = self.model, self.parallel.tp
         sizes = {
             "heads": model.heads, "kv_heads": model.resolved_kv_heads, "ffn_size": model.resolved_ffn_size,
@@ -285,9 +311,12 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        if self.parallel.sequence_parallel and model.chunk_size % tp:
+        rows = model.layer_model.chunk_size
+        if self.parallel.sequence_parallel and rows % tp:
+            added = f" with {rows - model.chunk_size} rows of the architecture" if rows > model.chunk_size else ""
             raise ValueError(
-                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size} is not divisible by parallel.tp {tp}"
+                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
+                f"parallel.tp {tp}"
             )
         if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
             raise ValueError(
@@ -314,7 +343,7 @@ class RunConfig(ConfigModel):
         return self
 
     def accumulation_steps(self, dp_size: int) -> int:
-        """Micro-batches of a rank per step. Raises ValueError if the batch cannot be split so."""
+        """Return the micro-batches of a rank per step. Raises ValueError if the batch cannot be split so."""
         per_pass = self.training.micro_batch_size * dp_size
         if self.global_rows % per_pass:
             raise ValueError(

@@ -24,6 +24,11 @@ def head_flops(model: ModelConfig) -> int:
     return 2 * model.hidden_size * model.resolved_padded_vocab_size
 
 
+def rows_per_token(model: ModelConfig) -> float:
+    """Return the rows that layers read for each token: more than one where an architecture adds rows to the chunks."""
+    return model.layer_model.chunk_size / model.chunk_size
+
+
 def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
     """Return forward and backward FLOPs per token of each part of the model, averaged over a sequence from its start.
 
@@ -31,16 +36,17 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
     """
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
+    inside, rows = model.layer_model, rows_per_token(model)
     parts: dict[str, Flops] = {
-        "projections": product(2 * sum(mixer.projection_parameters(model) for mixer in mixers)),
-        "mlp": product(2 * model.layers * model.mlp_matrices),
+        "projections": product(rows * 2 * sum(mixer.projection_parameters(inside) for mixer in mixers)),
+        "mlp": product(rows * 2 * model.layers * model.mlp_matrices),
         "head": product(head_flops(model)),
     }
     # layers with equal mixers cost the same
     counts = Counter(mixer.model_dump_json() for mixer in mixers)
     for mixer in {mixer.model_dump_json(): mixer for mixer in mixers}.values():
-        layers = counts[mixer.model_dump_json()]
-        for name, flops in mixer.mixing_flops(model, sequence_length, causal).items():
+        layers = rows * counts[mixer.model_dump_json()]
+        for name, flops in mixer.mixing_flops(inside, round(rows * sequence_length), causal).items():
             more = Flops(layers * flops.forward, layers * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
@@ -69,11 +75,13 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
     The embedding costs none: its rows are looked up.
     """
     layers = []
+    inside, rows = model.layer_model, rows_per_token(model)
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
-        mixing = mixer.mixing_flops(model, sequence_length, True).values()
+        mixing = mixer.mixing_flops(inside, round(rows * sequence_length), True).values()
         # the backward of a product with weights is two products: for the input's and for the weights' gradient
-        layers.append(3 * dense_flops(model, mixer) + sum(flops.forward + flops.backward for flops in mixing))
+        own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
+        layers.append(rows * own)
     return PartCosts(tuple(layers), 0.0, 3.0 * head_flops(model))
 
 
@@ -82,16 +90,17 @@ def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops
 
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
     """
-    mixer = model.mixer_at(layer)
-    dense = dense_flops(model, mixer)
+    mixer, inside, rows = model.mixer_at(layer), model.layer_model, rows_per_token(model)
+    dense = dense_flops(inside, mixer)
     costs = []
     # mixing FLOPs of the sequence up to the chunk before, times its chunks
     forward_before = backward_before = 0.0
     for chunk in range(chunks):
         # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        mixing = mixer.mixing_flops(model, (chunk + 1) * model.chunk_size, True).values()
+        mixing = mixer.mixing_flops(inside, (chunk + 1) * inside.chunk_size, True).values()
         forward = (chunk + 1) * sum(flops.forward for flops in mixing)
         backward = (chunk + 1) * sum(flops.backward for flops in mixing)
-        costs.append(Flops(dense + forward - forward_before, 2 * dense + backward - backward_before))
+        chunk_forward, chunk_backward = dense + forward - forward_before, 2 * dense + backward - backward_before
+        costs.append(Flops(rows * chunk_forward, rows * chunk_backward))
         forward_before, backward_before = forward, backward
     return costs

@@ -28,10 +28,13 @@ class LayerParameters:
 
 def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     """Return the parameters of each layer."""
-    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
+    mixers, inside = [model.mixer_at(layer) for layer in range(model.layers)], model.layer_model
     return [
         LayerParameters(
-            mixer.projection_parameters(model), model.mlp_matrices, model.layer_vectors, mixer.extra_parameters(model)
+            mixer.projection_parameters(inside),
+            model.mlp_matrices,
+            model.layer_vectors,
+            mixer.extra_parameters(inside),
         )
         for mixer in mixers
     ]
@@ -47,19 +50,24 @@ def embedding_parameters(model: ModelConfig) -> int:
     return vocabulary_parameters(model) + (model.max_positions or 0) * model.hidden_size
 
 
+def first_stage_parameters(model: ModelConfig) -> int:
+    """Return what the first stage of a pipeline holds besides layers: the embedding, and rows of the architecture."""
+    return embedding_parameters(model) + model.architecture.extra_parameters(model)
+
+
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """Return the parameters of the whole model by part.
 
     Keys: `embedding` (with learned positions), `head` (0 if tied), `attention` (query, key, value and output
-    projections), `mlp`, `norms` (with all biases), `memory` (what mixers have besides their projections), their sum
-    `total`, and `non_embedding` (`total` without `embedding` and `head`).
+    projections), `mlp`, `norms` (with all biases), `memory` (what mixers have besides their projections, and what
+    memories that span the model have), their sum `total`, and `non_embedding` (`total` without `embedding` and `head`).
     """
     layers = layer_parameters(model)
     inner = {
         "attention": sum(layer.attention for layer in layers),
         "mlp": sum(layer.mlp for layer in layers),
         "norms": sum(layer.norms for layer in layers) + model.norm_vectors,
-        "memory": sum(layer.memory for layer in layers),
+        "memory": sum(layer.memory for layer in layers) + model.architecture.extra_parameters(model),
     }
     outer = {
         "embedding": embedding_parameters(model),
@@ -76,6 +84,6 @@ def parameter_costs(model: ModelConfig) -> PartCosts:
     """
     return PartCosts(
         tuple(float(layer.total) for layer in layer_parameters(model)),
-        float(embedding_parameters(model)),
+        float(first_stage_parameters(model)),
         float(vocabulary_parameters(model) + model.norm_vectors),
     )

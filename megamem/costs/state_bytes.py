@@ -19,7 +19,7 @@ def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str
         "heads": model.heads,
         "kv_heads": model.resolved_kv_heads,
         "hidden": model.hidden_size,
-        "chunk": model.chunk_size,
+        "chunk": model.layer_model.chunk_size,
         "open": open_tokens,
     }
 
@@ -64,11 +64,29 @@ def model_state_bytes(
     if context_tokens < 0:
         raise ValueError(f"context_tokens must not be negative, got {context_tokens}")
     chunks, open_tokens = divmod(context_tokens, model.chunk_size)
-    sizes = state_sizes(model, rows, open_tokens)
+    # inside a chunk, layers have also read the rows that the architecture puts before its tokens
+    added = model.layer_model.chunk_size - model.chunk_size
+    sizes = state_sizes(model, rows, open_tokens + added if open_tokens else 0)
     total = {"memory": 0, "open": 0}
-    for layer in range(model.layers):
-        specs = model.mixer_at(layer).state_specs(model)
+    for specs in model.component_specs().values():
         for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():
+            total[kind] += count
+    return total
+
+
+def stage_state_bytes(
+    model: ModelConfig, layers: range, rows: int, compute: torch.dtype, tp_size: int = 1, chunks_seen: int = 0
+) -> dict[str, int]:
+    """Count the bytes of the states that the pipeline stage with `layers` holds on one tensor-parallel rank.
+
+    The first stage also holds the memories that span the model. Returns and raises as `state_bytes`.
+    """
+    sizes, total = state_sizes(model, rows), {"memory": 0, "open": 0}
+    spanning = model.architecture.state_specs(model) if layers.start == 0 else {}
+    names = [*(f"layers.{layer}" for layer in layers), *spanning]
+    declared = model.component_specs()
+    for name in names:
+        for kind, count in state_bytes(declared[name], sizes, compute, tp_size, chunks_seen).items():
             total[kind] += count
     return total
 
@@ -84,8 +102,8 @@ def split_state_bytes(
     """
     sizes = state_sizes(model, rows)
     total = {"fixed": 0, "banks": 0}
-    for layer in range(model.layers):
-        for name, spec in model.mixer_at(layer).state_specs(model).items():
+    for specs in model.component_specs().values():
+        for name, spec in specs.items():
             kind = "fixed" if isinstance(spec, TensorSpec) else "banks"
             total[kind] += sum(state_bytes({name: spec}, sizes, compute, tp_size, chunks_seen).values())
     return total

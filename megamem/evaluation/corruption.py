@@ -35,8 +35,8 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
     if config.share and not chosen:
         raise ConfigError("evaluation.corruption.layers memory: no layer of the model has a memory; use all")
     with ExitStack() as stack:
-        for name, block in stage.layers.items() if config.share else ():
-            mixer, layer = block.mixer, int(name)
+        for name, mixer in stage.layer_components.items() if config.share else ():
+            layer = int(name.removeprefix("layers."))
             if layer not in chosen:
                 continue
             if not isinstance(mixer, AttentionProjections):

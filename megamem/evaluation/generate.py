@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamem.memory.base import LABEL_IGNORED, Chunk, to_device
+from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.gather import gather_shards
 from megamem.parallel.topology import Topology
-from megamem.pipeline.channels import Borders
+from megamem.pipeline.reader import ChunkReader, RowGroup
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def generate(
     chunk = Chunk(tuple(len(prompt) - longest for prompt in prompts))
     rows: list[list[int]] = [[] for _ in prompts]
     with _generating(stage):
-        for begin in range(0, longest, stage.config.chunk_size):
-            logits = decoder.read(padded[begin : begin + stage.config.chunk_size], chunk.after(begin))
+        logits = decoder.read(padded, chunk)
         ended = [False] * len(rows)
         for made in range(new_tokens):
             tokens = decoder.agree(None if logits is None else sampling.choose(logits[0].cpu(), generator))
@@ -191,24 +190,17 @@ class _Decoder:
     def __init__(
         self, stage: Stage, topology: Topology | None, device: torch.device, dtype: torch.dtype, rows: int
     ) -> None:
-        self.stage, self.topology, self.device, self.dtype, self.rows = stage, topology, device, dtype, rows
-        self.states = stage.initial_states(rows, device, dtype)
+        self.stage, self.topology, self.device, self.rows = stage, topology, device, rows
+        self.reader = ChunkReader(stage, topology, device, dtype)
+        self.groups: list[RowGroup] | None = None
 
     def read(self, tokens: Tensor, chunk: Chunk, keep: int = 1) -> Tensor | None:
         """Read tokens [tokens, B]; logits [keep, B, V] of the last ones in float32 on the last stage, None if 0."""
-        borders = None
-        if self.topology is not None and self.topology.pp_size > 1:
-            shape = self.stage.border_shape(*tokens.shape)
-            borders = Borders(self.topology, [shape], self.dtype, backward=False)
-        entered = borders.below.take() if borders and borders.below else to_device(tokens, self.device)
-        hidden, self.states, _ = self.stage(entered, self.states, chunk)
-        if borders and borders.up:
-            borders.up.put(hidden)
-            borders.flush()
+        self.groups = self.groups or self.reader.begin(chunk)
+        hidden = self.reader.read(tokens, chunk, self.groups, keep)
+        if hidden is None or not keep:
             return None
-        if not keep:
-            return None
-        local = self.stage.logits(hidden[-keep:]).float()
+        local = self.stage.logits(hidden).float()
         return gather_shards(local, 2, self.topology.tp_group) if self.topology else local
 
     def agree(self, value: Tensor | None) -> Tensor:

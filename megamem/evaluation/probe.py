@@ -35,16 +35,19 @@ class MemoryReport:
         return asdict(self)
 
 
-def memory_layers(model: ModelConfig) -> list[int]:
-    """Layers that declare a state which passes from chunk to chunk."""
+def memory_components(model: ModelConfig) -> list[str]:
+    """The components that declare a state which passes from chunk to chunk, memories that span the model included."""
     return [
-        layer
-        for layer in range(model.layers)
-        if any(
-            not isinstance(spec, TensorSpec) or spec.kind == "memory"
-            for spec in model.mixer_at(layer).state_specs(model).values()
-        )
+        name
+        for name, specs in model.component_specs().items()
+        if any(not isinstance(spec, TensorSpec) or spec.kind == "memory" for spec in specs.values())
     ]
+
+
+def memory_layers(model: ModelConfig) -> list[int]:
+    """The layers whose mixers declare a state which passes from chunk to chunk."""
+    names = memory_components(model)
+    return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
 
 
 def single_chunk_readings(documents: Sequence[EvaluationDocument], size: int) -> list[Reading]:
@@ -83,7 +86,7 @@ def memory_use(
     if trained is None:
         trained = loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
     off = trained
-    if memory_layers(stage.config):
+    if memory_components(stage.config):
         off = loss_report(chosen, reader.read(single_chunk_readings(chosen, size)), size)
     if off.tokens != trained.tokens:
         raise ValueError(f"`trained` reports {trained.tokens} tokens, but these documents have {off.tokens}")

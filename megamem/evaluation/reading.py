@@ -23,7 +23,7 @@ from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.memory.base import Chunk, to_device
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
-from megamem.pipeline.channels import Borders, Shape
+from megamem.pipeline.reader import ChunkReader
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -150,18 +150,16 @@ class Reader:
     def _run(self, lanes: list[Iterator[tuple[Reading, int]]], calls: int, totals: _Totals) -> None:
         size = self.chunk_size
         nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
-        states = self.stage.initial_states(len(lanes), self.device, self.dtype)
-        borders = self._borders([self.stage.border_shape(size, len(lanes))] * calls)
+        reader = ChunkReader(self.stage, self.topology, self.device, self.dtype)
+        groups = reader.begin(Chunk((0,) * len(lanes)))
+        borders = reader.open(calls, len(lanes))
         for call, units in enumerate(islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)):
             texts = [unit[0].chunk(unit[1], size) if unit else nothing for unit in units]
             tokens = to_device(torch.stack([text[0] for text in texts], dim=1), self.device)
             labels = to_device(torch.stack([text[1] for text in texts], dim=1), self.device)
             chunk = Chunk(tuple(unit[1] * size if unit else 0 for unit in units))
-            entered = borders.below.take() if borders and borders.below else tokens
-            hidden, states, _ = self.stage(entered, states, chunk)
-            if borders and borders.up:
-                borders.up.put(hidden)
-            else:
+            hidden = reader.read(tokens, chunk, groups, borders=borders)
+            if hidden is not None:
                 totals.add(
                     *self.stage.token_scores(hidden, labels),
                     labels != IGNORED,
@@ -172,12 +170,6 @@ class Reader:
                 self.progress(call + 1, calls)
         if borders:
             borders.flush()
-
-    def _borders(self, shapes: list[Shape]) -> Borders | None:
-        """Channels to the stages below and above, if there are any."""
-        if self.topology is None or self.topology.pp_size == 1:
-            return None
-        return Borders(self.topology, shapes, self.dtype, backward=False)
 
 
 def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[tuple[Reading, int]]:

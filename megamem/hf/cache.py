@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from megamem.memory.base import Chunk, Growing, State, StateSpec, state_tensors
+from megamem.memory.base import Chunk, StateSpec, state_tensors
+from megamem.pipeline.reader import RowGroup, select_rows
 
 
 class MegamemCache(Cache):
@@ -17,8 +17,10 @@ class MegamemCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.specs: list[StateSpec] = []
-        self.states: list[State] | None = None
+        self.specs: dict[str, StateSpec] = {}
+        """The states as the model declares them, by component."""
+        self.groups: list[RowGroup] = []
+        """The states of all rows; none before the first call."""
         self.padding: tuple[int, ...] = ()
         """Left padding of each row."""
         self.seen = 0
@@ -55,7 +57,7 @@ class MegamemCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether anything has been read."""
-        return self.states is not None
+        return bool(self.groups)
 
     @property
     def is_croppable(self) -> bool:
@@ -65,19 +67,15 @@ class MegamemCache(Cache):
     @property
     def bytes(self) -> int:
         """What the states take."""
-        return sum(tensor.nbytes for tensor in state_tensors(self.states or []))
+        return sum(tensor.nbytes for group in self.groups for tensor in state_tensors(group.states))
 
     def reset(self) -> None:
         """Forget everything."""
-        self.states, self.padding, self.seen, self.ended = None, (), 0, False
+        self.groups, self.padding, self.seen, self.ended = [], (), 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
-        if self.states is not None:
-            self.states = [
-                {name: _rows(spec, state[name], beam_idx) for name, spec in specs.items()}
-                for specs, state in zip(self.specs, self.states, strict=True)
-            ]
+        self.groups = select_rows(self.specs, self.groups, beam_idx.tolist())
         if self.padding:
             self.padding = tuple(self.padding[row] for row in beam_idx.tolist())
 
@@ -92,13 +90,6 @@ class MegamemCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError: a memory does not forget single tokens."""
         raise ValueError("a memory state cannot be cut back by tokens; assisted generation does not go with it")
-
-
-def _rows(spec: Any, value: Any, index: Tensor) -> Any:
-    if isinstance(spec, Growing):
-        return [{name: _rows(spec.entry[name], entry[name], index) for name in spec.entry} for entry in value]
-    axis = spec.axis("batch")
-    return value if axis is None else value.index_select(axis, index.to(value.device))
 
 
 def padding_of(mask: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], bool]:

@@ -27,6 +27,7 @@ from megamem.hf.names import LLAMA, PREFIX, is_llama, renamed
 from megamem.hf.tokenizer import export_tokenizer
 from megamem.memory.base import DTYPES, Chunk
 from megamem.model.stage import Stage
+from megamem.pipeline.reader import ChunkReader
 from tokenization.tokenizer import Tokenizer
 
 FACTS = "conversion.json"
@@ -185,11 +186,13 @@ def parity(stage: Stage, folder: Path, dtype: torch.dtype) -> Parity:
     tokens = torch.randint(stage.config.vocab_size, (PARITY_CHUNKS * size, 1), generator=generator)
     largest = scale = 0.0
     with torch.no_grad():
-        states = stage.initial_states(1, torch.device("cpu"), dtype)
+        reader = ChunkReader(stage, None, torch.device("cpu"), dtype)
+        groups = reader.begin(Chunk((0,)))
         cache = None
         for begin in range(0, len(tokens), size):
             part = tokens[begin : begin + size]
-            hidden, states, _ = stage(part, states, Chunk((begin,)))
+            hidden = reader.read(part, Chunk((begin,)), groups)
+            assert hidden is not None
             ours = stage.logits(hidden)[:, 0, : stage.config.vocab_size]
             output = exported(part.T, past_key_values=cache, use_cache=True)
             cache = output.past_key_values

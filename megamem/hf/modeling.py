@@ -12,9 +12,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megamem.hf.cache import MegamemCache, padding_of
 from megamem.hf.configuration import MegamemConfig
-from megamem.memory.base import State
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, info
+from megamem.pipeline.reader import ChunkReader
 
 
 class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
@@ -24,12 +24,12 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]
+    _no_split_modules = ["Layer"]
     _is_stateful = True  # what was read cannot be taken back: no assisted generation
 
     def __init__(self, config: MegamemConfig) -> None:
         super().__init__(config)
-        self.model = Stage(config.model, PlainLinears())
+        self.model = build_stage(config.model, PlainLinears())
         for module in self.modules():  # loading replaces parameters and loses what was declared beside them
             module.__dict__["declared"] = {name: info(p) for name, p in module.named_parameters(recurse=False)}
         self.post_init()
@@ -125,11 +125,14 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None or kwargs.get("inputs_embeds") is not None:
             raise ValueError("megamem models read input_ids; inputs_embeds is not supported")
         cache = self._cache(past_key_values)
-        if cache.states is None:
+        if not cache.is_initialized:
             input_ids = self._begin(cache, input_ids, attention_mask)
         else:
             self._check_continuation(cache, input_ids, attention_mask)
-        hidden = self._read(cache, input_ids.T, logits_to_keep or input_ids.shape[1])
+        keep = logits_to_keep or input_ids.shape[1]
+        hidden = self._reader().read(input_ids.T, cache.place(), cache.groups, keep)
+        assert hidden is not None
+        cache.seen += input_ids.shape[1]
         logits = self.model.logits(hidden.transpose(0, 1).contiguous())
         logits = logits[..., : self.config.vocab_size].contiguous()  # without rows that only fill up shares
         loss = None
@@ -139,8 +142,8 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=count
             )
-        keep = self.config.use_cache if use_cache is None else use_cache
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if keep else None)
+        keeps_cache = self.config.use_cache if use_cache is None else use_cache
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if keeps_cache else None)
 
     def _cache(self, given: Any) -> MegamemCache:
         if given is None:
@@ -165,8 +168,8 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
                 cache.padding, cache.ended = padding_of(attention_mask.long().tolist())
                 input_ids = input_ids * attention_mask.to(input_ids.dtype)
         self._check_ids(input_ids)
-        cache.specs = [block.mixer.specs for block in self.model.blocks]
-        cache.states = self._fresh_states(rows)
+        cache.specs = self.model.state_specs
+        cache.groups = self._reader().begin(cache.place())
         return input_ids
 
     def _check_ids(self, input_ids: Tensor) -> None:
@@ -189,19 +192,6 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
                 "many tokens each, or read them from their start"
             )
 
-    def _fresh_states(self, rows: int) -> list[State]:
-        """Of every layer on its own device."""
-        return [
-            block.mixer.initial_state(rows, next(block.parameters()).device, self.dtype) for block in self.model.blocks
-        ]
-
-    def _read(self, cache: MegamemCache, tokens: Tensor, keep: int) -> Tensor:
-        """Hidden states [keep, batch, hidden] of the last of ids [tokens, batch], read a chunk at a time."""
-        outputs: list[Tensor] = []
-        for part in tokens.split(self.model.config.chunk_size):
-            hidden, cache.states, _ = self.model(part, cache.states, cache.place())
-            cache.seen += len(part)
-            outputs.append(hidden)
-            while sum(map(len, outputs[1:])) >= keep:
-                del outputs[0]
-        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[-keep:]
+    def _reader(self) -> ChunkReader:
+        """What reads on; each layer's state lies on the layer's own device."""
+        return ChunkReader(self.model, None, self.device, self.dtype)

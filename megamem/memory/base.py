@@ -18,6 +18,9 @@ from megamem.errors import ContractError
 
 Axis = int | str
 State = dict[str, Any]
+"""The state of one component (a layer's mixer, a memory of the whole model): tensors, and lists of dicts of tensors."""
+States = dict[str, State]
+"""The states of a model, or of a stage of it, by component: `layers.3`, `memory_tokens`."""
 Losses = dict[str, Tensor]
 LABEL_IGNORED = -100
 
@@ -103,8 +106,8 @@ class Chunk:
         """The place `tokens` later."""
         return Chunk(tuple(start + tokens for start in self.starts))
 
-    def pieces(self, tokens: int) -> list[slice]:
-        """Cut `tokens` tokens where a row's left padding ends, so that in each piece a row is all padding or none."""
+    def padding_splits(self, tokens: int) -> list[slice]:
+        """Cut `tokens` tokens where a row's left padding ends, so that in each part a row is all padding or none."""
         cuts = sorted({0, tokens, *(-start for start in self.starts if 0 < -start < tokens)})
         return [slice(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
 
@@ -121,20 +124,15 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
     return tensor.to(device)
 
 
-class Mixer(nn.Module, ABC):
-    """A layer's attention or memory mechanism.
+class Stateful:
+    """What declares a state: a mixer, or a memory of the whole model. It never keeps the state itself.
 
-    `specs` declares its state. `differentiable_state`: whether gradients may flow into the incoming state (False
-    where the paper stops them there).
+    `specs` declares the tensors, `sizes` gives the named sizes of their shapes before any split over ranks.
     """
 
-    differentiable_state = True
-
-    def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
-        super().__init__()
-        self.specs = specs
-        self.sizes = dict(sizes)
-        self.tp_size = tp_size
+    specs: StateSpec
+    sizes: dict[str, int]
+    tp_size: int
 
     def initial_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> State:
         """The state before a document's first token: zeros and empty lists, for `rows` batch rows."""
@@ -147,17 +145,6 @@ class Mixer(nn.Module, ABC):
         """A tensor as `spec` declares it on this rank, for `rows` batch rows and activations of `dtype`."""
         names = {**self.sizes, "batch": rows, "open": 0}
         return torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
-
-    @abstractmethod
-    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """Mix the tokens of one call.
-
-        Args:
-            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
-            state: as `initial_state` or as the previous call left it.
-            chunk: where the tokens lie in their documents.
-        Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
-        """
 
     def check_state(self, state: State, rows: int) -> None:
         """Raise ContractError if a tensor of `state`, as it stands at a chunk's border, is not as declared."""
@@ -186,6 +173,48 @@ class Mixer(nn.Module, ABC):
                 rows = to_device(fresh, device, torch.bool).view(shape)
                 new[name] = torch.where(rows, initial[name], state[name])
         return new
+
+
+class Mixer(Stateful, nn.Module, ABC):
+    """A layer's attention or memory mechanism.
+
+    `differentiable_state`: whether gradients may flow into the incoming state (False where the paper stops them).
+    """
+
+    differentiable_state = True
+
+    def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
+        super().__init__()
+        self.specs = specs
+        self.sizes = dict(sizes)
+        self.tp_size = tp_size
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Mix the tokens of one call.
+
+        Args:
+            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
+            state: as `initial_state` or as the previous call left it.
+            chunk: where the tokens lie in their documents.
+        Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
+        """
+
+
+def select_state_rows(specs: StateSpec, state: State, index: Tensor) -> State:
+    """The declared state of rows `index` [rows] int64, which may repeat rows or leave some out."""
+    return {
+        name: [{part: _rows(spec.entry[part], entry[part], index) for part in spec.entry} for entry in state[name]]
+        if isinstance(spec, Growing)
+        else _rows(spec, state[name], index)
+        for name, spec in specs.items()
+    }
+
+
+def _rows(spec: TensorSpec, tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [rows] of a tensor of the declared shape; tensors without a batch axis are the same for all."""
+    axis = spec.axis("batch")
+    return tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
 
 
 def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor, names: Mapping[str, int], tp_size: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 
 from megamem.memory.shared.block_attention import AttentionProjections
-from megamem.model.layers import RMSNorm, SwiGLU, gated, rms_norm
+from megamem.model.mlp import SwiGLU, gated
+from megamem.model.norm import RMSNorm, rms_norm
 from megamem.model.stage import Stage
 from megamem.ops.rotary import apply_rotary
 

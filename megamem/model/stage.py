@@ -1,179 +1,180 @@
-"""The model, or the run of layers of it that one pipeline stage holds. It never keeps a memory state."""
+"""What every architecture is to those who run it: a pipeline stage that reads chunks and never keeps a state.
+
+A model is one stage, or a row of stages on several ranks. Training, evaluation, generation and exports all call
+`Stage.read_chunk`; what a state is made of they know by component only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.errors import ContractError
-from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, state_tensors, to_device
-from megamem.model.block import Block
-from megamem.model.layers import make_norm
-from megamem.model.mup import follow_width
-from megamem.parallel.linears import Linears, PlainLinears, declare, normal
+from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, Stateful, States, StateSpec
+from megamem.parallel.linears import Linears, PlainLinears
+
+
+def build_stage(model: ModelConfig, linears: Linears, layers: range | None = None) -> Stage:
+    """Build the stage that holds `layers` of a model, all of them if not given; its weights have no values yet."""
+    built = model.architecture.build(model, linears, range(model.layers) if layers is None else layers)
+    return cast(Stage, built)
+
+
+def meta_stage(model: ModelConfig) -> Stage:
+    """Build the whole model with torch's own layers and parameters without values: for their names and shapes."""
+    with torch.device("meta"):
+        return build_stage(model, PlainLinears())
 
 
 def add_losses(total: Losses, more: Losses) -> Losses:
-    """Sums by name."""
+    """Add losses of the same name; each is a scalar."""
     return {
         **total,
         **{name: total[name] + value if name in total else value for name, value in more.items()},
     }
 
 
-def tied(hidden: Tensor, state: State) -> Tensor:
-    """`hidden`, of whose backward pass the tensors of `state` are part with gradients of zero."""
-    for tensor in state_tensors(state):
-        if tensor.requires_grad:
-            left = tensor.flatten()[:1].sum()  # chosen away, not multiplied by zero: it need not be finite
-            hidden = hidden + torch.where(torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), left)
-    return hidden
+class ModelMemory(Stateful):
+    """The declared state of a memory that spans the model: written by the last stage, read by the first."""
+
+    def __init__(self, specs: StateSpec, sizes: Mapping[str, int]) -> None:
+        """Declare the tensors. They are not split over tensor-parallel ranks: every rank holds them whole."""
+        self.specs, self.sizes, self.tp_size = specs, dict(sizes), 1
 
 
-def meta_stage(model: ModelConfig) -> Stage:
-    """The whole model with torch's own layers, its parameters without values: for their names and shapes."""
-    with torch.device("meta"):
-        return Stage(model, PlainLinears())
-
-
-class Stage(nn.Module):
-    """Layers `layers` of the model; the first stage embeds tokens, the last one has the output head.
+class Stage(nn.Module, ABC):
+    """A rank's part of a model: some layers, the embedding on the first stage, the output head on the last.
 
     Parameters carry global names (`layers.7.mixer.query.weight`) whatever the stage.
 
-    What passes states (block, mixer) is called by `.forward`, past module hooks: ZeRO-3 counts the gradients of every
-    hooked output, and where documents begin, those of states come and go, differently on each rank.
+    What passes states (stage, layer, mixer) is called by its method, past module hooks: ZeRO 3 counts the gradients of
+    every hooked output, and where documents begin, those of states come and go, differently on each rank.
     """
 
-    def __init__(self, model: ModelConfig, linears: Linears, layers: range | None = None) -> None:
+    layers: nn.ModuleDict
+    """The layers of this stage by their number in the whole model."""
+    embedding: nn.Module
+    """On the first stage, and on the last one where the output head is tied to it."""
+    one_grid = False
+    """Whether all rows of a call must be at the same place of their chunks (documents may begin in any of them)."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
+        """Note the configuration; subclasses build the modules. layers: those of this stage."""
         super().__init__()
-        layers = range(model.layers) if layers is None else layers
         self.config = model
         self.linears = linears
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         self.recompute = False
+        """Whether activations are computed again in the backward pass."""
         self.ties_resets = False
         """Whether states that a new document leaves behind keep their place in the backward pass, with gradients of
         zero: ZeRO 3 wants all ranks to run the same modules backward, wherever their documents begin."""
-        if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(
-                model.resolved_padded_vocab_size, model.hidden_size, normal(model.init_std)
-            )
-        if self.first and model.max_positions is not None:
-            table = torch.empty(model.max_positions, model.hidden_size)
-            self.positions = declare(nn.Parameter(table), normal(model.init_std))
-        self.layers = nn.ModuleDict({str(i): Block(model, linears, i) for i in layers})
-        if self.last:
-            self.norm = make_norm(model, linears)
-            if not model.tie_embeddings:
-                self.head = linears.column(model.hidden_size, model.resolved_padded_vocab_size, normal(model.init_std))
-        if model.mup is not None:
-            follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
+        sizes = {"hidden": model.hidden_size}
+        specs = model.architecture.state_specs(model)
+        self.model_memories = {name: ModelMemory(spec, sizes) for name, spec in specs.items()}
+        """Components that leave the last stage and enter the first one before the next chunk."""
 
     @property
-    def blocks(self) -> list[Block]:
-        """The blocks in order."""
-        return cast(list[Block], list(self.layers.values()))
+    @abstractmethod
+    def layer_components(self) -> Mapping[str, Stateful]:
+        """The components that this stage both reads and writes: one per layer, in order."""
 
-    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[State]:
-        """Fresh states of this stage's layers."""
-        return [block.mixer.initial_state(rows, device, dtype) for block in self.blocks]
+    @property
+    def components(self) -> dict[str, Stateful]:
+        """The components whose states `read_chunk` takes; those it returns differ in `model_memories` alone.
 
-    def check_states(self, states: Sequence[State], rows: int) -> None:
-        """Raise ContractError naming the layer whose state, as it stands at a chunk's border, is not as declared."""
-        for (layer, block), state in zip(self.layers.items(), states, strict=True):
-            try:
-                cast(Block, block).mixer.check_state(state, rows)
-            except ContractError as error:
-                kind = self.config.mixer_at(int(layer)).kind
-                raise ContractError(f"model.layers.{layer} ({kind}): {error}") from None
+        The first stage takes the states of memories that span the model, the last one returns them.
+        """
+        return {**self.layer_components, **(self.model_memories if self.first else {})}
 
-    def border_shape(self, tokens: int, rows: int) -> tuple[int, int, int]:
-        """Shape of the hidden chunk that passes from stage to stage, on this rank."""
+    @property
+    def state_specs(self) -> dict[str, StateSpec]:
+        """The declared states that this stage takes, by component."""
+        return {name: component.specs for name, component in self.components.items()}
+
+    @staticmethod
+    def _device_of(component: Stateful, default: torch.device) -> torch.device:
+        parameter = next(component.parameters(), None) if isinstance(component, nn.Module) else None
+        return default if parameter is None or parameter.is_meta else parameter.device
+
+    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> States:
+        """The states of `rows` documents that have not begun, for activations of `dtype`.
+
+        Each lies on the device of its component's parameters, since layers of one model may be spread over several;
+        `device` is for those without.
+        """
+        return {
+            name: component.initial_state(rows, self._device_of(component, device), dtype)
+            for name, component in self.components.items()
+        }
+
+    def reset(self, states: States, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> States:
+        """The states with fresh rows where documents start (`Stateful.reset`)."""
+        return {
+            name: component.reset(states[name], chunk, self._device_of(component, device), dtype)
+            for name, component in self.components.items()
+        }
+
+    def check_states(self, states: States, rows: int) -> None:
+        """Raise ContractError naming the component whose state at a chunk's border is not as declared."""
+        for name, component in self.layer_components.items():
+            self._check(name, component, states[name], rows)
+        for name, memory in self.model_memories.items():
+            if name in states:
+                self._check(name, memory, states[name], rows)
+
+    def _check(self, name: str, component: Stateful, state: State, rows: int) -> None:
+        try:
+            component.check_state(state, rows)
+        except ContractError as error:
+            kind = self.config.architecture.kind
+            if name.startswith("layers."):
+                kind = self.config.mixer_at(int(name.removeprefix("layers."))).kind
+            raise ContractError(f"model.{name} ({kind}): {error}") from None
+
+    def border_shape(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
+        """Shape of what passes from stage to stage on this rank, where `tokens` from position `start` on are read."""
         split = self.linears.tp_size if self.linears.sequence_parallel else 1
         return tokens // split, rows, self.config.hidden_size
 
-    def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
-        """One call over some tokens.
+    def memories_change(self, start: int, tokens: int) -> bool:
+        """Whether the last stage writes the memories that span the model when it reads `tokens` from `start` on."""
+        return True
+
+    @abstractmethod
+    def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """Read one call's tokens, at most a chunk.
 
         Args:
-            x: token ids [tokens, batch] int64 on the first stage, else hidden [tokens, batch, hidden].
-            states: one per layer of this stage.
+            x: token ids [tokens, batch] int64 on the first stage, else hidden [tokens, batch, hidden_size].
+            states: of `components`. They belong to the caller and are not written to.
             chunk: where the tokens lie in their documents; rows at position 0 start afresh.
         Returns: hidden (on the last stage after the final norm), new states, auxiliary losses summed over layers.
         Raises: ValueError if left padding ends inside the call while tokens are split over ranks.
         """
-        hidden = self._embedded(x, chunk) if self.first else x
-        split = self.linears.sequence_parallel
-        pieces = chunk.pieces(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
-        if len(pieces) == 1:
-            return self._run(hidden, states, chunk)
-        if split:
-            raise ValueError(
-                f"left padding that ends inside a call (starts {chunk.starts}) does not go with sequence parallelism; "
-                "end the call there or switch parallel.sequence_parallel off"
-            )
-        outputs: list[Tensor] = []
-        losses: Losses = {}
-        new = list(states)
-        for piece in pieces:
-            output, new, extra = self._run(hidden[piece], new, chunk.after(piece.start))
-            outputs.append(output)
-            losses = add_losses(losses, extra)
-        return torch.cat(outputs), new, losses
 
-    def _embedded(self, tokens: Tensor, chunk: Chunk) -> Tensor:
-        """This rank's tokens' embeddings, with those of their positions where they are learned."""
-        hidden: Tensor = self.embedding(tokens)
-        if self.config.positions == "rotary":
-            return hidden
-        own = hidden.shape[0]
-        first = self.linears.tp_rank * own if self.linears.sequence_parallel else 0
-        steps = torch.arange(first, first + own, device=hidden.device)[:, None]
-        places = (to_device(chunk.starts, hidden.device) + steps) % self.positions.shape[0]
-        return hidden + self.linears.outside(self.positions)[places]
+    def forward(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """See `Stage.read_chunk`."""
+        return self.read_chunk(x, states, chunk)
 
-    def _run(self, hidden: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
-        new_states: list[State] = []
-        losses: Losses = {}
-        for block, state in zip(self.blocks, states, strict=True):
-            device = next(state_tensors(state), hidden).device  # of the layer, where they are spread over several
-            if self.ties_resets and all(chunk.fresh()):
-                hidden = tied(hidden, state)
-            state = block.mixer.reset(state, chunk, device, hidden.dtype)
-            if self.recompute and torch.is_grad_enabled():
-                hidden, state, extra = checkpoint(block.forward, hidden, state, chunk, use_reentrant=False)
-            else:
-                hidden, state, extra = block.forward(hidden, state, chunk)
-            new_states.append(state)
-            losses = add_losses(losses, extra)
-        if self.last:
-            hidden = self.norm(hidden)
-        return hidden, new_states, losses
-
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Local logits [tokens, batch, rows / tp] of the last stage's hidden; -inf beyond the vocabulary."""
-        scale = self.config.logit_scale
-        x = self.linears.enter(hidden if scale == 1.0 else hidden * scale)
-        if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
-            weight = cast(Tensor, self.embedding.weight)
-            logits = F.linear(x.to(weight.device), weight)
-        else:
-            logits = self.head(x)
-        real = self.config.vocab_size - self.linears.tp_rank * logits.shape[-1]
-        if real < logits.shape[-1]:  # rows that only fill up the ranks' shares
-            spare = torch.arange(logits.shape[-1], device=logits.device) >= real
-            logits = logits.masked_fill(spare, -torch.inf)
-        return logits
+        """The last stage's local logits [tokens, batch, padded vocabulary / tp], -inf beyond the vocabulary.
+
+        hidden: [tokens, batch, hidden_size] as the last stage's `read_chunk` returns it.
+        """
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored."""
+        """The cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored.
+
+        hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
+        """
         ignored = labels == LABEL_IGNORED
         if self.recompute and torch.is_grad_enabled():
             losses = checkpoint(self._token_losses, hidden, labels.masked_fill(ignored, 0), use_reentrant=False)
@@ -182,11 +183,15 @@ class Stage(nn.Module):
         return cast(Tensor, losses).masked_fill(ignored, 0.0)
 
     def token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`token_losses`, and where the label is the most probable token [tokens, batch] bool. For evaluation."""
+        """`token_losses`, and where the label is the most probable token [tokens, batch] bool; for evaluation.
+
+        hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
+        """
         ignored = labels == LABEL_IGNORED
         logits, known = self.logits(hidden), labels.masked_fill(ignored, 0)
-        hits = self.linears.hits(logits, known) & ~ignored
-        return self.linears.cross_entropy(logits, known).masked_fill(ignored, 0.0), hits
+        correct = self.linears.most_probable(logits, known) & ~ignored
+        return self.linears.cross_entropy(logits, known).masked_fill(ignored, 0.0), correct
 
     def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Losses [tokens, batch] of hidden [tokens, batch, hidden_size]; labels: [tokens, batch], none ignored."""
         return self.linears.cross_entropy(self.logits(hidden), labels)

@@ -80,6 +80,12 @@ class Linears(Protocol):
     def enter(self, x: Tensor) -> Tensor:
         """Start of a parallel region: identity (or all-gather of tokens); its backward sums over ranks."""
 
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """All tokens of x [this rank's tokens, ...] on every rank; what is made of them is the same on each rank."""
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of x [tokens, ...], which is the same on every rank; all where tokens are not split."""
+
     def shared(self, parameter: Tensor) -> Tensor:
         """A replicated parameter used on each rank for a part of the work only: its gradient is summed over ranks."""
 
@@ -92,7 +98,7 @@ class Linears(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
 
 
@@ -129,6 +135,14 @@ class PlainLinears:
         """See `Linears.enter`."""
         return x
 
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.join_tokens`."""
+        return x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.split_tokens`."""
+        return x
+
     def shared(self, parameter: Tensor) -> Tensor:
         """See `Linears.shared`."""
         return parameter
@@ -146,8 +160,8 @@ class PlainLinears:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.hits`."""
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.most_probable`."""
         return logits.argmax(-1) == labels
 
 

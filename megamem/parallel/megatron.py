@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megamem.parallel.libraries import quiet
 from megamem.parallel.linears import Initializer, constant, declare
-from megamem.parallel.sequence import gather_tokens, reduce_scatter_tokens, split_tokens
+from megamem.parallel.sequence import gather_tokens, join_tokens, reduce_scatter_tokens, split_tokens
 
 with quiet():
     from megatron.core import ModelParallelConfig
@@ -127,6 +127,14 @@ class MegatronLinears:
             return gather_tokens(x, self.group)
         return self.shared(x)
 
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
+        return join_tokens(x, self.group) if self.sequence_parallel else x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.split_tokens`; x: [tokens, ...]."""
+        return split_tokens(x, self.group) if self.sequence_parallel else x
+
     def shared(self, parameter: Tensor) -> Tensor:
         """See `Linears.shared`."""
         out: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self.group)
@@ -146,8 +154,8 @@ class MegatronLinears:
         out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
 
-    def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.hits`."""
+    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See `Linears.most_probable`."""
         largest, local = logits.max(-1)
         # ties go to the first of the vocabulary, as in one process
         over_ranks = largest.float().clone()

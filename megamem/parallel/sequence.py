@@ -66,6 +66,23 @@ class _Split(torch.autograd.Function):
         return _gather(grad, ctx.group), None
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+
+def join_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[tokens / ranks, ...] -> [tokens, ...] for work that every rank does alike; the backward splits."""
+    out: Tensor = _Join.apply(x, group)
+    return out
+
+
 def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """[tokens / ranks, ...] -> [tokens, ...]; the backward reduce-scatters."""
     out: Tensor = _Gather.apply(x, group)

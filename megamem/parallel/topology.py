@@ -60,6 +60,10 @@ class Topology:
     """For gradients on their way down."""
     ends_group: ProcessGroup | None
     """First and last stage of this rank's pipeline, which share tied embeddings; None elsewhere."""
+    memory_group: ProcessGroup | None
+    """The same two, for memories that leave the last stage and enter the first one."""
+    memory_gradient_group: ProcessGroup | None
+    """The same two, for the gradients on them."""
 
     @property
     def world_size(self) -> int:
@@ -127,14 +131,13 @@ class Topology:
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
-        forward, backward, ends = _border_groups(pp, dp * tp, rank, timeout)
         topology = Topology(
             pp, dp, tp, rank, chosen,
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_model_parallel_group(),
-            forward, backward, ends,
+            **_border_groups(pp, dp * tp, rank, timeout),
         )  # fmt: skip
         topology._assert_order()
         _current = (tp, pp, chosen, timeout_s), topology, set(dist.distributed_c10d._world.pg_map) - before
@@ -171,20 +174,23 @@ _current: tuple[tuple[object, ...], Topology, set[ProcessGroup]] | None = None
 """What this process was asked for, what it got, and the groups that were made for it."""
 
 
-def _border_groups(
-    stages: int, pipelines: int, rank: int, timeout: timedelta
-) -> tuple[ProcessGroup | None, ProcessGroup | None, ProcessGroup | None]:
-    """This rank's (forward, backward, ends) groups. All ranks make all groups, in the same order."""
-    mine: dict[str, ProcessGroup | None] = dict.fromkeys(("forward", "backward", "ends"))
+def _border_groups(stages: int, pipelines: int, rank: int, timeout: timedelta) -> dict[str, ProcessGroup | None]:
+    """This rank's groups for what crosses borders between stages, by field of `Topology`; None where it has none.
+
+    All ranks make all groups, in the same order.
+    """
+    names = ("forward_group", "backward_group", "ends_group", "memory_group", "memory_gradient_group")
+    mine: dict[str, ProcessGroup | None] = dict.fromkeys(names)
     if stages == 1:
-        return None, None, None
+        return mine
     for pipeline in range(pipelines):
         members = [pipeline + stage * pipelines for stage in range(stages)]
-        for name, ranks in {"forward": members, "backward": members, "ends": [members[0], members[-1]]}.items():
+        for name in names:
+            ranks = members if name in ("forward_group", "backward_group") else [members[0], members[-1]]
             group = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 mine[name] = group
-    return mine["forward"], mine["backward"], mine["ends"]
+    return mine
 
 
 def _device(wanted: str | None) -> torch.device:

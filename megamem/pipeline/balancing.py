@@ -15,7 +15,7 @@ from megamem.costs.flops import flop_costs, head_flops, layer_chunk_flops
 from megamem.costs.parameters import parameter_costs
 from megamem.costs.parts import PartCosts
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.placement import balance, contiguous
@@ -69,7 +69,7 @@ def _measure(config: RunConfig, device: torch.device, layer: int, with_head: boo
     model = config.model.model_copy(update={"layers": layer + (1 if with_head else 2)})
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     with device:
-        stage = Stage(model, PlainLinears(), range(layer, layer + 1))
+        stage = build_stage(model, PlainLinears(), range(layer, layer + 1))
         stage.first = False
         initialize_parameters(stage, 0)
         stage.to(dtype)
@@ -77,7 +77,7 @@ def _measure(config: RunConfig, device: torch.device, layer: int, with_head: boo
         labels = torch.zeros(size, rows, dtype=torch.int64)
 
     def once() -> None:
-        hidden, _, _ = stage(x, stage.initial_states(rows, device, dtype), Chunk((0,) * rows))
+        hidden, _, _ = stage.read_chunk(x, stage.initial_states(rows, device, dtype), Chunk((0,) * rows))
         (stage.token_losses(hidden, labels) if with_head else hidden).sum().backward()
 
     return _median_seconds(once, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, State
+from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
-from megamem.model.stage import Stage, meta_stage
+from megamem.model.objective import build_objective
+from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
@@ -27,14 +28,14 @@ Watch = Callable[[str], None]
 """Told in a few words what this rank is at, often enough for a watchdog to see progress."""
 
 
-def build_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:
-    """This rank's part of the model on its device, in FP32, initialized the same whatever the layout.
+def build_own_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:
+    """Build this rank's part of the model on its device, in FP32, initialized the same whatever the layout.
 
     layers: those of its stage; all if not given.
     """
     linears = MegatronLinears(topology.tp_group, config.parallel.sequence_parallel)
     with topology.device:
-        stage = Stage(config.model, linears, layers)
+        stage = build_stage(config.model, linears, layers)
     initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
     stage.ties_resets = config.parallel.zero_stage == 3
@@ -47,14 +48,19 @@ def build_stage(config: RunConfig, topology: Topology, layers: range | None = No
 class StepResult:
     """What a step leaves on the device; reading a tensor's value makes the host wait."""
 
-    loss_sum: Tensor
-    """Summed cross-entropy of this data-parallel rank's tokens, nats, float64 scalar; the same on all stages."""
+    losses: Tensor
+    """The objective's losses [names], summed over this data-parallel rank's tokens, float64; the same on all stages."""
     predicted: Tensor
     """Predicted tokens over all ranks, float64 scalar."""
     bad: Tensor
     """1.0 if the ranks agreed to skip the update, else 0.0."""
     grad_norm: Any
     """Global gradient norm before clipping, as DeepSpeed or torch gives it."""
+
+    @property
+    def loss_sum(self) -> Tensor:
+        """The objective's first loss, summed over this data-parallel rank's tokens, float64 scalar."""
+        return self.losses[0]
 
 
 class TrainingEngine(ABC):
@@ -78,7 +84,8 @@ class TrainingEngine(ABC):
         self.topology = topology
         self.accumulation = config.accumulation_steps(topology.dp_size)
         self.dtype = DTYPES[config.training.precision]
-        self.stage = build_stage(config, topology, layers)
+        self.stage = build_own_stage(config, topology, layers)
+        self.objective = build_objective(config.training.objective, config.model)
         whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
         groups = len(parameter_groups(whole, config.optimizer, new_parameters))
         self.optimizer = AgreeingAdamW(
@@ -91,7 +98,8 @@ class TrainingEngine(ABC):
             mpu=topology.mpu(),
             dist_init_required=False,
         )
-        self.carried: dict[int, list[State]] = {}
+        self.carried: dict[int, States] = {}
+        """The states at the end of each micro-batch where the next step reads on, by its index."""
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 
@@ -102,14 +110,14 @@ class TrainingEngine(ABC):
     @abstractmethod
     def backward(
         self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+    ) -> tuple[Tensor, Tensor, dict[int, States]]:
         """Forward and backward of a whole step, gradients reduced over data-parallel ranks.
 
         Args:
             batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
             watch: called with a few words before each action.
-        Returns: summed cross-entropy of this data-parallel rank, predicted tokens of all ranks, the states of this
-            rank's layers at the end of each micro-batch where they are carried over, else nothing.
+        Returns: the objective's losses [names] summed over this data-parallel rank, predicted tokens of all ranks, the
+            states of this rank's components at the end of each micro-batch where they are carried over, else nothing.
         """
 
     @property
@@ -117,7 +125,7 @@ class TrainingEngine(ABC):
         """Whether the next step reads on where this one ends."""
         return self.config.data.feeding == "streams"
 
-    def fresh_states(self, rows: int) -> list[State]:
+    def fresh_states(self, rows: int) -> States:
         """States of documents not begun."""
         return self.stage.initial_states(rows, self.topology.device, self.dtype)
 
@@ -127,20 +135,21 @@ class TrainingEngine(ABC):
         dist.all_reduce(predicted, group=self.topology.dp_group)
         return predicted
 
-    def states_before(self, sequence: int, batch: Batch) -> list[State]:
+    def states_before(self, micro_batch: int, batch: Batch) -> States:
         """States before a micro-batch: fresh, or in streams mode as the step before left them."""
-        if self.carries and sequence in self.carried:
-            return self.carried[sequence]
+        if self.carries and micro_batch in self.carried:
+            return self.carried[micro_batch]
         return self.fresh_states(batch.tokens.shape[1])
 
     def step(self, batches: Sequence[Batch], lr: float, watch: Watch | None = None) -> StepResult:
         """One optimizer step. If the loss or a gradient of any rank is not finite, no rank updates anything."""
-        loss_sum, predicted, states = self.backward(batches, watch)
+        batches = [self._prepared(batch) for batch in batches]
+        losses, predicted, states = self.backward(batches, watch)
         if watch is not None:
             watch("gradient reduction and optimizer step")
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        own_bad = torch.maximum(1 - loss_sum.isfinite().float(), self._bad_partitions())
+        own_bad = torch.maximum(1 - losses.sum().isfinite().float(), self._bad_partitions())
         self.optimizer.own_bad, self.optimizer.bad = own_bad, None
         norm = self._clip_plain() if self.config.parallel.zero_stage == 0 else None
         self.engine.step()
@@ -148,20 +157,21 @@ class TrainingEngine(ABC):
         refused = bool(getattr(self.engine.optimizer, "overflow", False))
         bad = torch.ones_like(own_bad) if refused or self.optimizer.bad is None else self.optimizer.bad
         if self.carries:
-            for sequence, new in states.items():
-                batch = batches[sequence]
-                old = self.carried.get(sequence) or self.fresh_states(batch.tokens.shape[1])
-                self.carried[sequence] = select_states(bad == 0, new, self._without_ended(old, batch))
-        return StepResult(loss_sum, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
+            for micro_batch, new in states.items():
+                batch = batches[micro_batch]
+                old = self.carried.get(micro_batch) or self.fresh_states(batch.tokens.shape[1])
+                self.carried[micro_batch] = select_states(bad == 0, new, self._without_ended(old, batch))
+        return StepResult(losses, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
 
-    def _without_ended(self, states: list[State], batch: Batch) -> list[State]:
+    def _prepared(self, batch: Batch) -> Batch:
+        """The micro-batch as the objective wants it read and predicted."""
+        tokens, labels = self.objective.inputs_and_labels(batch.tokens, batch.labels)
+        return replace(batch, tokens=tokens, labels=labels)
+
+    def _without_ended(self, states: States, batch: Batch) -> States:
         """The states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
         chunk = Chunk(tuple(batch.starts.min(0).tolist()))  # 0 where one begins
-        device = self.topology.device
-        return [
-            block.mixer.reset(state, chunk, device, self.dtype)
-            for block, state in zip(self.stage.blocks, states, strict=True)
-        ]
+        return self.stage.reset(states, chunk, self.topology.device, self.dtype)
 
     def _bad_partitions(self) -> Tensor:
         """1.0 if a gradient that this rank holds for ZeRO's update is not finite, else 0.0.

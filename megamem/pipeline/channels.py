@@ -7,7 +7,7 @@ themselves. Shapes are known to both sides from the schedule and never sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,21 @@ class Inbox:
     """Receives posted before they are asked for: the next tensor travels while the present one is worked on."""
 
     def __init__(
-        self, group: ProcessGroup, source: int, shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device
+        self,
+        group: ProcessGroup,
+        source: int,
+        shapes: Iterable[Shape],
+        dtype: torch.dtype,
+        device: torch.device,
+        ahead: int = AHEAD,
     ) -> None:
-        """shapes: of all the tensors that will come."""
+        """Expect tensors of `shapes`, all that will come, from group rank `source`; post `ahead` receives at once."""
         self._group, self._source = group, source
         self._shapes: Iterator[Shape] = iter(shapes)
         self._dtype, self._device = dtype, device
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
-        for _ in range(self.AHEAD):
+        self._ahead = ahead
+        for _ in range(ahead):
             self._post()
 
     def _post(self) -> None:
@@ -46,9 +53,12 @@ class Inbox:
 
     def take(self) -> Tensor:
         """The next tensor; waits for it (on CUDA, the stream waits)."""
+        if not self._ahead:
+            self._post()
         work, buffer = self._posted.popleft()
         work.wait()
-        self._post()
+        if self._ahead:
+            self._post()
         return buffer
 
 
@@ -76,19 +86,43 @@ class Outbox:
 
 
 class Borders:
-    """A stage's four channels for one pass over a schedule; those at the ends of the pipeline are None."""
+    """A stage's channels for one pass over a schedule; those that it does not need are None."""
 
-    def __init__(self, topology: Topology, shapes: Iterable[Shape], dtype: torch.dtype, backward: bool) -> None:
-        """shapes: of all units in the order of their forwards; with `backward`, all alike (one static shape)."""
+    def __init__(
+        self,
+        topology: Topology,
+        shapes: Iterable[Shape],
+        dtype: torch.dtype,
+        backward: bool,
+        memories: Sequence[Shape] = (),
+        memory_units: int = 0,
+    ) -> None:
+        """Open the channels.
+
+        Args:
+            shapes: of the hidden chunks of all units in the order of their forwards; with `backward`, all alike.
+            dtype: of everything that is sent.
+            backward: whether gradients come down.
+            memories: shapes of the tensors that leave the last stage and enter the first one after each unit.
+            memory_units: units after which they do.
+        """
         stage, stages, device = topology.pp_rank, topology.pp_size, topology.device
         up, down = topology.forward_group, topology.backward_group
         shapes = list(shapes)
-        # between a send and its receive the neighbour may be a pipeline's depth behind
+        # between a send and its receive the neighbor may be a pipeline's depth behind
         pending = stages + 1
         self.below: Inbox | None = None
         self.above: Inbox | None = None
         self.up: Outbox | None = None
         self.down: Outbox | None = None
+        self.memory_in: Inbox | None = None
+        """On the first stage: what left the last one."""
+        self.memory_out: Outbox | None = None
+        """On the last stage: to the first one."""
+        self.memory_gradient_in: Inbox | None = None
+        """On the last stage: gradients on what it sent."""
+        self.memory_gradient_out: Outbox | None = None
+        """On the first stage: to the last one."""
         if stage > 0:
             assert up is not None
             assert down is not None
@@ -101,10 +135,30 @@ class Borders:
             self.up = Outbox(up, stage + 1, pending)
             if backward:
                 self.above = Inbox(down, stage + 1, shapes, dtype, device)
+        if memories and stages > 1:
+            self._open_memories(topology, list(memories) * memory_units, dtype, backward)
+
+    def _open_memories(self, topology: Topology, shapes: list[Shape], dtype: torch.dtype, backward: bool) -> None:
+        """Connect the last stage with the first one.
+
+        Nothing is received ahead of its use: what the last stage has to send depends on what this one still does.
+        """
+        first, last = 0, 1
+        forward_group, backward_group = topology.memory_group, topology.memory_gradient_group
+        if forward_group is None or backward_group is None:  # a stage in the middle
+            return
+        if topology.first_stage:
+            self.memory_in = Inbox(forward_group, last, shapes, dtype, topology.device, ahead=0)
+            if backward:
+                self.memory_gradient_out = Outbox(backward_group, last, len(shapes))
+        else:
+            self.memory_out = Outbox(forward_group, first, len(shapes))
+            if backward:
+                self.memory_gradient_in = Inbox(backward_group, first, shapes, dtype, topology.device, ahead=0)
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
-        for outbox in (self.up, self.down):
+        for outbox in (self.up, self.down, self.memory_out, self.memory_gradient_out):
             if outbox is not None:
                 outbox.flush()
 
@@ -113,6 +167,12 @@ def warm_up(topology: Topology) -> None:
     """Let every pair of neighbours meet once, in a fixed order: NCCL connects a pair when it first speaks."""
     token = torch.zeros(1, device=topology.device)
     stage = topology.pp_rank
+    ends = topology.memory_group, topology.memory_gradient_group
+    for group, source in zip(ends, (1, 0), strict=True):
+        if group is not None and group.rank() == source:
+            dist.send(token, group=group, group_dst=1 - source)
+        elif group is not None:
+            dist.recv(token, group=group, group_src=source)
     for lower in range(topology.pp_size - 1):
         for group, source, target in (
             (topology.forward_group, lower, lower + 1),

@@ -50,22 +50,37 @@ class ScheduleReport:
         }
 
 
-def compare(stages: int, sequences: int, chunks: int, bptt_chunks: int, cost: Cost | None = None) -> ScheduleReport:
-    """Simulate both schedules. cost: of an action on a stage; 1 forward and 2 backward per chunk if not given.
+def compare(
+    stages: int,
+    sequences: int,
+    chunks: int,
+    bptt_chunks: int,
+    cost: Cost | None = None,
+    interleaved: bool = False,
+) -> ScheduleReport:
+    """Simulate both schedules.
 
+    Args:
+        cost: time of an action on a stage; 1 forward and 2 backward per chunk if not given.
+        interleaved: whether a memory goes from the last stage to the first, and micro-batches take turns.
     Raises: ValueError unless bptt_chunks divides chunks.
     """
     cost = cost or even_cost()
 
     def sequence_cost(stage: int, action: Action) -> float:
-        return sum(cost(stage, Action(action.kind, action.sequence, chunk)) for chunk in range(chunks))
+        return sum(cost(stage, Action(action.kind, action.micro_batch, chunk)) for chunk in range(chunks))
 
     return ScheduleReport(
         stages,
         sequences,
         chunks,
         bptt_chunks,
-        simulate(chunk_schedule(stages, sequences, chunks, bptt_chunks), bptt_chunks, cost),
+        simulate(
+            chunk_schedule(stages, sequences, chunks, bptt_chunks, interleaved),
+            bptt_chunks,
+            cost,
+            last_to_first=interleaved,
+        ),
         simulate(chunk_schedule(stages, sequences, 1, 1), 1, sequence_cost),
     )
 
@@ -79,4 +94,5 @@ def compare_for(config: RunConfig, dp_size: int = 1) -> ScheduleReport:
         config.chunks,
         config.bptt_chunks,
         chunk_flops(config.model, config.chunks, counts),
+        config.interleaved,
     )

@@ -9,7 +9,7 @@ and norms over stages, which are here.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import State
+from megamem.memory.base import States
 from megamem.parallel.topology import Topology
 from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
@@ -47,29 +47,29 @@ class WindowEngine(TrainingEngine):
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
-        return Window(self.stage)
+        return Window(self.stage, self.objective)
 
     def backward(
         self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+    ) -> tuple[Tensor, Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         config = self.config
         predicted = self.predicted_tokens(batches)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
         scale = (self.topology.dp_size * self.windows / predicted.clamp(min=1)).float()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        states: dict[int, list[State]] = {}
-        current: list[State] = []
+        sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.topology.device)
+        states: dict[int, States] = {}
+        current: States = {}
         passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
-                watch(f"micro-batch {window.sequence}, chunks {window.first}-{window.last}")
+                watch(f"micro-batch {window.micro_batch}, chunks {window.first}-{window.last}")
             if window.begins:
-                current = self.states_before(window.sequence, batches[window.sequence])
-            batch = batches[window.sequence]
+                current = self.states_before(window.micro_batch, batches[window.micro_batch])
+            batch = batches[window.micro_batch]
             size = config.model.chunk_size
             tokens = slice(window.first * size, (window.last + 1) * size)
-            loss, nats, current = self.engine(
+            loss, losses, current = self.engine(
                 batch.tokens[tokens],
                 batch.labels[tokens],
                 batch.starts[window.first : window.last + 1],
@@ -79,10 +79,10 @@ class WindowEngine(TrainingEngine):
             self.engine.backward(loss)
             if index < len(passes) - 1:
                 self.engine.step()  # counts the micro-step; updates nothing before the last
-            loss_sum += nats
+            sums += losses
             if self.carries:
-                states[window.sequence] = current
-        return loss_sum, predicted, states
+                states[window.micro_batch] = current
+        return sums, predicted, states
 
 
 class PipelineEngine(TrainingEngine):
@@ -94,22 +94,24 @@ class PipelineEngine(TrainingEngine):
         super().__init__(config, topology, layers[topology.pp_rank], 1, new_parameters)
         self.placement = layers
         self.order = stage_order(
-            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks
+            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks, config.interleaved
         )
-        self.executor = StageExecutor(self.stage, topology.pp_rank, config.model.chunk_size, config.bptt_chunks)
+        self.executor = StageExecutor(
+            self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
+        )
         warm_up(topology)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
         if self.config.model.tie_embeddings and self.topology.last_stage:
             # the first stage's copy is the one that counts in norms
-            weight: Any = self.stage.embedding.weight
+            weight: Any = cast(Any, self.stage.embedding).weight
             weight.ds_pipe_replicated = True
         return self.stage
 
     def backward(
         self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, list[State]]]:
+    ) -> tuple[Tensor, Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         topology = self.topology
         watch = watch or (lambda action: None)
@@ -117,23 +119,24 @@ class PipelineEngine(TrainingEngine):
         predicted = self.predicted_tokens(batches)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks
         scale = (topology.dp_size / predicted.clamp(min=1)).float()
-        shape = self.stage.border_shape(self.config.model.chunk_size, batches[0].tokens.shape[1])
-        shapes = [shape] * (len(batches) * self.config.chunks)
-        loss_sum, states = self.executor.run(
+        rows, units = batches[0].tokens.shape[1], len(batches) * self.config.chunks
+        shapes = [self.stage.border_shape(self.config.model.chunk_size, rows)] * units
+        memories = self.executor.memory_shapes(rows, self.dtype)
+        sums, states = self.executor.run(
             self.order,
             batches,
-            lambda sequence: self.states_before(sequence, batches[sequence]),
+            lambda micro_batch: self.states_before(micro_batch, batches[micro_batch]),
             scale,
-            Borders(topology, shapes, self.dtype, backward=True),
+            Borders(topology, shapes, self.dtype, backward=True, memories=memories, memory_units=units),
             watch,
             self._before_backward,
             self.carries,
         )
         watch("reduction of gradients and losses over stages")
-        dist.all_reduce(loss_sum, group=topology.pp_group)
+        dist.all_reduce(sums, group=topology.pp_group)
         self._sum_tied_gradients()
         self.engine.allreduce_gradients()
-        return loss_sum, predicted, states
+        return sums, predicted, states
 
     def _before_backward(self) -> None:
         """Under BF16, DeepSpeed's hooks add each backward's gradients to FP32 sums; the BF16 ones are done with."""
@@ -145,5 +148,5 @@ class PipelineEngine(TrainingEngine):
         """First and last stage each hold the tied embedding and a part of its gradient."""
         group = self.topology.ends_group
         if self.config.model.tie_embeddings and group is not None:
-            weight: Any = self.stage.embedding.weight
+            weight: Any = cast(Any, self.stage.embedding).weight
             dist.all_reduce(getattr(weight, "_hp_grad", weight.grad), group=group)

@@ -1,9 +1,12 @@
 """Runs one stage's part of a schedule: forwards, backwards, and the gradients that memory carries back in time.
 
-Each unit is a piece of autograd graph of its own. A chunk reads its memory from detached aliases of what the chunk
+Each unit is a part of the autograd graph of its own. A chunk reads its memory from detached aliases of what the chunk
 before it wrote; its backward leaves gradients on the aliases, and these are where the backward of the chunk before
 begins, together with the gradient of its hidden output (from the next stage) or of its loss. Across a window's border
 no gradient flows. The sum over units is exactly the gradient of one autograd graph over each window.
+
+A memory that spans the model is written by the last stage and read by the first: its tensors travel from one to the
+other after each unit, and the gradients on them travel back before the unit's backward.
 """
 
 from __future__ import annotations
@@ -12,34 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megamem.data.batch import Batch
-from megamem.memory.base import Chunk, Losses, State, detach, map_state
-from megamem.pipeline.channels import Borders
+from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.model.objective import Objective
+from megamem.model.stage import Stage
+from megamem.pipeline.channels import Borders, Shape
 from megamem.pipeline.schedule import Action, Order
 from megamem.pipeline.simulate import Event
+from megamem.pipeline.train_chunk import train_chunk
 
 Watch = Callable[[str], None]
-
-
-class StageModule(Protocol):
-    """What the executor asks of the layers it runs; `megamem.model.stage.Stage` is one."""
-
-    first: bool
-    last: bool
-
-    def __call__(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
-        """Hidden (or tokens), states and place to hidden, new states and auxiliary losses."""
-
-    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """On the last stage: nats of each token."""
-
-    def check_states(self, states: Sequence[State], rows: int) -> None:
-        """Raise if a state is not as its layer declared it."""
 
 
 @dataclass
@@ -54,14 +43,18 @@ class Unit:
     """Scalars whose gradient is 1."""
     links: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(a state tensor that this chunk wrote, its alias that the next chunk reads)."""
+    memories_in: list[Tensor] = field(default_factory=list)
+    """On the first stage: what the last stage made of the chunk before, if gradients on it go back."""
+    memories_out: list[Tensor] = field(default_factory=list)
+    """On the last stage: what went to the first stage, if gradients on it come back."""
 
 
 class StageExecutor:
     """One stage of one pipeline. `run` carries out an order over a step's micro-batches."""
 
-    def __init__(self, stage: StageModule, index: int, chunk_size: int, bptt_chunks: int) -> None:
-        """index: of the stage in its pipeline, for the record of events."""
-        self.stage, self.index = stage, index
+    def __init__(self, stage: Stage, objective: Objective, index: int, chunk_size: int, bptt_chunks: int) -> None:
+        """Run `stage`, number `index` in its pipeline, in windows of `bptt_chunks` chunks."""
+        self.stage, self.objective, self.index = stage, objective, index
         self.chunk_size, self.bptt_chunks = chunk_size, bptt_chunks
         self.peak_units = 0
         """Most units held at once in the last run."""
@@ -69,35 +62,51 @@ class StageExecutor:
         """If a list, every action is recorded there with its start and end (seconds of the host's clock)."""
         self._checked = False
 
+    def memory_shapes(self, rows: int, dtype: torch.dtype) -> list[Shape]:
+        """Shapes of the tensors that leave the last stage and enter the first one after each unit; none in one process.
+
+        Raises: ValueError for memories of other dtypes than the activations `dtype`, which channels do not carry.
+        """
+        if self.stage.first and self.stage.last:
+            return []
+        memories = [m.initial_state(rows, torch.device("cpu"), dtype) for m in self.stage.model_memories.values()]
+        if any(tensor.dtype != dtype for tensor in state_tensors(memories)):
+            raise ValueError("memories that span the model must have the activations' dtype to travel between stages")
+        return [tuple(tensor.shape) for tensor in state_tensors(memories)]
+
     def run(
         self,
         order: Order,
         batches: Sequence[Batch],
-        states: Callable[[int], list[State]],
+        states: Callable[[int], States],
         scale: Tensor,
         borders: Borders,
         watch: Watch = lambda action: None,
         before_backward: Callable[[], None] = lambda: None,
         keep_states: bool = True,
-    ) -> tuple[Tensor, dict[int, list[State]]]:
+    ) -> tuple[Tensor, dict[int, States]]:
         """Carry out `order`, accumulating gradients in the parameters' `.grad`.
 
         Args:
             batches: micro-batches by index, the same on all stages of a pipeline.
-            states: of this stage's layers before a micro-batch; asked for when it begins.
+            states: of this stage's components before a micro-batch; asked for when it begins.
             scale: factor of the summed losses (scalar).
             borders: channels, whose shapes are those of the order's forwards.
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
-            keep_states: whether anyone reads on; if not, a sequence's states are dropped where it ends.
-        Returns: summed cross-entropy in nats (float64; 0 but on the last stage), the kept states at the end.
+            keep_states: whether anyone reads on; if not, a micro-batch's states are dropped where it ends.
+        Returns: the objective's losses [names], summed over tokens in float64 (0 but on the last stage); the kept
+            states at the end.
         """
         self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
         self._begin, self._keep = states, keep_states
-        self._states: dict[int, list[State]] = {}
+        self._states: dict[int, States] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
-        self._nats = torch.zeros((), dtype=torch.float64, device=scale.device)
+        self._sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=scale.device)
+        # in which order the last stage sends memories, and what has come ahead of its use
+        self._memories_to_come = iter([action for action in order if action.kind == "forward" and self._sent(action)])
+        self._memories: dict[tuple[int, int], list[Tensor]] = {}
         self.peak_units = 0
         for action in order:
             watch(str(action))
@@ -116,17 +125,19 @@ class StageExecutor:
                 if self._borders.down is not None:
                     assert entered.grad is not None
                     self._borders.down.put(entered.grad)
+        self._take_last_memories(order)
         watch("waiting for the last sends to leave")
         borders.flush()
         self._checked = True
-        return self._nats, self._states
+        return self._sums, self._states
 
     def _tokens(self, action: Action) -> slice:
         return slice(action.chunk * self.chunk_size, (action.chunk + 1) * self.chunk_size)
 
     def _enter(self, action: Action) -> Tensor:
+        """The stage's input: ids [tokens, batch], or the hidden chunk [tokens, batch, hidden] of the stage below."""
         if self.stage.first:
-            return self._batches[action.sequence].tokens[self._tokens(action)]
+            return self._batches[action.micro_batch].tokens[self._tokens(action)]
         assert self._borders.below is not None
         self._watch(f"{action}: waiting for the hidden chunk of the stage below")
         return self._borders.below.take().requires_grad_()
@@ -139,34 +150,94 @@ class StageExecutor:
         return self._borders.above.take()
 
     def _forward(self, action: Action, entered: Tensor) -> Tensor:
-        """Run a chunk and keep what its backward needs; returns the hidden chunk."""
-        batch, tokens = self._batches[action.sequence], self._tokens(action)
+        """Run a chunk and keep what its backward needs; entered and returned: [tokens, batch, hidden] (or ids)."""
+        micro_batch, batch, tokens = action.micro_batch, self._batches[action.micro_batch], self._tokens(action)
         chunk = Chunk(tuple(batch.starts[action.chunk].tolist()))
         if action.chunk == 0:
-            self._states[action.sequence] = [detach(state) for state in self._begin(action.sequence)]
-        hidden, states, auxiliary = self.stage(entered, self._states[action.sequence], chunk)
-        if not self._checked:
-            self.stage.check_states(states, chunk.rows)
+            self._states[micro_batch] = detach(self._begin(micro_batch))
+        unit = Unit(entered, None, [])
+        if self._borders.memory_in is not None and action.chunk > 0:
+            self._receive_memories(action, unit)
+        result = train_chunk(
+            self.stage, self.objective, entered, batch.labels[tokens], self._states[micro_batch], chunk,
+            check=not self._checked,
+        )  # fmt: skip
         # a mean over this chunk's tokens and rows, weighted as many predicted tokens
-        tokens_here = batch.tokens[tokens].numel()
-        losses = [value * (tokens_here * self._scale) for value in auxiliary.values() if value.requires_grad]
-        if self.stage.last:
-            nats = self.stage.token_losses(hidden, batch.labels[tokens]).sum()
-            losses.append(nats * self._scale)
-            self._nats += nats.detach()
-        unit = Unit(entered, None if self.stage.last else hidden, losses)
-        if (action.chunk + 1) % self.bptt_chunks:
-            self._states[action.sequence] = self._alias(states, unit, self._aliases.setdefault(action.sequence, {}))
+        weight = batch.tokens[tokens].numel() * self._scale
+        unit.losses = [value * weight for value in result.auxiliary.values() if value.requires_grad]
+        for index, name in enumerate(self.objective.names if self.stage.last else ()):
+            unit.losses.append(result.losses[name] * self._scale)
+            self._sums[index] += result.losses[name].detach()
+        if not self.stage.last:
+            unit.output = result.hidden
+        states = result.states
+        if self._borders.memory_out is not None:
+            states = self._send_memories(action, unit, states)
+        if self._same_window(action):
+            self._states[micro_batch] = self._alias(states, unit, self._aliases.setdefault(micro_batch, {}))
         else:
-            self._states[action.sequence] = [detach(state) for state in states]
-            self._aliases.pop(action.sequence, None)
-            if not self._keep and action.chunk == len(batch.starts) - 1:
-                del self._states[action.sequence]
-        self._units[action.sequence, action.chunk] = unit
-        return hidden
+            self._states[micro_batch] = detach(states)
+            self._aliases.pop(micro_batch, None)
+            if not self._keep and self._is_last_chunk(action):
+                del self._states[micro_batch]
+        self._units[micro_batch, action.chunk] = unit
+        return result.hidden
+
+    def _same_window(self, action: Action) -> bool:
+        """Whether the next chunk's gradients reach this one."""
+        return (action.chunk + 1) % self.bptt_chunks != 0
+
+    def _is_last_chunk(self, action: Action) -> bool:
+        return action.chunk == len(self._batches[action.micro_batch].starts) - 1
+
+    def _sent(self, action: Action) -> bool:
+        """Whether the last stage sends what it made of this unit's memories: somebody reads on."""
+        return self._keep or not self._is_last_chunk(action)
+
+    def _send_memories(self, action: Action, unit: Unit, states: States) -> States:
+        """On the last stage: send the memories among `states` to the first one; the other states."""
+        memories = list(state_tensors([states[name] for name in self.stage.model_memories]))
+        if self._sent(action):
+            assert self._borders.memory_out is not None
+            for tensor in memories:
+                self._borders.memory_out.put(tensor)
+        if self._same_window(action):
+            unit.memories_out = memories
+        return {name: state for name, state in states.items() if name not in self.stage.model_memories}
+
+    def _receive_memories(self, action: Action, unit: Unit) -> None:
+        """On the first stage: put what the last one made of the chunk before among the micro-batch's states."""
+        self._watch(f"{action}: waiting for the memory of the last stage")
+        memories = self._memories_of(action.micro_batch, action.chunk - 1)
+        if action.chunk % self.bptt_chunks:
+            unit.memories_in = [tensor.requires_grad_() for tensor in memories]
+        self._put_memories(action.micro_batch, memories)
+
+    def _put_memories(self, micro_batch: int, memories: list[Tensor]) -> None:
+        names, left = list(self.stage.model_memories), iter(memories)
+        new = {name: map_state(lambda _: next(left), self._states[micro_batch][name]) for name in names}
+        self._states[micro_batch] = {**self._states[micro_batch], **new}
+
+    def _memories_of(self, micro_batch: int, chunk: int) -> list[Tensor]:
+        """The memories after a unit, received in the order in which the last stage sends them."""
+        assert self._borders.memory_in is not None
+        count = len(list(state_tensors([self._states[micro_batch][name] for name in self.stage.model_memories])))
+        while (micro_batch, chunk) not in self._memories:
+            unit = next(self._memories_to_come)
+            self._memories[unit.micro_batch, unit.chunk] = [self._borders.memory_in.take() for _ in range(count)]
+        return self._memories.pop((micro_batch, chunk))
+
+    def _take_last_memories(self, order: Order) -> None:
+        """On the first stage: memories at the ends of micro-batches, if anybody reads on."""
+        if self._borders.memory_in is None or not self._keep:
+            return
+        for action in order:
+            if action.kind == "forward" and self._is_last_chunk(action):
+                self._watch(f"{action}: waiting for the memory of the last stage")
+                self._put_memories(action.micro_batch, self._memories_of(action.micro_batch, action.chunk))
 
     @staticmethod
-    def _alias(states: list[State], unit: Unit, known: dict[int, Tensor]) -> list[State]:
+    def _alias(states: States, unit: Unit, known: dict[int, Tensor]) -> States:
         """The states as the next chunk reads them. What a chunk passes through by reference keeps its alias."""
 
         def alias(tensor: Tensor) -> Tensor:
@@ -177,11 +248,11 @@ class StageExecutor:
             unit.links.append((tensor, read))
             return read
 
-        return [map_state(alias, state) for state in states]
+        return {name: map_state(alias, state) for name, state in states.items()}
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Tensor:
-        """Run a chunk's backward; returns the input, whose gradient goes down."""
-        unit = self._units.pop((action.sequence, action.chunk))
+        """Run a chunk's backward from `gradient` [tokens, batch, hidden]; the input, whose gradient goes down."""
+        unit = self._units.pop((action.micro_batch, action.chunk))
         roots: list[Tensor] = list(unit.losses)
         gradients: list[Tensor | None] = [None] * len(roots)
         if unit.output is not None:
@@ -191,7 +262,18 @@ class StageExecutor:
             if read.grad is not None:
                 roots.append(written)
                 gradients.append(read.grad)
+        for tensor in unit.memories_out:
+            assert self._borders.memory_gradient_in is not None
+            self._watch(f"{action}: waiting for the memory's gradient from the first stage")
+            received = self._borders.memory_gradient_in.take()
+            if tensor.requires_grad:
+                roots.append(tensor)
+                gradients.append(received)
         torch.autograd.backward(roots, gradients)
+        for tensor in unit.memories_in:
+            assert self._borders.memory_gradient_out is not None
+            # nobody read it where documents begin in all rows
+            self._borders.memory_gradient_out.put(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         return unit.entered
 
     @contextmanager

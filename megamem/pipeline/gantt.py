@@ -58,7 +58,7 @@ def _draw(axis: Any, timeline: Timeline) -> None:
     for event in timeline.events:
         start, length = event.start - begin, event.end - event.start
         forward = event.action.kind == "forward"
-        color = MICRO_BATCH_COLORS[event.action.sequence % len(MICRO_BATCH_COLORS)]
+        color = MICRO_BATCH_COLORS[event.action.micro_batch % len(MICRO_BATCH_COLORS)]
         axis.barh(
             event.stage, length, left=start, height=0.8, color=color, alpha=1.0 if forward else BACKWARD_ALPHA,
             edgecolor="white", linewidth=0.5,

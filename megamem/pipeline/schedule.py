@@ -1,11 +1,17 @@
-"""Schedules as data: which unit (sequence, chunk) each stage runs forward or backward, and when. No torch here.
+"""Schedules as data: which unit (micro-batch, chunk) each stage runs forward or backward, and when. No torch here.
 
-The unit of work is a chunk of a sequence. A window is the run of `bptt_chunks` chunks that gradients through memory
-cross; its chunks run backward last to first. Every stage runs all forwards in one order (chunks of a sequence, then
-the next sequence) and all backwards in one order (windows in order), so that what crosses a border between stages
-arrives in the order in which it is wanted.
+The unit of work is a chunk of a micro-batch. A window is the run of `bptt_chunks` chunks that gradients through memory
+cross; its chunks run backward last to first. Every stage runs all forwards in one order and all backwards in one
+order, so that what crosses a border between stages arrives in the order in which it is wanted.
 
-A schedule over whole sequences (1F1B as in Narayanan et al. 2019) is the same with one chunk per sequence.
+Where memory stays in the layers, the chunks of one micro-batch follow each other. Where a memory leaves the last stage
+and enters the first one before the next chunk (`interleaved`), a micro-batch's next chunk has to wait until its last
+one has been through all stages; meanwhile the stages work on other micro-batches:
+
+    in a row      forwards  m0c0 m0c1 m0c2 .. m1c0 m1c1 ..
+    interleaved   forwards  m0c0 m1c0 m2c0 .. m0c1 m1c1 ..   (groups of at least as many micro-batches as stages)
+
+A schedule over whole sequences (1F1B as in Narayanan et al. 2019) is the same with one chunk per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,13 +26,14 @@ class Action:
     """One stage's work on one unit."""
 
     kind: Literal["forward", "backward"]
-    sequence: int
-    """Index of the micro-batch."""
+    micro_batch: int
+    """Index of the micro-batch in the step."""
     chunk: int
+    """Index of the chunk in its sequences."""
 
     def __str__(self) -> str:
-        """In words, as error messages and the watchdog show it."""
-        return f"{self.kind} of micro-batch {self.sequence}, chunk {self.chunk}"
+        """The action in words, as error messages and the watchdog show it."""
+        return f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}"
 
 
 Order = list[Action]
@@ -39,59 +46,94 @@ def check_window(chunks: int, bptt_chunks: int) -> None:
         raise ValueError(f"bptt_chunks {bptt_chunks} does not divide {chunks} chunks")
 
 
-def forward_order(sequences: int, chunks: int) -> Order:
-    """Forwards of every stage, in order; by itself the schedule of an evaluation."""
-    return [Action("forward", s, c) for s in range(sequences) for c in range(chunks)]
+def groups_of(micro_batches: int, stages: int, interleaved: bool) -> list[range]:
+    """The micro-batches whose chunks take turns, group by group, larger groups first.
+
+    In a row each is a group of its own. Interleaved, groups are as small as keeps all stages busy: at least `stages`
+    micro-batches each, or all there are.
+    """
+    if not interleaved:
+        return [range(m, m + 1) for m in range(micro_batches)]
+    count = max(micro_batches // stages, 1)
+    size, larger = divmod(micro_batches, count)
+    begins = [group * size + min(group, larger) for group in range(count + 1)]
+    return [range(begin, end) for begin, end in zip(begins[:-1], begins[1:], strict=True)]
 
 
-def backward_order(sequences: int, chunks: int, bptt_chunks: int) -> Order:
-    """Backwards of every stage, in order: windows in order, inside a window from the last chunk to the first."""
+def forward_order(groups: list[range], chunks: int) -> Order:
+    """The forwards of every stage, in order; by itself the schedule of an evaluation."""
+    return [Action("forward", m, c) for group in groups for c in range(chunks) for m in group]
+
+
+def backward_order(groups: list[range], chunks: int, bptt_chunks: int) -> Order:
+    """The backwards of every stage: groups and windows in order, inside a window from the last chunk to the first."""
     check_window(chunks, bptt_chunks)
     return [
-        Action("backward", s, c)
-        for s in range(sequences)
+        Action("backward", m, c)
+        for group in groups
         for first in range(0, chunks, bptt_chunks)
         for c in reversed(range(first, first + bptt_chunks))
+        for m in group
     ]
 
 
-def stage_order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: int) -> Order:
+def warmup_units(stage: int, stages: int, groups: list[range], bptt_chunks: int) -> int:
+    """Forwards that `stage` runs before its first backward.
+
+    The first backward is that of the first micro-batch's last chunk in its window: the stage above needs that many
+    forwards less one (none above the last), and the window's earlier chunks come before it for the whole group.
+    """
+    return stages - 1 - stage + (bptt_chunks - 1) * len(groups[0])
+
+
+def stage_order(
+    stage: int, stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
+) -> Order:
     """What `stage` of `stages` does in one optimizer step.
 
-    Forwards until the first window's last chunk can be back (stages - 1 - stage + bptt_chunks - 1 of them), then one
-    forward, one backward in turn, then the backwards that are left. Raises ValueError unless bptt_chunks divides
-    chunks.
+    Forwards until the first window's last chunk can be back, then one forward, one backward in turn, then the
+    backwards that are left. Raises ValueError unless bptt_chunks divides chunks.
     """
-    forwards = forward_order(sequences, chunks)
-    backwards = backward_order(sequences, chunks, bptt_chunks)
-    warmup = min(stages - 1 - stage + bptt_chunks - 1, len(forwards))
+    groups = groups_of(micro_batches, stages, interleaved)
+    forwards = forward_order(groups, chunks)
+    backwards = backward_order(groups, chunks, bptt_chunks)
+    warmup = min(warmup_units(stage, stages, groups, bptt_chunks), len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
     return order + backwards[len(forwards) - warmup :]
 
 
-def chunk_schedule(stages: int, sequences: int, chunks: int, bptt_chunks: int) -> list[Order]:
+def chunk_schedule(
+    stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
+) -> list[Order]:
     """The orders of all stages."""
-    return [stage_order(stage, stages, sequences, chunks, bptt_chunks) for stage in range(stages)]
+    return [stage_order(s, stages, micro_batches, chunks, bptt_chunks, interleaved) for s in range(stages)]
 
 
-def bubble(stages: int, sequences: int, chunks: int) -> float:
-    """Idle time of a stage over its working time where all units cost the same: (P - 1) / (M C)."""
-    return (stages - 1) / (sequences * chunks)
+def bubble(stages: int, micro_batches: int, chunks: int) -> float:
+    """Idle time of a stage over its working time where all units cost the same: (P - 1) / (M C).
+
+    Interleaved schedules have the same bubble as long as there are as many micro-batches as stages; with fewer,
+    stages wait for each other in every chunk, and the simulator says how long.
+    """
+    return (stages - 1) / (micro_batches * chunks)
 
 
-def peak_units(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: int) -> int:
-    """Most units whose activations `stage` holds at once: min(P - p + K - 1, M C)."""
-    return min(stages - stage + bptt_chunks - 1, sequences * chunks)
+def peak_units(
+    stage: int, stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
+) -> int:
+    """Most units whose activations `stage` holds at once: min(P - p + (K - 1) G, M C), G micro-batches taking turns."""
+    groups = groups_of(micro_batches, stages, interleaved)
+    return min(warmup_units(stage, stages, groups, bptt_chunks) + 1, micro_batches * chunks)
 
 
 @dataclass(frozen=True)
 class WindowPass:
-    """Run chunks first..last of one sequence forward, then backward as one."""
+    """Run chunks first..last of one micro-batch forward, then backward as one."""
 
-    sequence: int
-    """Index of the micro-batch."""
+    micro_batch: int
+    """Index of the micro-batch in the step."""
     first: int
     """First chunk."""
     last: int
@@ -99,7 +141,7 @@ class WindowPass:
 
     @property
     def begins(self) -> bool:
-        """Whether the sequence begins here: the state comes from outside, not from the window before."""
+        """Whether the sequences begin here: the state comes from outside, not from the window before."""
         return self.first == 0
 
     @property
@@ -108,12 +150,12 @@ class WindowPass:
         return range(self.first, self.last + 1)
 
 
-def window_schedule(sequences: int, chunks: int, bptt_chunks: int) -> Iterator[WindowPass]:
-    """The order where one rank holds the whole model and runs each window as a whole: sequences, windows in order.
+def window_schedule(micro_batches: int, chunks: int, bptt_chunks: int) -> Iterator[WindowPass]:
+    """The order where one rank holds the whole model and runs each window as a whole: micro-batches, windows in order.
 
     Raises ValueError unless bptt_chunks divides chunks.
     """
     check_window(chunks, bptt_chunks)
-    for sequence in range(sequences):
+    for micro_batch in range(micro_batches):
         for first in range(0, chunks, bptt_chunks):
-            yield WindowPass(sequence, first, first + bptt_chunks - 1)
+            yield WindowPass(micro_batch, first, first + bptt_chunks - 1)

@@ -67,7 +67,7 @@ class Timeline:
         return {
             "stages": self.stages,
             "events": [
-                [e.stage, e.action.kind, e.action.sequence, e.action.chunk, e.start, e.end] for e in self.events
+                [e.stage, e.action.kind, e.action.micro_batch, e.action.chunk, e.start, e.end] for e in self.events
             ],
         }
 
@@ -88,7 +88,13 @@ def chunk_cost(forward: Sequence[float], backward: Sequence[float]) -> Cost:
     return lambda stage, action: (forward if action.kind == "forward" else backward)[action.chunk]
 
 
-def simulate(orders: Sequence[Order], bptt_chunks: int, cost: Cost | None = None, transfer: float = 0.0) -> Timeline:
+def simulate(
+    orders: Sequence[Order],
+    bptt_chunks: int,
+    cost: Cost | None = None,
+    transfer: float = 0.0,
+    last_to_first: bool = False,
+) -> Timeline:
     """Run every stage's order as early as possible.
 
     Args:
@@ -96,6 +102,7 @@ def simulate(orders: Sequence[Order], bptt_chunks: int, cost: Cost | None = None
         bptt_chunks: chunks of a window: a backward needs those of the later chunks in its window.
         cost: time of an action; units of 1 forward and 2 backward if not given.
         transfer: time between an action's end and its result's arrival on the next stage.
+        last_to_first: whether a memory leaves the last stage and enters the first one before the next chunk.
     Raises: DeadlockError naming what each stage waits for if the orders cannot all be carried out.
     """
     cost = cost or even_cost()
@@ -110,7 +117,7 @@ def simulate(orders: Sequence[Order], bptt_chunks: int, cost: Cost | None = None
         for stage, order in enumerate(orders):
             while position[stage] < len(order):
                 action = order[position[stage]]
-                ready = _ready(stage, last, action, bptt_chunks, ended, transfer)
+                ready = _ready(stage, last, action, bptt_chunks, ended, transfer, last_to_first)
                 if ready is None:
                     break
                 start = max(free[stage], ready)
@@ -136,21 +143,26 @@ def _ready(
     bptt_chunks: int,
     ended: dict[tuple[int, Action], float],
     transfer: float,
+    last_to_first: bool,
 ) -> float | None:
     """When all that `action` needs is there; None if some of it has not run."""
-    sequence, chunk = action.sequence, action.chunk
+    micro_batch, chunk = action.micro_batch, action.chunk
     needs: list[tuple[float, tuple[int, Action]]] = []
     if action.kind == "forward":
         if stage > 0:
             needs.append((transfer, (stage - 1, action)))
         if chunk > 0:  # the memory
-            needs.append((0.0, (stage, Action("forward", sequence, chunk - 1))))
+            needs.append((0.0, (stage, Action("forward", micro_batch, chunk - 1))))
+            if last_to_first and stage == 0:
+                needs.append((transfer, (last, Action("forward", micro_batch, chunk - 1))))
     else:
-        needs.append((0.0, (stage, Action("forward", sequence, chunk))))
+        needs.append((0.0, (stage, Action("forward", micro_batch, chunk))))
         if stage < last:
             needs.append((transfer, (stage + 1, action)))
         if (chunk + 1) % bptt_chunks:  # the memory's gradient
-            needs.append((0.0, (stage, Action("backward", sequence, chunk + 1))))
+            needs.append((0.0, (stage, Action("backward", micro_batch, chunk + 1))))
+            if last_to_first and stage == last:
+                needs.append((transfer, (0, Action("backward", micro_batch, chunk + 1))))
     if any(need not in ended for _, need in needs):
         return None
     return max((ended[need] + delay for delay, need in needs), default=0.0)

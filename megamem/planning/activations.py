@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.costs.devices import Precision
-from megamem.memory.base import DTYPES, Chunk, Growing, State, map_state, state_tensors
-from megamem.model.stage import Stage
+from megamem.memory.base import DTYPES, Chunk, Growing, States, detach, map_state, state_tensors
+from megamem.model.stage import Stage, build_stage
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
 Bytes = npt.NDArray[np.float64]
-Outputs = tuple[Tensor | list[Tensor], list[State], dict[str, Tensor]]
-"""Hidden vectors or losses, new states of the layers, auxiliary losses."""
+Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
+"""Hidden vectors or losses, new states by component, auxiliary losses."""
 ROWS = (2, 3)
 """Numbers of rows that are measured; with one row some operations need no copies that they need with more."""
 END_TOKENS = 64
@@ -239,21 +239,21 @@ def _read_chunks(
     measured: list[_MeasuredChunk] = []
     while len(measured) < chunks:
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
-        reads = [map_state(_leaf, state) for state in states]
+        reads = {name: map_state(_leaf, state) for name, state in states.items()}
         position = Chunk((len(measured) * size,) * rows)
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
             entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
 
-        def forward(entered: Tensor = entered, reads: list[State] = reads, position: Chunk = position) -> Outputs:
-            hidden, new, losses = stage(entered, reads, position)
+        def forward(entered: Tensor = entered, reads: States = reads, position: Chunk = position) -> Outputs:
+            hidden, new, losses = stage.read_chunk(entered, reads, position)
             # a list, so that the loss is an output of which gradients are taken
             return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 
         ledgers.append(Ledger())
         (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
-        states = [map_state(Tensor.detach, state) for state in new]
+        states = detach(new)
         measured.append(chunk)
         # a line needs one chunk more than a constant, and the first chunk reads no memory
         if len(measured) > (3 if growing else 2) and _is_steady([chunk.kept for chunk in measured], growing):
@@ -281,14 +281,14 @@ def _extended(measured: Bytes, chunks: int, grows_for: int) -> Bytes:
 
 def _growing_chunks(stage: Stage, chunks: int) -> int:
     """Return the number of chunks over which the part's memory grows; 0 if its size is fixed."""
-    lists = [spec for block in stage.blocks for spec in block.mixer.specs.values() if isinstance(spec, Growing)]
+    lists = [spec for specs in stage.state_specs.values() for spec in specs.values() if isinstance(spec, Growing)]
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
 def _zero_stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
     """Return some layers as a rank holds them in training, with parameters that are zero and take no memory."""
     with torch.device("meta"):
-        stage = Stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
+        stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     # embedding and head are parts of their own: a layer at an end of the model has neither
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
@@ -299,7 +299,7 @@ def _zero_stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Sh
 
 
 def _measure_chunk(
-    ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: list[State]
+    ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
 ) -> tuple[Outputs, _MeasuredChunk]:
     """Run forward and backward of one chunk, and return what the forward returned and the bytes of both.
 

@@ -15,7 +15,8 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
     base = config.model.base
     width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
     mixers = [config.model.mixer_at(layer) for layer in range(config.model.layers)]
-    notes = dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
+    notes = [config.model.architecture.summary(config.model)]
+    notes += dict.fromkeys(mixer.summary(config.model, config.data.sequence_length) for mixer in mixers)
     return [
         f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
         f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"

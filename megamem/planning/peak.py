@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
-from megamem.costs.state_bytes import state_bytes, state_sizes
+from megamem.costs.state_bytes import stage_state_bytes
 from megamem.memory.base import DTYPES
 from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
@@ -101,11 +101,11 @@ def step_peak(
     # the hidden chunk that comes in, of one tensor-parallel rank
     element = DTYPES[config.training.precision].itemsize
     split = tp_size if parallel.sequence_parallel else 1
-    hidden = model.chunk_size // split * rows * model.hidden_size * element
+    hidden = model.layer_model.chunk_size // split * rows * model.hidden_size * element
 
-    # the chunks, played through; after so many sequences the schedule repeats itself
-    sequences = min(config.accumulation_steps(dp_size), -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2)
-    order = _order(stage, parallel.pp, sequences, config.chunks, config.bptt_chunks)
+    # the chunks, played through; after so many micro-batches the schedule repeats itself
+    repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
+    order = _order(config, stage, min(config.accumulation_steps(dp_size), repeats))
     states = [_state_bytes(config, layers, tp_size, chunk) for chunk in range(config.chunks)]
     gradients = _gradients(config, sizes, dp_size)
     moment = _play(order, parts, hidden if stage else 0, states, config.bptt_chunks, gradients)
@@ -127,14 +127,15 @@ def step_peak(
     return max(at_work, update, key=lambda peak: peak.total)
 
 
-def _order(stage: int, stages: int, sequences: int, chunks: int, bptt_chunks: int) -> Order:
+def _order(config: RunConfig, stage: int, micro_batches: int) -> Order:
     """Return the stage's actions; without a pipeline whole windows, forward and then backward (`WindowEngine`)."""
+    stages, chunks, bptt_chunks = config.parallel.pp, config.chunks, config.bptt_chunks
     if stages > 1:
-        return stage_order(stage, stages, sequences, chunks, bptt_chunks)
+        return stage_order(stage, stages, micro_batches, chunks, bptt_chunks, config.interleaved)
     order: Order = []
-    for window in window_schedule(sequences, chunks, bptt_chunks):
-        order += [Action("forward", window.sequence, chunk) for chunk in window.chunks]
-        order += [Action("backward", window.sequence, chunk) for chunk in reversed(window.chunks)]
+    for window in window_schedule(micro_batches, chunks, bptt_chunks):
+        order += [Action("forward", window.micro_batch, chunk) for chunk in window.chunks]
+        order += [Action("backward", window.micro_batch, chunk) for chunk in reversed(window.chunks)]
     return order
 
 
@@ -181,10 +182,8 @@ def _carried_states(config: RunConfig, states: int, dp_size: int) -> float:
 
 def _state_bytes(config: RunConfig, layers: range, tp_size: int, chunks: int) -> int:
     """Return the bytes of the layers' states once so many chunks of a micro-batch are read."""
-    model, dtype = config.model, DTYPES[config.training.precision]
-    sizes = state_sizes(model, config.training.micro_batch_size)
-    kinds = (state_bytes(model.mixer_at(i).state_specs(model), sizes, dtype, tp_size, chunks) for i in layers)
-    return sum(sum(kind.values()) for kind in kinds)
+    rows, dtype = config.training.micro_batch_size, DTYPES[config.training.precision]
+    return sum(stage_state_bytes(config.model, layers, rows, dtype, tp_size, chunks).values())
 
 
 def _play(
@@ -205,15 +204,15 @@ def _play(
     # kept: activations in flight; new_gradients: what the pass under way has made; sums: what earlier passes added up
     kept, new_gradients, most = 0.0, 0.0, _Moment()
     sums = gradients.sums if gradients.sums_persist else 0.0
-    # by sequence: gradients of states on their way to the chunk before; chunks whose backward is still to come
+    # by micro-batch: gradients of states on their way to the chunk before; chunks whose backward is still to come
     state_gradients: dict[int, float] = {}
     pending: dict[int, list[int]] = {}
     for action in order:
         chunk_parts = [part[action.chunk] for part in parts]
-        chunks = pending.setdefault(action.sequence, [])
+        chunks = pending.setdefault(action.micro_batch, [])
         if action.kind == "forward":
             chunks.append(action.chunk)
-        # the states that the oldest pending chunk of each sequence reads; later ones are in what chunks keep
+        # the states that the oldest pending chunk of each micro-batch reads; later ones are in what chunks keep
         states = float(sum(states_read[min(left)] for left in pending.values() if left))
 
         if action.kind == "forward":
@@ -232,14 +231,14 @@ def _play(
 
         # the chunk is through: its activations go, and the gradients of states that it was handed
         chunks.remove(action.chunk)
-        kept -= entered + sum(part.kept for part in chunk_parts) + state_gradients.pop(action.sequence, 0.0)
+        kept -= entered + sum(part.kept for part in chunk_parts) + state_gradients.pop(action.micro_batch, 0.0)
         if ends_pass:
             sums, new_gradients = max(sums, new_gradients if gradients.accumulate_in_place else gradients.sums), 0.0
             most = _larger(most, _Moment(sums, kept, gradients.hand_over, states))
         # gradients reach the chunk before through the states, but not over the border of a window
         if action.chunk % bptt_chunks:
-            state_gradients[action.sequence] = sum(part.state_gradients for part in chunk_parts)
-            kept += state_gradients[action.sequence]
+            state_gradients[action.micro_batch] = sum(part.state_gradients for part in chunk_parts)
+            kept += state_gradients[action.micro_batch]
     return most
 
 

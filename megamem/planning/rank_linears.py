@@ -54,6 +54,14 @@ class RankLinears(PlainLinears):
         """See `Linears.enter`."""
         return x.repeat(self.tp_size, 1, 1) if self.sequence_parallel else x
 
+    def join_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
+        return x.repeat(self.tp_size, 1, 1) if self.sequence_parallel else x
+
+    def split_tokens(self, x: Tensor) -> Tensor:
+        """See `Linears.split_tokens`; x: [tokens, ...]."""
+        return self._own(x) if self.sequence_parallel else x
+
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.whole`."""
         return cast(Tensor, row.forward(x))

@@ -10,10 +10,10 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.state_bytes import state_bytes, state_sizes
+from megamem.costs.state_bytes import stage_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.pipeline.balancing import place_by, planned_costs
 from megamem.pipeline.placement import contiguous
 from megamem.planning.rank_linears import RankLinears
@@ -69,9 +69,9 @@ def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
     kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
     linears = RankLinears(tp_size)
     with torch.device("meta"):
-        counts = {kind: _count(Stage(model, linears, range(i, i + 1)).blocks) for kind, i in kinds.items()}
-        ends = Stage(model, linears, range(model.layers, model.layers))
-        first = Stage(model, linears, range(0))
+        counts = {kind: _count([build_stage(model, linears, range(i, i + 1)).layers]) for kind, i in kinds.items()}
+        ends = build_stage(model, linears, range(model.layers, model.layers))
+        first = build_stage(model, linears, range(0))
     tied = _count([ends.embedding]) if model.tie_embeddings else 0
     return PartParameters(
         embedding=_count([first]),
@@ -119,11 +119,8 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
     """Return the bytes of a rank that holds `layers` with so many parameters."""
     zero, dtype = config.parallel.zero_stage, DTYPES[config.training.precision]
     mixed = dtype != torch.float32
-    sizes = state_sizes(config.model, config.training.micro_batch_size)
-    states = [
-        state_bytes(config.model.mixer_at(i).state_specs(config.model), sizes, dtype, tp_size, config.chunks)
-        for i in layers
-    ]
+    rows = config.training.micro_batch_size
+    states = stage_state_bytes(config.model, layers, rows, dtype, tp_size, config.chunks)
 
     def share(divided: bool, each: int) -> int:
         """Return the bytes of all parameters at `each` bytes, divided among data-parallel ranks or not."""
@@ -134,7 +131,7 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
         weights=share(zero == 3, dtype.itemsize),
         gradients=share(zero >= 2, 4),
         optimizer=share(zero >= 1, 12 if mixed or zero else 8),
-        states=sum(sum(kinds.values()) for kinds in states),
+        states=sum(states.values()),
     )
 
 

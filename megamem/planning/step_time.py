@@ -106,7 +106,7 @@ def step_time(
 
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""
-        forward = Action("forward", action.sequence, action.chunk)
+        forward = Action("forward", action.micro_batch, action.chunk)
         work, sums = flops(stage, action), 1.0
         if action.kind == "backward" and training.recompute:
             # a block is repeated up to the last tensor that its backward needs: not through its last sum
@@ -158,11 +158,13 @@ def _makespan(layout: Layout, cost: Cost, transfer: float) -> float:
 
     def played(sequences: int) -> float:
         """Return the seconds of a schedule of so many sequences."""
-        orders = chunk_schedule(stages, sequences, config.chunks, config.bptt_chunks)
-        return simulate(orders, config.bptt_chunks, cost, transfer).makespan
+        orders = chunk_schedule(stages, sequences, config.chunks, config.bptt_chunks, config.interleaved)
+        return simulate(orders, config.bptt_chunks, cost, transfer, config.interleaved).makespan
 
-    filled = -(-(stages + config.bptt_chunks) // config.chunks) + 4
-    if layout.sequences <= filled + 2:
+    # interleaved micro-batches come in groups of as many as there are stages
+    more = stages if config.interleaved else 2
+    filled = 2 * stages if config.interleaved else -(-(stages + config.bptt_chunks) // config.chunks) + 4
+    if layout.sequences <= filled + more:
         return played(layout.sequences)
-    first, second = played(filled), played(filled + 2)
-    return second + (layout.sequences - filled - 2) * (second - first) / 2
+    first, second = played(filled), played(filled + more)
+    return second + (layout.sequences - filled - more) * (second - first) / more

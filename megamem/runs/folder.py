@@ -19,8 +19,9 @@ from checkpoints.folder import FOLDER, begun_from, checkpoints_in
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
+from megamem.runs.result import RESULT
 
-RESULTS = ("result.json", "model.safetensors")
+RESULTS = (RESULT, "model.safetensors")
 """What a run leaves at its end."""
 FREE_BYTES = 64 * 2**20
 """Room asked for besides the weights: metrics, traces, pictures."""

@@ -1,7 +1,7 @@
-"""The run's heartbeat: a small file that says what the run is at, written again every few seconds by rank 0.
+"""The run's heartbeat: a small file about the progress of the run, written again every few seconds by rank 0.
 
 It is written by a thread of its own, so that a disk that does not answer holds up neither the training nor the
-watchdog. Everything in it is known to the host already: nothing here asks the device or makes anyone wait.
+watchdog. Everything in it is known to the host already: nothing here waits for a device or another rank.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from megamem.errors import MegamemError
+from megamem.runs.sinks.base import LogRecord, Sink
 
 if TYPE_CHECKING:
-    from megamem.runs.sinks import Record
     from megamem.training.loop import Trainer
     from megamem.training.watchdog import Watchdog
 
 NAME = "heartbeat.json"
-"""In the run folder."""
+"""Name of the file in the run folder."""
 INTERRUPTED = 130
 """Exit code after a second SIGINT."""
 LAST_S = 5.0
-"""What the last one may take: a run whose disk does not answer, which may be why it ends, must end all the same."""
+"""Seconds that the last heartbeat may take: a run whose disk does not answer, which may be why it ends, must end."""
 State = Literal["starting", "training", "evaluating", "saving", "ended", "stopped", "failed"]
 LAST: frozenset[State] = frozenset({"ended", "stopped", "failed"})
 """States in which nothing is written any more."""
-# by the first word of what rank 0 is at
 _STATES: dict[str, State] = {
     "starting": "starting",
     "loading": "starting",
@@ -44,6 +43,7 @@ _STATES: dict[str, State] = {
     "saving": "saving",
     "waiting": "saving",
 }
+"""States of a run by the first word of rank 0's action."""
 
 
 class RankBeat(BaseModel):
@@ -51,71 +51,85 @@ class RankBeat(BaseModel):
 
     rank: int
     name: str
-    """With its coordinates."""
+    """The rank's number with its coordinates."""
     process: str
     """host:pid"""
     action: str
-    """What it was last at."""
+    """The last action it began, in a few words."""
     idle_s: float
     """Seconds since it began that."""
     waiting: bool
-    """It is inside a collective."""
-    waits: float | None
+    """True while it is inside a collective."""
+    wait_share: float | None
     """Share of the last minutes of training that it spent waiting in collectives; None until enough is known."""
 
 
 class Beat(BaseModel):
-    """What the file holds."""
+    """One heartbeat: the contents of the file."""
 
     time: float
     """Seconds since 1970, by the clock of `host`."""
     interval_s: float
     """Seconds until the next one."""
     state: State
+    """What the run does."""
     exit_code: int | None = None
-    """Of a run that failed."""
-    line: str | None = None
-    """Why it failed."""
+    """Exit code of a run that failed."""
+    message: str | None = None
+    """Why the run failed."""
     host: str
+    """Host of rank 0."""
     pid: int
-    """Of rank 0."""
+    """Process id of rank 0."""
     step: int
     """Finished optimizer steps."""
     steps: int
-    """Of the whole run."""
+    """Optimizer steps of the whole run."""
     tokens: int | None = None
-    """As of the last log line, like `loss` and `tokens_per_second`."""
+    """Tokens read up to the last log line, to which `loss` and `tokens_per_second` belong too."""
     loss: float | None = None
+    """Training loss, nats per token."""
     tokens_per_second: float | None = None
+    """Training speed over all ranks."""
     eta_s: float | None = None
     """Seconds to the last step, by the last log line's speed."""
     val_loss: float | None = None
-    """Of the last validation."""
+    """Loss of the last validation, nats per token."""
     slow: str | None = None
-    """Names the rank that the others of its stage wait for, if there is one."""
+    """Message that names the rank that the others of its stage wait for, if there is one."""
     ranks: list[RankBeat] = []
+    """Every rank of the job."""
 
 
 def state_of(action: str) -> State:
-    """The state of a run whose rank 0 is at `action`."""
+    """Return the state of a run whose rank 0 has begun `action`."""
     return _STATES.get(action.split(" ", 1)[0], "training")
 
 
 def read_beat(folder: Path) -> Beat | None:
-    """A run folder's heartbeat; None where there is none or it cannot be read."""
+    """Read a run folder's heartbeat; None where there is none or it cannot be read."""
     try:
         return Beat.model_validate_json((folder / NAME).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-class Heartbeat:
-    """Use as a context manager around a run; `begin` once the folder is this run's. A sink of its records."""
+class Heartbeat(Sink):
+    """Writes the heartbeat: a context manager around a run, and a sink of its records.
+
+    `begin` is called once the folder is this run's.
+    """
 
     def __init__(self, folder: Path | None, steps: int, interval_s: float) -> None:
-        """folder: of the run; None on ranks that write nothing. steps: of the whole run."""
+        """Prepare the thread.
+
+        Args:
+            folder: the run's; None on ranks that write nothing.
+            steps: optimizer steps of the whole run.
+            interval_s: seconds from one heartbeat to the next.
+        """
         self.folder, self.steps, self.interval = folder, steps, interval_s
-        self._record: dict[str, Any] = {}
+        self._record: LogRecord = {}
         self._logged_at = 0.0
         self._trainer: Trainer | None = None
         self._watchdog: Watchdog | None = None
@@ -139,34 +153,33 @@ class Heartbeat:
             self.failed(MegamemError.exit_code, " ".join(f"{type(error).__name__}: {error}".split()))
 
     def begin(self) -> None:
-        """Write the first one, and from now on one at each interval."""
+        """Write the first heartbeat, and from now on one at each interval."""
         if self.folder is not None:
             self._write("starting")
             self._thread.start()
 
     def follow(self, trainer: Trainer, watchdog: Watchdog) -> None:
-        """Take steps and ranks from these."""
+        """Take the step from `trainer`, and the state of all ranks from `watchdog`."""
         self._trainer, self._watchdog = trainer, watchdog
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LogRecord) -> None:
         """See `Sink.write`."""
         self._record = {**self._record, **record}
         if "eta_s" in record:
             self._logged_at = time.monotonic()
 
-    def close(self) -> None:
-        """See `Sink.close`. The run goes on after its last record."""
+    def failed(self, code: int, message: str) -> None:
+        """Write the last heartbeat of a run that ends with exit code `code` and this message."""
+        self._last("failed", code, message)
 
-    def failed(self, code: int, line: str) -> None:
-        """Write the last one, of a run that ends with exit code `code` and says `line`."""
-        self._last("failed", code, line)
+    def _last(self, state: State, code: int | None = None, message: str | None = None) -> None:
+        """Write the last heartbeat, from a thread that is left behind where the disk does not answer."""
 
-    def _last(self, state: State, code: int | None = None, line: str | None = None) -> None:
         def write() -> None:
             with self._lock:
                 if not self._done.is_set():
                     self._done.set()
-                    self._write(state, code, line)
+                    self._write(state, code, message)
 
         if self.folder is not None:
             writing = threading.Thread(target=write, daemon=True)
@@ -174,20 +187,24 @@ class Heartbeat:
             writing.join(LAST_S)
 
     def _beat(self) -> None:
+        """Write a heartbeat at each interval: the body of the thread."""
         while not self._done.wait(self.interval):
             with self._lock:
                 if not self._done.is_set():
-                    self._write(state_of(self._watchdog.sightings[0].action if self._watchdog else "starting"))
+                    self._write(state_of(self._watchdog.statuses[0].action if self._watchdog else "starting"))
 
-    def _write(self, state: State, code: int | None = None, line: str | None = None) -> None:
+    def _write(self, state: State, code: int | None = None, message: str | None = None) -> None:
+        """Write the file, whole or not at all."""
         assert self.folder is not None
         temporary = self.folder / f".{NAME}.tmp"
-        with contextlib.suppress(OSError):  # a run does not end because its disk is full for a while
-            temporary.write_text(self._now(state, code, line).model_dump_json(indent=1) + "\n", encoding="utf-8")
+        # a run does not end because its disk is full for a while
+        with contextlib.suppress(OSError):
+            temporary.write_text(self._now(state, code, message).model_dump_json(indent=1) + "\n", encoding="utf-8")
             temporary.replace(self.folder / NAME)
 
-    def _now(self, state: State, code: int | None, line: str | None) -> Beat:
-        record, eta = self._record, self._record.get("eta_s")
+    def _now(self, state: State, code: int | None, message: str | None) -> Beat:
+        """Return the heartbeat of this moment."""
+        record, eta, tokens = self._record, self._record.get("eta_s"), self._record.get("tokens")
         if eta is not None:
             eta = 0.0 if state in LAST else max(0.0, eta - (time.monotonic() - self._logged_at))
         return Beat(
@@ -195,12 +212,12 @@ class Heartbeat:
             interval_s=self.interval,
             state=state,
             exit_code=code,
-            line=line,
+            message=message,
             host=socket.gethostname(),
             pid=os.getpid(),
-            step=self._trainer.step if self._trainer is not None else record.get("step", 0),
+            step=self._trainer.step if self._trainer is not None else int(record.get("step") or 0),
             steps=self.steps,
-            tokens=record.get("tokens"),
+            tokens=None if tokens is None else int(tokens),
             loss=record.get("loss"),
             tokens_per_second=record.get("tokens_per_second"),
             eta_s=eta,
@@ -210,6 +227,7 @@ class Heartbeat:
         )
 
     def _ranks(self) -> list[RankBeat]:
+        """Return what the watchdog knows of every rank."""
         if self._watchdog is None:
             return []
         now, name = time.monotonic(), self._watchdog.topology.name
@@ -221,7 +239,7 @@ class Heartbeat:
                 action=seen.action,
                 idle_s=round(now - seen.progress_at, 1),
                 waiting=seen.waiting,
-                waits=seen.waits,
+                wait_share=seen.wait_share,
             )
-            for rank, seen in self._watchdog.sightings.items()
+            for rank, seen in self._watchdog.statuses.items()
         ]

@@ -1,15 +1,14 @@
-"""What runs are at, read from their folders by anyone who can see them: no process of the run is asked."""
+"""The status of runs, read from their folders by anyone who can see them: no process of a run is contacted."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -17,38 +16,39 @@ from rich.text import Text
 
 from checkpoints.folder import FOLDER, MARKER, checkpoints_in
 from megamem.errors import ConfigError
-from megamem.runs.folder import RESULTS
 from megamem.runs.heartbeat import Beat, read_beat
+from megamem.runs.result import RunResult, read_result
 
 Condition = Literal["running", "stale", "stopped", "failed", "done"]
 STALE_BEATS = 12
-"""So many beats late, a run counts as dead: a minute at 5 s a beat, which also covers what network file systems keep
-back from other hosts."""
+"""Intervals without a heartbeat after which a run counts as dead: a minute at 5 s each, which also covers the time that
+network file systems hide changes from other hosts."""
 GONE_BEATS = 3
-"""So many beats late, a run whose process is gone on this host counts as dead."""
+"""Intervals without a heartbeat after which a run whose process is gone on this host counts as dead."""
 _STYLES: dict[Condition, str] = {
     "running": "green", "stale": "red", "stopped": "yellow", "failed": "red", "done": "cyan",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run folder."""
+class RunStatus:
+    """The status of one run folder."""
 
     folder: Path
     condition: Condition
-    why: str | None
-    """Of a stale or failed run."""
+    reason: str | None
+    """Why the run is stale or has failed."""
     beat: Beat | None
+    """The last heartbeat."""
     age_s: float | None
-    """Since its last sign of life; None without any."""
-    result: dict[str, Any]
-    """Figures of a run that is done, else empty."""
+    """Seconds since the last heartbeat; None without any."""
+    result: RunResult | None
+    """The result of a run that is done."""
     checkpoint: tuple[int, float] | None
-    """Step and age in seconds of the last complete one."""
+    """Step and age in seconds of the last complete checkpoint."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data, for JSON."""
         beat = self.beat.model_dump(exclude={"state", "time"}) if self.beat is not None else {}
         step, age = self.checkpoint or (None, None)
         return {
@@ -56,7 +56,7 @@ class Run:
             "run": str(self.folder),
             "state": self.condition,
             "at": self.beat.state if self.beat is not None else None,
-            "why": self.why,
+            "reason": self.reason,
             "age_s": self.age_s,
             "step": self.step,
             "val_loss": self.val_loss,
@@ -67,23 +67,29 @@ class Run:
     @property
     def step(self) -> int | None:
         """Finished optimizer steps."""
-        return self.beat.step if self.beat is not None else self.result.get("steps")
+        if self.beat is not None:
+            return self.beat.step
+        return self.result.steps if self.result is not None else None
 
     @property
     def val_loss(self) -> float | None:
-        """Of the evaluation at the end, or the last validation."""
-        return self.result.get("val_loss", self.beat.val_loss if self.beat is not None else None)
+        """The held-out loss of the final evaluation, or of the last validation."""
+        found = self.result.evaluation.get("val_loss") if self.result is not None else None
+        if isinstance(found, int | float):
+            return found
+        return self.beat.val_loss if self.beat is not None else None
 
 
-def judge(beat: Beat, age_s: float, gone: Callable[[Beat], bool]) -> tuple[Condition, str | None]:
-    """The condition of the run whose last heartbeat is `beat`, and why it is stale or has failed.
+def condition_of(beat: Beat, age_s: float, gone: Callable[[Beat], bool]) -> tuple[Condition, str | None]:
+    """Return the condition of the run whose last heartbeat is `beat`, and why it is stale or has failed.
 
     Args:
-        age_s: of the heartbeat.
-        gone: whether its process is known to have ended.
+        beat: the last heartbeat.
+        age_s: seconds since it was written.
+        gone: tells whether its process is known to have ended.
     """
     if beat.state == "failed":
-        return "failed", beat.line
+        return "failed", beat.message
     if beat.state == "ended":
         return "done", None
     if beat.state == "stopped":
@@ -91,30 +97,31 @@ def judge(beat: Beat, age_s: float, gone: Callable[[Beat], bool]) -> tuple[Condi
     if age_s > GONE_BEATS * beat.interval_s and gone(beat):
         return "stale", f"process {beat.pid} on {beat.host} has ended without a word"
     if age_s > STALE_BEATS * beat.interval_s:
-        return "stale", f"no heartbeat for {span(age_s)}, one was due every {beat.interval_s:g} s"
+        return "stale", f"no heartbeat for {format_duration(age_s)}, one was due every {beat.interval_s:g} s"
     return "running", None
 
 
 def process_gone(beat: Beat) -> bool:
-    """Whether a heartbeat's process was on this host and exists no more."""
+    """Return whether a heartbeat's process was on this host and exists no more."""
     if beat.host != socket.gethostname():
         return False
     try:
         os.kill(beat.pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # somebody else's
+    except PermissionError:
+        # the process exists and is somebody else's
         return False
     return False
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was begun there."""
+    """Return whether a run was begun in `folder`."""
     return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
 
 
-def look(folder: Path) -> Run:
-    """What the run in `folder` is at. Raises ConfigError if it is no run folder."""
+def read_status(folder: Path) -> RunStatus:
+    """Read the status of the run in `folder`. Raises ConfigError if it is no run folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if not is_run(folder):
@@ -122,44 +129,41 @@ def look(folder: Path) -> Run:
     beat, now = read_beat(folder), time.time()
     complete = [checkpoint for checkpoint in checkpoints_in(folder / FOLDER) if checkpoint.complete]
     newest = complete[-1] if complete else None
-    result = _result(folder / RESULTS[0])
+    result = read_result(folder)
     condition: Condition
     if beat is None:
-        condition, why = ("done", None) if result else ("stale", "no heartbeat")
+        condition, reason = ("done", None) if result else ("stale", "no heartbeat")
     else:
-        condition, why = judge(beat, now - beat.time, process_gone)
-    return Run(
+        condition, reason = condition_of(beat, now - beat.time, process_gone)
+    return RunStatus(
         folder,
         condition,
-        why,
+        reason,
         beat,
         None if beat is None else max(0.0, now - beat.time),
-        result if condition == "done" else {},
+        result if condition == "done" else None,
         None if newest is None else (newest.step, max(0.0, now - (newest.path / MARKER).stat().st_mtime)),
     )
 
 
-def _result(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yield run folders in `folder` and below it, in order of their names.
 
-
-def runs_below(folder: Path) -> Iterator[Path]:
-    """Run folders in `folder` and below it, in order of their names. Raises ConfigError if there is no such folder."""
+    Raises:
+        ConfigError: there is no such folder.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     for path, folders, _ in os.walk(folder):
         if is_run(Path(path)):
-            folders.clear()  # there is none within a run
+            # no run lies within another
+            folders.clear()
             yield Path(path)
         folders.sort()
 
 
-def span(seconds: float | None) -> str:
-    """`h:mm:ss`; nothing for None."""
+def format_duration(seconds: float | None) -> str:
+    """Write a time as `h:mm:ss`; nothing for None."""
     if seconds is None:
         return ""
     minutes, rest = divmod(round(seconds), 60)
@@ -167,16 +171,18 @@ def span(seconds: float | None) -> str:
 
 
 def _figure(value: float | None, form: str) -> str:
+    """Write a figure; nothing for None."""
     return "" if value is None else form.format(value)
 
 
-def _condition(run: Run) -> Text:
+def _condition(run: RunStatus) -> Text:
+    """Write the condition in its color, with the exit code of a run that failed."""
     code = f" ({run.beat.exit_code})" if run.condition == "failed" and run.beat is not None else ""
     return Text(f"{run.condition}{code}", style=_STYLES[run.condition])
 
 
-def runs_table(runs: list[Run], below: Path) -> Table:
-    """One line per run; names are relative to `below`."""
+def runs_table(runs: list[RunStatus], below: Path) -> Table:
+    """Make a table with a line per run; names are relative to `below`."""
     table = Table()
     table.add_column("run", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -184,41 +190,41 @@ def runs_table(runs: list[Run], below: Path) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         beat = run.beat
-        of = f"/{beat.steps}" if beat is not None else ""
+        steps = f"/{beat.steps}" if beat is not None else ""
         table.add_row(
             str(run.folder.relative_to(below)),
             _condition(run),
-            _figure(run.step, "{}" + of),
+            _figure(run.step, "{}" + steps),
             _figure(beat.loss if beat else None, "{:.4f}"),
             _figure(run.val_loss, "{:.4f}"),
             _figure(beat.tokens_per_second if beat else None, "{:,.0f}"),
-            span(beat.eta_s) if beat is not None and run.condition == "running" else "",
-            span(run.age_s),
+            format_duration(beat.eta_s) if beat is not None and run.condition == "running" else "",
+            format_duration(run.age_s),
         )
     return table
 
 
-def run_page(run: Run) -> Group:
-    """Everything about one run."""
+def run_page(run: RunStatus) -> Group:
+    """Make a page with everything about one run."""
     beat = run.beat
     facts = Table.grid(padding=(0, 2))
     facts.add_row("run", str(run.folder))
     facts.add_row("state", _condition(run))
-    if run.why:
-        facts.add_row("why", Text(run.why))
+    if run.reason:
+        facts.add_row("reason", Text(run.reason))
     if beat is None:
         return Group(facts)
     step, age = run.checkpoint or (None, None)
     rows = {
         "at": beat.state if run.condition == "running" else None,
-        "heartbeat": f"{span(run.age_s)} ago, by process {beat.pid} on {beat.host}",
+        "heartbeat": f"{format_duration(run.age_s)} ago, by process {beat.pid} on {beat.host}",
         "step": f"{beat.step} of {beat.steps}",
         "tokens": _figure(beat.tokens, "{:,}"),
         "loss": _figure(beat.loss, "{:.4f}"),
         "validation loss": _figure(run.val_loss, "{:.4f}"),
         "tokens/s": _figure(beat.tokens_per_second, "{:,.0f}"),
-        "ETA": span(beat.eta_s) if run.condition == "running" else None,
-        "last checkpoint": f"after step {step}, {span(age)} ago" if run.checkpoint else "none",
+        "ETA": format_duration(beat.eta_s) if run.condition == "running" else None,
+        "last checkpoint": f"after step {step}, {format_duration(age)} ago" if run.checkpoint else "none",
         "slow": beat.slow if run.condition == "running" else None,
     }
     for name, value in rows.items():
@@ -233,5 +239,12 @@ def run_page(run: Run) -> Group:
         ranks.add_column(column, justify="right")
     for rank in beat.ranks:
         now = "waiting" if rank.waiting else "working"
-        ranks.add_row(rank.name, rank.process, Text(rank.action), span(rank.idle_s), now, _figure(rank.waits, "{:.0%}"))
+        ranks.add_row(
+            rank.name,
+            rank.process,
+            Text(rank.action),
+            format_duration(rank.idle_s),
+            now,
+            _figure(rank.wait_share, "{:.0%}"),
+        )
     return Group(facts, ranks)

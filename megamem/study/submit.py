@@ -17,12 +17,13 @@ from launchers.targets.slurm import SlurmTarget
 from megamem.config.load import load_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, MegamemError
+from megamem.runs.result import RESULT
 from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.queue import study_lock
 from megamem.study.status import RunStatus, run_statuses
-from megamem.study.tasks import RESULT, Task, changes_of, evaluation_command, keep_figures, open_partial, plain, tasks
+from megamem.study.tasks import Task, changes_of, evaluation_command, keep_figures, open_partial, plain, tasks
 
 TARGET = SlurmTarget.name
 CONFIG, EVALUATIONS = "config.yaml", "evaluations.yaml"

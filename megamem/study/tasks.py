@@ -14,13 +14,12 @@ import yaml
 from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.runs.folder import held, locked
+from megamem.runs.result import RESULT, read_result
 from megamem.study.config import TRAINED, Changes, StudyConfig, evaluations_of
 from megamem.study.grid import PlannedRun, study_folder
 
 COMMAND = [sys.executable, "-m", "megamem"]
 """The command of a process, without its arguments."""
-RESULT = "result.json"
-"""File that a finished run leaves."""
 LOGS = "logs"
 """Folder of the processes' output."""
 CHANGE = "change"
@@ -68,9 +67,12 @@ def figures(run: PlannedRun, evaluation: str, change: Changes | None) -> Figures
 
     Returns: None if it has not ended, or was defined by other changes.
     """
+    if change is None:
+        result = read_result(run.folder)
+        return None if result is None else result.to_dict()
     path = evaluation_file(run, evaluation)
     found = _object(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found if found is None or change is None or found.get(CHANGE) == plain(change) else None
+    return found if found is None or found.get(CHANGE) == plain(change) else None
 
 
 def _object(text: str) -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are saved, and how a run goes on from one."""
+"""Checkpoints of a run: when they are saved, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -6,42 +6,54 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import FOLDER, Checkpoint
+from checkpoints.folder import FOLDER, Checkpoint, RunFacts, SavedRun
 from checkpoints.resume import check_identity, choose, identity, load
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
-from megamem.training.callbacks import BadSteps
+from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
 
+T = TypeVar("T")
 
-def on_rank_0(work: Callable[[], Any], group: ProcessGroup) -> Any:
-    """Rank 0's result of `work` on all ranks; a MegamemError there is raised on all."""
-    told: list[Any] = [None, None]
+
+def on_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
+    """Do `work` on rank 0 and return its result on all ranks; a MegamemError there is raised on all."""
+    shared: list[object] = [None, None]
     if group.rank() == 0:
         try:
-            told[0] = work()
+            shared[0] = work()
         except MegamemError as error:
-            told[1] = error
-        except Exception as error:  # a defect or a failing disk: nobody should wait for rank 0
-            told[1] = MegamemError(f"{type(error).__name__}: {error}")
-    dist.broadcast_object_list(told, group_src=0, group=group)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            shared[1] = error
+        except Exception as error:
+            # a defect or a failing disk: no rank should wait for rank 0
+            shared[1] = MegamemError(f"{type(error).__name__}: {error}")
+    dist.broadcast_object_list(shared, group_src=0, group=group)
+    result, raised = shared
+    if isinstance(raised, MegamemError):
+        raise raised
+    return result  # type: ignore[return-value]  # what rank 0's `work` returned, pickled and read again
 
 
-def resume_point(config: RunConfig, facts: dict[str, Any], group: ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint this run goes on from, chosen and verified by rank 0, and lines about skipped ones.
+def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that this run resumes from, and lines about those that were skipped.
 
-    facts: of `run_facts`. Raises: CheckpointError on all ranks.
+    Rank 0 chooses and verifies it for all ranks.
+
+    Args:
+        config: the run.
+        facts: what `run_facts` returns for it.
+        group: all ranks.
+
+    Raises:
+        CheckpointError: there are checkpoints and none can be used, or the chosen one is of another run; on all ranks.
     """
 
     def chosen() -> tuple[Checkpoint | None, list[str]]:
@@ -52,12 +64,11 @@ def resume_point(config: RunConfig, facts: dict[str, Any], group: ProcessGroup) 
             _check_weights(config, checkpoint, saved)
         return checkpoint, skipped
 
-    found: tuple[Checkpoint | None, list[str]] = on_rank_0(chosen, group)
-    return found
+    return on_rank_0(chosen, group)
 
 
-def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: dict[str, Any]) -> None:
-    """A run that asks for other weights to start from is another run, which must not go on from this one's."""
+def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
+    """Raise CheckpointError for a run that wants other weights to start from: it is another run than the saved one."""
     wanted = config.training.init_from
     begun_with = saved["config"]["training"].get("init_from")
     if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
@@ -68,7 +79,7 @@ def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: dict[str, A
 
 
 def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunConfig:
-    """The configuration with the layers on the stages they were measured to belong to when the run began.
+    """Return the configuration with layers on the stages they were measured to belong to when the run began.
 
     A second measurement may come out otherwise, and sums in another order are another run.
     """
@@ -80,8 +91,8 @@ def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunCon
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"placement": placement})})
 
 
-def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> dict[str, Any]:
-    """What every checkpoint of the run says in run.json besides its counters."""
+def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunFacts:
+    """Return what every checkpoint of the run says in run.json besides its counters."""
     return {
         **identity(config, data_fingerprint, tokenizer_sha256),
         "config": config.model_dump(mode="json"),
@@ -90,7 +101,7 @@ def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | 
 
 
 def cpu_group(timeout_s: float) -> ProcessGroup:
-    """A group of all ranks on gloo that nobody else uses. All ranks must call it."""
+    """Make a group of all ranks on gloo that nobody else uses. All ranks must call it."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, ProcessGroup)
     return group
@@ -103,14 +114,23 @@ class Checkpoints(Callback):
         self,
         engine: TrainingEngine,
         saver: Saver,
-        facts: dict[str, Any],
+        facts: RunFacts,
         bad_steps: BadSteps,
-        validation: Callable[[], tuple[int, float] | None],
+        last_validation: Callable[[], tuple[int, float] | None],
     ) -> None:
-        """facts: of `run_facts`. validation: step and loss of the last validation."""
+        """Describe what is saved.
+
+        Args:
+            engine: holds weights, moments and memory states.
+            saver: writes them.
+            facts: what `run_facts` returns for the run.
+            bad_steps: counts that are saved with them.
+            last_validation: gives step and loss of the last validation, if there was one.
+        """
         self.engine, self.saver, self.facts = engine, saver, facts
-        self.bad_steps, self.validation = bad_steps, validation
+        self.bad_steps, self.last_validation = bad_steps, last_validation
         self.saved = 0
+        """Step of the last checkpoint, or the one the run resumed from."""
 
     def start(self, trainer: Trainer) -> None:
         """See `Callback.start`."""
@@ -121,11 +141,11 @@ class Checkpoints(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`."""
         config = trainer.config.checkpoint
-        if (config.every and trainer.step % config.every == 0) or trainer.clock_says_save:
+        if (config.every and trainer.step % config.every == 0) or trainer.save_due:
             with trainer.pause(f"checkpoint after step {trainer.step}"):
                 self._save(trainer, wait=False)
-        late = config.minutes is not None and time.monotonic() - self._since > 60 * config.minutes
-        trainer.clock_says_save = late
+        # ranks agree on this after the step, and all save after the next one
+        trainer.save_due = config.minutes is not None and time.monotonic() - self._since > 60 * config.minutes
 
     def finish(self, trainer: Trainer) -> None:
         """See `Callback.finish`."""
@@ -135,15 +155,16 @@ class Checkpoints(Callback):
         self.saver.release()
 
     def _save(self, trainer: Trainer, wait: bool) -> None:
+        """Save a checkpoint. wait: return once it is complete."""
         topology, engine, step = self.engine.topology, self.engine, trainer.step
         tensors = all_fragments(engine)
-        last = self.validation()
-        run = {
+        last = self.last_validation()
+        run: SavedRun = {
             "step": step,
             "tokens": step * trainer.config.training.batch_tokens,
             "samples": step * trainer.config.global_rows,
             "optimizer_steps": optimizer_steps(engine),
-            "bad_steps": self.bad_steps.counters(),
+            "bad_steps": self.bad_steps.counts(),
             "val_loss": last[1] if last is not None and last[0] == step else None,
             "layout": {"pp": topology.pp_size, "dp": topology.dp_size, "tp": topology.tp_size},
             "placement": [len(layers) for layers in engine.placement],
@@ -153,8 +174,8 @@ class Checkpoints(Callback):
         self.saved, self._since = step, time.monotonic()
 
 
-def go_on(trainer: Trainer, checkpoint: Checkpoint, bad_steps: BadSteps, group: ProcessGroup) -> None:
-    """Put a run where a checkpoint was saved. A collective call."""
+def resume(trainer: Trainer, checkpoint: Checkpoint, bad_steps: BadSteps, group: ProcessGroup) -> None:
+    """Put a run where a checkpoint was saved. A collective call of all ranks of `group`."""
     run = load(trainer.engine, checkpoint, group)
     trainer.step = run["step"]
-    bad_steps.set_counters(run["bad_steps"])
+    bad_steps.set_counts(run["bad_steps"])

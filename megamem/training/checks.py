@@ -1,4 +1,4 @@
-"""What about a run can be refused before processes start and the heavy libraries are imported."""
+"""The checks that refuse a run before processes start and the libraries of parallel training are imported."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megamem.runs.folder import check_run_folder
 
 
 def check_kernels(config: RunConfig) -> None:
-    """What the run needs of the machine it runs on. Raises ConfigError."""
+    """Raise ConfigError where the kernels that the run names do not exist on this machine."""
     check_backend(config.model.attention_kernel)
     check_recurrence(config.model.recurrence_kernel)
 
 
 def check_layout(config: RunConfig, processes: int) -> int:
-    """The data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
+    """Return the data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
     dp = data_parallel_size(processes, config.parallel.tp, config.parallel.pp, config.parallel.dp)
     try:
         config.accumulation_steps(dp)
@@ -31,7 +31,11 @@ def check_layout(config: RunConfig, processes: int) -> int:
 
 
 def check_run(config: RunConfig, processes: int) -> None:
-    """What can be refused before processes start, but for `check_kernels`. Raises MegamemError in one line."""
+    """Refuse what can be refused before processes start, but for what `check_kernels` does.
+
+    Raises:
+        MegamemError: layout, data, run folder or an optional package; the message is one line.
+    """
     dp = check_layout(config, processes)
     mode = config.logging.wandb.mode
     if mode != "disabled" and find_spec("wandb") is None:
@@ -40,11 +44,12 @@ def check_run(config: RunConfig, processes: int) -> None:
             "logging.wandb.mode=disabled"
         )
     open_feeder(config, dp_rank=0, dp_size=dp)
-    check_run_folder(config, 12 * parameter_counts(config.model)["total"])  # FP32 weights and two moments
+    # FP32 weights and two moments
+    check_run_folder(config, 12 * parameter_counts(config.model)["total"])
 
 
 def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
-    """The data of one data-parallel rank, checked against the model."""
+    """Open the data of one data-parallel rank, checked against the model. Raises DataError or ConfigError."""
     feeder = Feeder(
         config.data,
         chunk_size=config.model.chunk_size,

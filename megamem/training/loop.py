@@ -1,4 +1,8 @@
-"""The training loop."""
+"""The training loop, and the interface of its callbacks.
+
+The libraries of parallel training are not imported here, so that a configuration that names callbacks is parsed
+without them.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,44 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from checkpoints.saver import Saver
 from megamem.config.run import RunConfig
-from megamem.data.feeder import Feeder
-from megamem.parallel.topology import Topology
-from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.pipeline.optimizer import learning_rate
+from megamem.runs.sinks.base import LogRecord
+
+if TYPE_CHECKING:
+    from checkpoints.saver import Saver
+    from megamem.data.batch import Batch
+    from megamem.data.feeder import Feeder
+    from megamem.data.prefetch import Prefetcher
+    from megamem.parallel.topology import Topology
+    from megamem.pipeline.base import StepResult, TrainingEngine
 
 SAME_SIGNAL_S = 1.0
+"""Signals that follow one another within this many seconds are one signal."""
 
 
 class Callback:
-    """Override what you need. `trainer.step` counts finished optimizer steps."""
+    """Something that happens around training steps; every rank runs it. Override what you need.
+
+    `trainer.step` counts finished optimizer steps.
+    """
 
     def start(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Act before the first step, once a resumed run is where its checkpoint was saved."""
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """After each optimizer step. Must not read device values: that makes the host wait."""
+        """Act after each optimizer step. Reading values of device tensors here makes the host wait in every step."""
 
-    def at_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """At logging steps, once `record` is filled; may read device values."""
+    def at_log(self, trainer: Trainer, record: LogRecord) -> None:
+        """Read or extend the record of a log line, on every rank; device values may be read here."""
 
     def finish(self, trainer: Trainer) -> None:
-        """After the last step, also when the run was stopped early."""
+        """Act after the last step, also when the run was stopped early."""
 
 
 class Trainer:
@@ -52,22 +65,39 @@ class Trainer:
         callbacks: Sequence[Callback],
         watch: Callable[[str], None] = lambda action: None,
     ) -> None:
+        """Put the parts of a run together.
+
+        Args:
+            config: the run.
+            topology: this rank among the others.
+            engine: computes one step.
+            feeder: gives the micro-batches of this rank.
+            callbacks: what else happens, in this order.
+            watch: told in a few words what this rank does next.
+        """
         self.config, self.topology, self.engine, self.feeder = config, topology, engine, feeder
         self.watch = watch
-        """Tells the watchdog in a few words what this rank is at."""
+        """Tells the watchdog in a few words what this rank does next."""
         self.callbacks = list(callbacks)
+        """In the order they act."""
         self.step = 0
+        """Finished optimizer steps."""
         self.lr = 0.0
+        """Learning rate of the last step."""
         self.data_wait = 0.0
+        """Seconds spent waiting for data so far."""
         self.paused = 0.0
+        """Seconds that do not count as training: validations and waits for checkpoints."""
         self.stopped = False
-        self.clock_says_save = False
-        """This rank's clock asks for a checkpoint; after a step: some rank's did."""
+        """The run ends before its last step."""
+        self.save_due = False
+        """This rank's clock asks for a checkpoint; after a step: the clock of some rank did."""
         self.saver: Saver | None = None
+        """Writes checkpoints; a save that fails on one rank ends all."""
         self._signal: int | None = None
 
     def fit(self) -> None:
-        """Train. Raises NonFiniteError if the run had to be given up."""
+        """Train to the last step or to a signal. Raises NonFiniteError if the run had to be given up."""
         with self._signals(), self._batches() as batches:
             for callback in self.callbacks:
                 callback.start(self)
@@ -79,10 +109,11 @@ class Trainer:
                 callback.finish(self)
 
     def _ends_early(self) -> bool:
-        """Whether `training.stop_after` is reached before the last step."""
+        """Return whether `training.stop_after` is reached before the last step."""
         return (self.config.training.stop_after or self.config.steps) <= self.step < self.config.steps
 
-    def _one_step(self, batches: Iterator[Any]) -> None:
+    def _one_step(self, batches: Iterator[Batch]) -> None:
+        """Read the micro-batches of a step, update the weights, and run the callbacks."""
         step = self.step
         self.watch(f"step {step + 1}: waiting for data")
         begun = time.monotonic()
@@ -95,33 +126,36 @@ class Trainer:
             callback.after_step(self, result)
 
     @contextmanager
-    def pause(self, what: str) -> Iterator[None]:
-        """Time that does not count as training."""
-        self.watch(what)
+    def pause(self, action: str) -> Iterator[None]:
+        """Take the time of a block out of the training's. action: what the watchdog is told."""
+        self.watch(action)
         begun = time.monotonic()
         yield
         self.paused += time.monotonic() - begun
 
-    def _batches(self) -> Any:
+    def _batches(self) -> Prefetcher:
         return self.feeder.prefetch(self.step, pin_memory=self.topology.device.type == "cuda")
 
     def _agree(self) -> None:
-        """Whether any rank got a signal, its clock asks for a checkpoint, or a save has failed.
+        """Share whether any rank got a signal, its clock asks for a checkpoint, or a save has failed.
 
-        Agreed between hosts; the devices are not asked. Raises CheckpointError on all ranks if a save failed on one.
+        Hosts agree by one small all-reduce of their own; no device has to be waited for.
+
+        Raises:
+            CheckpointError: a save failed on some rank; raised on all.
         """
         failed = self.saver is not None and self.saver.failed()
-        flags = torch.tensor([self._signal is not None, self.clock_says_save, failed], dtype=torch.int64)
+        flags = torch.tensor([self._signal is not None, self.save_due, failed], dtype=torch.int64)
         if self.topology.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        stopped, self.clock_says_save, failed = (bool(flag) for flag in flags)
+        stopped, self.save_due, failed = (bool(flag) for flag in flags)
         self.stopped |= stopped or self._ends_early()
         if failed and self.saver is not None:
             self.saver.wait()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop at the next step border; a later second one acts at once.
+        """Let SIGTERM and SIGINT ask for a stop at the next step border; a later second one acts at once.
 
         A job's signal may reach a rank twice, from its launcher and from whoever signals all processes of the job: what
         comes within `SAME_SIGNAL_S` is one signal.

@@ -1,4 +1,4 @@
-"""The rank that the others wait for: found from how much of its time each rank waits inside collectives.
+"""The search for a rank that the others wait for, by how much of its time each rank waits inside collectives.
 
 Ranks of one stage do the same work on the same number of tokens and meet in collectives, so whoever is slower than the
 others waits less than they do. Stages are not compared with each other: they hold different layers, and those of a
@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SAMPLES = 10
-"""Looks at a rank between two beats."""
-WINDOW, LEAST = 60, 30
-"""Beats that a share is taken over, and the training it needs to say anything: 5 and 2.5 minutes at 5 s a beat."""
-LAG = 0.2
-"""Share of their time that the others must lose to a rank for it to be called slow. Over LEAST * SAMPLES looks a share
-of one half has a standard deviation of 0.029, and a difference of two of 0.041: chance does not reach it."""
+POLLS_PER_BEAT = 10
+"""Times that a rank is looked at between two beats."""
+SHARE_BEATS, LEAST_BEATS = 60, 30
+"""Beats that a share is taken over, and the fewest beats of training it needs: 5 and 2.5 minutes at 5 s a beat."""
+LEAST_LAG = 0.2
+"""Share of their time that the others must lose to a rank for it to be called slow. Over LEAST_BEATS * POLLS_PER_BEAT
+polls a share of one half has a standard deviation of 0.029, and a difference of two of 0.041: chance does not reach
+it."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class SlowRank:
     """A rank that holds the others of its stage up."""
 
     rank: int
-    waits: float
+    wait_share: float
     """Share of its time that it waits for others."""
-    others_wait: float
-    """The median of the others of its stage."""
+    others_wait_share: float
+    """Median of that share over the others of its stage."""
 
     def __str__(self) -> str:
         return (
-            f"is slower than the others of its stage: they wait {self.others_wait:.0%} of their time in collectives, "
-            f"it waits {self.waits:.0%}"
+            f"is slower than the others of its stage: they wait {self.others_wait_share:.0%} of their time in "
+            f"collectives, it waits {self.wait_share:.0%}"
         )
 
 
@@ -42,24 +43,31 @@ class WaitShares:
     """Shares of the last minutes of training that ranks waited, from counts that only grow."""
 
     def __init__(self) -> None:
+        """Begin without any counts."""
         self._counts: dict[int, deque[tuple[int, int]]] = {}
 
-    def note(self, rank: int, samples: int, waited: int) -> float | None:
-        """Take in a rank's counts, once a beat: looks at it while it trained, and those that found it waiting.
+    def add(self, rank: int, polls: int, polls_waiting: int) -> float | None:
+        """Add a rank's counts, once a beat.
 
-        Returns: the share of looks that did over the last WINDOW beats; None while there are too few.
+        Args:
+            rank: the rank.
+            polls: times that it was looked at while it trained, so far.
+            polls_waiting: those of them that found it waiting.
+
+        Returns:
+            The share of polls over the last SHARE_BEATS beats that found it waiting; None while there are too few.
         """
-        counts = self._counts.setdefault(rank, deque(maxlen=WINDOW + 1))
-        counts.append((samples, waited))
-        seen = samples - counts[0][0]
-        return None if seen < LEAST * SAMPLES else (waited - counts[0][1]) / seen
+        counts = self._counts.setdefault(rank, deque(maxlen=SHARE_BEATS + 1))
+        counts.append((polls, polls_waiting))
+        recent = polls - counts[0][0]
+        return None if recent < LEAST_BEATS * POLLS_PER_BEAT else (polls_waiting - counts[0][1]) / recent
 
 
 def slow_rank(shares: Mapping[int, float | None], stage_size: int) -> SlowRank | None:
-    """The rank that costs the others of its stage most, or None where no rank costs them LAG of their time.
+    """Return the rank that costs the others of its stage most, or None where none costs them LEAST_LAG of their time.
 
     Args:
-        shares: of time that each rank waits; None where it is not known.
+        shares: share of its time that each rank waits; None where it is not known.
         stage_size: ranks of each stage, TP x DP.
     """
     found = []
@@ -70,6 +78,6 @@ def slow_rank(shares: Mapping[int, float | None], stage_size: int) -> SlowRank |
         rank = min(stage, key=lambda rank: stage[rank])
         others = statistics.median(share for other, share in stage.items() if other != rank)
         # where all wait a lot, links are slow and no rank is: the slow one waits much less than the others
-        if others - stage[rank] >= LAG and stage[rank] <= others / 2:
+        if others - stage[rank] >= LEAST_LAG and stage[rank] <= others / 2:
             found.append(SlowRank(rank, stage[rank], others))
-    return max(found, key=lambda slow: slow.others_wait - slow.waits, default=None)
+    return max(found, key=lambda slow: slow.others_wait_share - slow.wait_share, default=None)

@@ -1,4 +1,4 @@
-"""Names the rank that is stuck.
+"""The watchdog: finds the rank that is stuck, names it and ends the job.
 
 Every rank publishes what it is doing to a small store on rank 0, from a thread of its own, and watches the others.
 A rank whose thread falls silent has been stopped or lost; else a rank that is not waiting for others holds them up.
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
 from megamem.parallel.topology import Topology
-from megamem.training.slow_rank import SAMPLES, WaitShares, slow_rank
+from megamem.training.slow_rank import POLLS_PER_BEAT, WaitShares, slow_rank
 
 _COLLECTIVES = (
     "torch/distributed/",
@@ -34,95 +34,113 @@ _COLLECTIVES = (
     "megatron/core/tensor_parallel/",
     "megamem/pipeline/channels.py",
 )
+"""Parts of the paths of files whose functions wait for other ranks."""
 SILENT, STUCK, ENDED = "stopped responding", "makes no progress", "ended"
 _GRACE_S = 10.0
-"""What the launcher gets to end this rank after rank 0 has ended."""
+"""Seconds that the launcher has to end this rank after rank 0 has ended."""
 
 
 @dataclass
-class Sighting:
-    """What is known of a rank, and when that last changed (host seconds)."""
+class RankStatus:
+    """What is known of a rank, and when that last changed (seconds of this host's monotonic clock)."""
 
     beat: str = ""
+    """Count of its watchdog's beats, as published."""
     beat_at: float = 0.0
+    """When that count last changed."""
     progress: int = 0
+    """Count of its actions."""
     progress_at: float = 0.0
+    """When that count last changed."""
     action: str = "starting"
+    """What it last did, in a few words."""
     waiting: bool = False
-    """It is inside a collective."""
+    """True while it is inside a collective."""
     process: str = ""
     """host:pid"""
-    waits: float | None = None
+    wait_share: float | None = None
     """Share of the last minutes of training that it spent inside collectives; None until rank 0 knows enough."""
 
 
-def diagnose(sightings: dict[int, Sighting], now: float, timeout: float) -> tuple[int, str] | None:
-    """(rank, reason) of the rank to blame, or None while all is well.
+def diagnose(statuses: dict[int, RankStatus], now: float, timeout: float) -> tuple[int, str] | None:
+    """Return the rank to blame and the reason, or None while all is well.
 
-    A rank may be long at one action only as long as `timeout`. A silent thread is blamed first, then a rank that is
-    not waiting for others, then the one furthest behind: once all are stuck, or one for twice the time.
+    One action may take no longer than `timeout` seconds. A silent thread is blamed first, then a rank that is not
+    waiting for others, then the one furthest behind: once all are stuck, or one for twice the time.
+
+    Args:
+        statuses: what is known of every rank.
+        now: seconds of the same clock.
+        timeout: seconds without progress after which a rank is stuck.
     """
-    stale = {rank: s for rank, s in sightings.items() if now - s.progress_at > timeout}
+    stale = {rank: s for rank, s in statuses.items() if now - s.progress_at > timeout}
     silent = [rank for rank, s in stale.items() if now - s.beat_at > timeout / 2]
     if silent:
         return silent[0], SILENT
     suspects = [rank for rank, s in stale.items() if not s.waiting]
-    if not suspects and (
-        len(stale) == len(sightings) or any(now - s.progress_at > 2 * timeout for s in stale.values())
-    ):
+    if not suspects and (len(stale) == len(statuses) or any(now - s.progress_at > 2 * timeout for s in stale.values())):
         suspects = list(stale)
     if not suspects:
         return None
-    return min(suspects, key=lambda rank: (sightings[rank].progress, rank)), STUCK
+    return min(suspects, key=lambda rank: (statuses[rank].progress, rank)), STUCK
 
 
 def beat_interval(timeout_s: float) -> float:
-    """Seconds between beats where a rank may make no progress for `timeout_s`."""
+    """Return the seconds between beats where a rank may make no progress for `timeout_s`."""
     return min(5.0, max(0.1, timeout_s / 10))
 
 
 class Watchdog:
-    """Use as a context manager around training; call `at(...)` at each new action."""
+    """Watches this rank and the others: a context manager around training, whose `progress` each new action calls."""
 
     def __init__(
         self,
         topology: Topology,
         timeout_s: float,
         end: Callable[[int], None] = os._exit,
-        ends: Callable[[int, str], None] = lambda code, line: None,
+        on_end: Callable[[int, str], None] = lambda code, message: None,
     ) -> None:
-        """ends: told the exit code and the reason just before `end` is called."""
+        """Meet the other ranks' watchdogs. All ranks must call it.
+
+        Args:
+            topology: this rank among the others.
+            timeout_s: seconds without progress after which a rank is stuck.
+            end: ends this process with an exit code.
+            on_end: called with the exit code and the message just before `end`.
+        """
         self.topology = topology
         self.timeout = timeout_s
         self.interval = beat_interval(timeout_s)
         now = time.monotonic()
-        self.sightings = {rank: Sighting(beat_at=now, progress_at=now) for rank in range(topology.world_size)}
-        """By rank; the watch thread keeps them up to date."""
+        self.statuses = {rank: RankStatus(beat_at=now, progress_at=now) for rank in range(topology.world_size)}
+        """What is known of every rank; the watch thread keeps it up to date."""
         self.slow: str | None = None
-        """Names the rank that the others of its stage wait for, if there is one; known to rank 0."""
-        self._end, self._ends = end, ends
+        """Message that names the rank that the others of its stage wait for, if there is one; known to rank 0."""
+        self._end, self._on_end = end, on_end
         self._shares = WaitShares()
-        self._samples = self._waited = 0
-        self._named: set[int] = set()
+        self._polls = self._polls_waiting = 0
+        self._reported_slow: set[int] = set()
         self._action = "starting"
         self._count = 0
         self._beats = 0
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self._others = [rank for rank in range(topology.world_size) if rank != topology.rank]
-        self._heard: dict[int, str] = {}
-        self._lost = False
+        self._states: dict[int, str] = {}
+        self._store_lost = False
         self._failed = False
         self._done = threading.Event()
-        # a store whose process is stopped may never answer: asking it and watching the clock are two threads
+        # a store whose process is stopped may never answer: one thread talks to it, another watches the clock
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         self._store = self._open() if topology.world_size > 1 else None
         if self._store is not None:
             self._store.set(f"rank/{topology.rank}", self._state())
-            dist.barrier()  # from now on each rank can be found
-            self._heard = {rank: self._store.get(f"rank/{rank}").decode() for rank in self._others}
-            self._threads.append(threading.Thread(target=self._talk, name="watchdog-store", daemon=True))
+            # from here on each rank finds the state of every other
+            dist.barrier()
+            self._states = {rank: self._store.get(f"rank/{rank}").decode() for rank in self._others}
+            self._threads.append(threading.Thread(target=self._exchange, name="watchdog-store", daemon=True))
 
     def _open(self) -> TCPStore:
+        """Open the store on rank 0, and connect the other ranks to it."""
         host = os.environ.get("MASTER_ADDR", "localhost")
         # longer than it takes to find a silent rank: a store that gives up complains on stderr
         timeout = timedelta(seconds=4 * self.timeout)
@@ -134,8 +152,8 @@ class Watchdog:
         dist.broadcast(port, src=0)
         return store or TCPStore(host, int(port), is_master=False, timeout=timeout)
 
-    def at(self, action: str) -> None:
-        """Note progress; costs an assignment."""
+    def progress(self, action: str) -> None:
+        """Note that this rank begins an action, told in a few words. Costs two assignments."""
         self._action = action
         self._count += 1
 
@@ -145,120 +163,126 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: object, *_: object) -> None:
-        self._failed = error is not None  # rank 0, and the store with it, may be gone
+        # rank 0, and the store with it, may be gone
+        self._failed = error is not None
         self._done.set()
         for thread in self._threads:
             thread.join(self.interval * 4)
         if isinstance(error, RuntimeError | MegamemError) and "by peer" in str(error):
             # gloo: the other process is gone
-            if line := self._told():
-                self._ends(StuckRankError.exit_code, line)
+            if message := self._reported_message():
+                self._on_end(StuckRankError.exit_code, message)
                 self._end(StuckRankError.exit_code)
-            name = self.topology.name() + self._where(self._process)
+            name = self.topology.name() + self._on_host(self._process)
             raise MegamemError(
                 f"{name} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
         if self._store is not None and self.topology.rank == 0 and error is None:
-            self._linger()
+            self._hold_store()
 
-    def _linger(self) -> None:
-        """Rank 0 holds the store until the others have left it."""
+    def _hold_store(self) -> None:
+        """Keep rank 0's store open until the others have left it."""
         deadline = time.monotonic() + self.interval * 4
         assert self._store is not None
         while time.monotonic() < deadline and self._store.add("left", 0) < self.topology.world_size - 1:
             time.sleep(0.02)
 
-    def _talk(self) -> None:
-        """Tell the others what this rank is at and hear what they are."""
+    def _exchange(self) -> None:
+        """Publish this rank's state and read the others', once a beat: the body of the store's thread."""
         assert self._store is not None
-        asked = time.monotonic()
+        requested_at = time.monotonic()
         try:
             while not self._done.wait(self.interval):
-                asked = time.monotonic()
+                requested_at = time.monotonic()
                 self._store.set(f"rank/{self.topology.rank}", self._state())
                 for rank in self._others:
-                    self._heard[rank] = self._store.get(f"rank/{rank}").decode()
+                    self._states[rank] = self._store.get(f"rank/{rank}").decode()
             if self.topology.rank != 0 and not self._failed:
                 self._store.add("left", 1)
         except Exception:
             # refused at once: rank 0 has ended, and its store with it; no answer: it is silent, as `diagnose` will see
-            self._lost = time.monotonic() - asked < self.timeout / 2
+            self._store_lost = time.monotonic() - requested_at < self.timeout / 2
 
     def _watch(self) -> None:
-        for seen in self.sightings.values():
+        """Look for a rank that is stuck, once a beat: the body of the watching thread."""
+        for seen in self.statuses.values():
             seen.beat_at = seen.progress_at = time.monotonic()
         while not self._pause():
             self._beats += 1
-            self._observe(self.sightings)
-            self._name_slow()
-            found = diagnose(self.sightings, time.monotonic(), self.timeout)
-            if found is None and self._lost:
+            self._observe()
+            self._find_slow()
+            found = diagnose(self.statuses, time.monotonic(), self.timeout)
+            if found is None and self._store_lost:
                 # whatever ended rank 0 is told there, and the launcher ends this rank
                 self._done.wait(_GRACE_S)
                 found = 0, ENDED
             if found is not None and not self._done.is_set():
-                self._report(*found, self.sightings)
+                self._report(*found)
                 return
 
     def _pause(self) -> bool:
-        """Until the next beat; whether this is the end. Looks now and then whether this rank waits while it trains."""
-        for _ in range(SAMPLES):
-            if self._done.wait(self.interval / SAMPLES):
+        """Wait for the next beat, polling whether this rank waits while it trains; return whether the watch is over."""
+        for _ in range(POLLS_PER_BEAT):
+            if self._done.wait(self.interval / POLLS_PER_BEAT):
                 return True
             if self._action.startswith("step "):
-                self._samples += 1
-                self._waited += self._waits()
+                self._polls += 1
+                self._polls_waiting += self._waits()
         return False
 
     def _state(self) -> str:
-        """What is published: beats, progress, waiting or not, process, looks and those that found it so, action."""
-        samples = f"{self._samples}|{self._waited}"
-        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{samples}|{self._action}"
+        """Return what is published: beats, actions, waiting, process, polls, those that found it waiting, action."""
+        polls = f"{self._polls}|{self._polls_waiting}"
+        return f"{self._beats}|{self._count}|{int(self._waits())}|{self._process}|{polls}|{self._action}"
 
     def _waits(self) -> bool:
-        # of any thread: on CUDA the backward runs in threads of autograd's own; but a save only where it is waited for
+        """Return whether this rank is inside a collective."""
+        # any thread counts, as on CUDA the backward pass runs in threads of autograd's own; but that of a checkpoint
+        # only while training waits for it
         apart = set() if self._action == WAITING else {t.ident for t in threading.enumerate() if t.name == THREAD}
         frames = sys._current_frames().items()
         files = [frame.f_code.co_filename for thread, frame in frames if thread not in apart]
         return any(part in file for file in files for part in _COLLECTIVES)
 
-    def _observe(self, sightings: dict[int, Sighting]) -> None:
-        for rank, text in {**self._heard, self.topology.rank: self._state()}.items():
-            seen, now = sightings[rank], time.monotonic()
-            beat, progress, waiting, seen.process, samples, waited, action = text.split("|", 6)
+    def _observe(self) -> None:
+        """Take the published states into `statuses`."""
+        for rank, text in {**self._states, self.topology.rank: self._state()}.items():
+            seen, now = self.statuses[rank], time.monotonic()
+            beat, progress, waiting, seen.process, polls, polls_waiting, action = text.split("|", 6)
             seen.waiting = waiting == "1"
             if self.topology.rank == 0:
-                seen.waits = self._shares.note(rank, int(samples), int(waited))
+                seen.wait_share = self._shares.add(rank, int(polls), int(polls_waiting))
             if beat != seen.beat:
                 seen.beat, seen.beat_at = beat, now
             if int(progress) != seen.progress:
                 seen.progress, seen.progress_at, seen.action = int(progress), now, action
 
-    def _name_slow(self) -> None:
-        """On rank 0: find the rank that the others wait for; it is named on stderr once."""
+    def _find_slow(self) -> None:
+        """Find the rank that the others wait for, on rank 0; it is named on stderr once."""
         topology = self.topology
         if topology.rank != 0:
             return
         size = topology.tp_size * topology.dp_size
-        found = slow_rank({rank: seen.waits for rank, seen in self.sightings.items()}, size)
+        found = slow_rank({rank: seen.wait_share for rank, seen in self.statuses.items()}, size)
         if found is None:
             self.slow = None
             return
-        self.slow = f"{topology.name(found.rank)} ({self.sightings[found.rank].process}) {found}"
-        if found.rank not in self._named:
-            self._named.add(found.rank)
+        self.slow = f"{topology.name(found.rank)} ({self.statuses[found.rank].process}) {found}"
+        if found.rank not in self._reported_slow:
+            self._reported_slow.add(found.rank)
             sys.stderr.write(f"megamem: {self.slow}\n")
             sys.stderr.flush()
 
-    def _report(self, rank: int, reason: str, sightings: dict[int, Sighting]) -> None:
-        seen = sightings[rank]
+    def _report(self, rank: int, reason: str) -> None:
+        """Name the rank to blame, and end this process."""
+        seen = self.statuses[rank]
         idle = max(self.timeout, time.monotonic() - seen.progress_at)
         silence = "" if reason == ENDED else f" for {idle:.0f} s (parallel.stall_timeout_s {self.timeout:g})"
-        line = f"{self.topology.name(rank)}{self._where(seen.process)} {reason}{silence}, last at: {seen.action}"
-        if self._first_to_tell(rank, reason, line):
-            sys.stderr.write(f"megamem: {line}; the job ends\n")
+        message = f"{self.topology.name(rank)}{self._on_host(seen.process)} {reason}{silence}, last at: {seen.action}"
+        if self._first_to_report(rank, reason, message):
+            sys.stderr.write(f"megamem: {message}; the job ends\n")
             sys.stderr.flush()
-        self._ends(StuckRankError.exit_code, line)
+        self._on_end(StuckRankError.exit_code, message)
         host, _, pid = seen.process.rpartition(":")
         if reason == SILENT and host == socket.gethostname():
             # a launcher would ask it to end and wait for that
@@ -269,24 +293,26 @@ class Watchdog:
             time.sleep((4 if self.topology.rank == 0 else 2) * self.interval)
         self._end(StuckRankError.exit_code)
 
-    def _where(self, process: str) -> str:
-        """The host of `host:pid`, in words, where ranks are on several."""
-        hosts = {state.split("|")[3].rpartition(":")[0] for state in [*self._heard.values(), self._state()]}
+    def _on_host(self, process: str) -> str:
+        """Return the host of `host:pid`, in words, where ranks are on several."""
+        hosts = {state.split("|")[3].rpartition(":")[0] for state in [*self._states.values(), self._state()]}
         return f" on {process.rpartition(':')[0]}" if len(hosts) > 1 else ""
 
-    def _told(self) -> str | None:
-        """What a rank has said of one that is stuck, and ended for that."""
-        with contextlib.suppress(Exception):  # the store may be gone
-            if self._store is not None and self._store.add("told", 0) > 0:
-                return self._store.get("line").decode()
+    def _reported_message(self) -> str | None:
+        """Return the message by which a rank named a stuck one and ended, if one did."""
+        # the store may be gone
+        with contextlib.suppress(Exception):
+            if self._store is not None and self._store.add("reported", 0) > 0:
+                return self._store.get("message").decode()
         return None
 
-    def _first_to_tell(self, rank: int, reason: str, line: str) -> bool:
-        """All ranks find the same; one speaks. Where rank 0 is lost, and the store with it, each does."""
+    def _first_to_report(self, rank: int, reason: str, message: str) -> bool:
+        """Return whether this rank reports what all find. Where rank 0 and its store are lost, each does."""
         if self._store is None or (rank == 0 and reason != STUCK):
             return True
         try:
-            self._store.set("line", line)
-            return self._store.add("told", 1) == 1
-        except Exception:  # the store is gone
+            self._store.set("message", message)
+            return self._store.add("reported", 1) == 1
+        except Exception:
+            # the store is gone
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec
-from megamem.model.stage import Stage, add_losses
+from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, Stateful, States, StateSpec, TensorSpec
+from megamem.model.architectures.decoder import Decoder
+from megamem.model.stage import add_losses
 from megamem.parallel.linears import Linears, PlainLinears, initialize_parameters
 from tests.contract.cases import CHUNK, Case
 
@@ -31,30 +32,35 @@ class Alone(nn.Module):
         """The one mixer."""
         return [self.mixer]
 
-    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> list[State]:
-        """See `Stage.initial_states`."""
-        return [self.mixer.initial_state(rows, device, dtype)]
+    @property
+    def components(self) -> dict[str, Stateful]:
+        """See `Stage.components`."""
+        return {"layers.0": self.mixer}
 
-    def forward(self, x: Tensor, states: Sequence[State], chunk: Chunk) -> tuple[Tensor, list[State], Losses]:
-        """See `Stage.forward`; x is hidden."""
-        (state,) = states
+    def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> States:
+        """See `Stage.initial_states`."""
+        return {"layers.0": self.mixer.initial_state(rows, device, dtype)}
+
+    def forward(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """See `Stage.read_chunk`; x: hidden [tokens, batch, hidden_size]."""
+        state = states["layers.0"]
         outputs, losses = [], {}
-        for piece in chunk.pieces(x.shape[0]):
-            here = chunk.after(piece.start)
+        for part in chunk.padding_splits(x.shape[0]):
+            here = chunk.after(part.start)
             state = self.mixer.reset(state, here, x.device, x.dtype)
-            output, state, extra = self.mixer(x[piece], state, here)
+            output, state, extra = self.mixer(x[part], state, here)
             outputs.append(output)
             losses = add_losses(losses, extra)
-        return torch.cat(outputs), [state], losses
+        return torch.cat(outputs), {"layers.0": state}, losses
 
 
-class Whole(Stage):
-    """A `Stage` that also lists its mixers."""
+class Whole(Decoder):
+    """A decoder that also lists its mixers."""
 
     @property
     def mixers(self) -> list[Mixer]:
         """The mixers in layer order."""
-        return [block.mixer for block in self.blocks]
+        return [layer.mixer for layer in self.own_layers]
 
 
 Subject = Alone | Whole
@@ -70,7 +76,8 @@ def make(
         model = case.model(**sizes)
         made = Alone(model.mixer_at(0).build(model, linears, 0))
     else:
-        made = Whole(case.model(layers=3, at=1, **sizes), linears)
+        model = case.model(layers=3, at=1, **sizes)
+        made = Whole(model, linears, range(model.layers))
     initialize_parameters(made, 1, linears.tp_size, linears.tp_rank)
     return made.to(dtype)
 
@@ -134,8 +141,8 @@ def every(step: int, tokens: int) -> range:
 
 
 def run(
-    subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: list[State] | None = None
-) -> tuple[Tensor, list[State], Losses]:
+    subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None
+) -> tuple[Tensor, States, Losses]:
     """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses."""
     if states is None:
         dtype = next(subject.parameters()).dtype

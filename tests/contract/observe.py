@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamem.memory.base import LABEL_IGNORED, map_state
+from megamem.memory.base import LABEL_IGNORED, detach
 from megamem.model.stage import add_losses
 from megamem.parallel.linears import Linears, PlainLinears, info
 from megamem.parallel.sequence import split_tokens
@@ -56,7 +56,7 @@ def observe(case: Case, subject: str, linears: Linears) -> dict[str, Any]:
     parameters = dict(made.named_parameters())
     result = {
         "outputs": outputs,
-        "states": [map_state(Tensor.detach, state) for state in states],
+        "states": [detach(state) for state in states.values()],
         "auxiliary": {name: value.detach() for name, value in auxiliary.items()},
         "grads": gradients(functional, parameters),
     }

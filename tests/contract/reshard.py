@@ -14,7 +14,7 @@ from checkpoints.saver import Saver
 from checkpoints.states import Lanes
 from checkpoints.storage import read_index
 from megamem.config.checkpoint import CheckpointConfig
-from megamem.memory.base import Chunk, State, state_tensors
+from megamem.memory.base import Chunk, States, state_tensors
 from megamem.parallel.linears import Linears, PlainLinears
 from tests.contract.cases import CASES, CHUNK, Case
 from tests.contract.driver import CPU, Whole, inputs, make
@@ -32,7 +32,7 @@ def built(case: Case, linears: Linears) -> Whole:
     return made
 
 
-def read(stage: Whole, states: list[State], rows: slice, first: int, last: int) -> tuple[torch.Tensor, list[State]]:
+def read(stage: Whole, states: States, rows: slice, first: int, last: int) -> tuple[torch.Tensor, States]:
     """Outputs of the tokens first..last-1 of some rows, chunk by chunk, and the states after them."""
     x = inputs(stage, TOKENS, ROWS)[:, rows]
     outputs = []
@@ -87,7 +87,7 @@ def world(folder: str) -> dict[str, Any]:
     return results
 
 
-def loaded(lanes: Lanes, path: Path, group: Any) -> list[State]:
+def loaded(lanes: Lanes, path: Path, group: Any) -> States:
     """This rank's states from a checkpoint; fresh ones where the mechanism has none to save."""
     carried = lanes.empty(set(read_index(path)))
     tensors = lanes.fragments(carried)

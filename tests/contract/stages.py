@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megamem.config.model import ModelConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import LABEL_IGNORED, Chunk, State, detach, map_state
-from megamem.model.stage import Stage
+from megamem.memory.base import LABEL_IGNORED, Chunk, States, detach
+from megamem.model.objectives.next_token import NextToken
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.cases import CASES, CHUNK, Case
 from tests.contract.driver import CPU
@@ -32,7 +32,7 @@ def model_of(case: Case) -> ModelConfig:
 
 def built(case: Case, layers: range) -> Stage:
     """A stage in float64, with the same weights wherever it lies."""
-    stage = Stage(model_of(case), PlainLinears(), layers)
+    stage = build_stage(model_of(case), PlainLinears(), layers)
     initialize_parameters(stage, 1)
     return stage.to(torch.float64)
 
@@ -60,13 +60,13 @@ def one_graph(case: Case, bptt_chunks: int) -> dict[str, Any]:
         states = stage.initial_states(ROWS, CPU, torch.float64)
         for c in range(CHUNKS):
             if c % bptt_chunks == 0:
-                states = [detach(state) for state in states]
+                states = detach(states)
             part = slice(c * CHUNK, (c + 1) * CHUNK)
             hidden, states, auxiliary = stage(batch.tokens[part], states, Chunk(tuple(batch.starts[c].tolist())))
             losses = stage.token_losses(hidden, batch.labels[part]).sum()
             nats += losses.item()
             total = total + losses + sum(value * CHUNK * ROWS for value in auxiliary.values())
-        ends.append([map_state(Tensor.detach, state) for state in states])
+        ends.append(detach(states))
     (total * SCALE).backward()
     return {"nats": nats, "grads": {n: p.grad for n, p in stage.named_parameters()}, "states": ends}
 
@@ -80,9 +80,9 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
 
     stages, index = topology.pp_size, topology.pp_rank
     stage = built(case, contiguous([LAYERS // stages] * stages)[index])
-    executor = StageExecutor(stage, index, CHUNK, bptt_chunks)
+    executor = StageExecutor(stage, NextToken(stage.config), index, CHUNK, bptt_chunks)
     data = batches()
-    states: dict[int, list[State]] = {
+    states: dict[int, States] = {
         sequence: stage.initial_states(ROWS, CPU, torch.float64) for sequence in range(SEQUENCES)
     }
     nats, ends = executor.run(

@@ -51,10 +51,10 @@ def test_bfloat16_follows_float64_over_a_long_stream(case):
 
 def test_declared_float32_tensors_stay_float32(case):
     low = make(case, "mixer", torch.bfloat16)
-    (state,) = low.initial_states(1, CPU, torch.bfloat16)
+    states = low.initial_states(1, CPU, torch.bfloat16)
     x = torch.randn(2 * CHUNK, 1, low.mixer.sizes["hidden"], generator=torch.Generator().manual_seed(1)).bfloat16()
     for at in range(2 * CHUNK):
-        _, (state,), _ = low(x[at : at + 1], [state], one_grid(1).chunk(at))
+        _, states, _ = low(x[at : at + 1], states, one_grid(1).chunk(at))
         for name, spec in low.mixer.specs.items():
             if not isinstance(spec, Growing):
-                assert state[name].dtype == spec.torch_dtype(torch.bfloat16), name
+                assert states["layers.0"][name].dtype == spec.torch_dtype(torch.bfloat16), name

@@ -95,8 +95,7 @@ def test_recomputing_blocks_in_the_backward_changes_nothing(case):
 def test_cutting_the_graph_cuts_every_tensor_of_the_state(case):
     """What happens at a window's border: same structure, no gradient, growing lists included."""
     subject = make(case, "mixer")
-    _, (state,), _ = run(subject, inputs(subject, 2 * CHUNK, 1), one_grid(1), [CHUNK])
-    cut = detach(state)
+    cut = detach(run(subject, inputs(subject, 2 * CHUNK, 1), one_grid(1), [CHUNK])[1]["layers.0"])
     assert not any(tensor.requires_grad for tensor in state_tensors(cut))
     for name, spec in subject.mixer.specs.items():
         assert isinstance(cut[name], list) == isinstance(spec, Growing)

@@ -36,7 +36,7 @@ def test_a_document_equals_a_fresh_run(case, subject, layout, step):
         expected, expected_states, _ = run(subject, alone, one_grid(1), every(CHUNK, len(alone)))
         within("10 reset: outputs", largest(output[part, row] - expected[:, 0]), TOLERANCE)
         if last:
-            for mixer, state, other in zip(subject.mixers, states, expected_states, strict=True):
+            for mixer, state, other in zip(subject.mixers, states.values(), expected_states.values(), strict=True):
                 mine = row_of(mixer.specs, state, row)
                 within("10 reset: states", state_error(mixer.specs, mine, other, lanes.aligned), TOLERANCE)
 
@@ -58,7 +58,7 @@ def test_resetting_keeps_the_rows_that_go_on(case):
     """`Mixer.reset` gives fresh rows where documents start and the same values elsewhere."""
     subject = make(case, "mixer")
     mixer, x = subject.mixer, inputs(subject, 2 * CHUNK, 2)
-    _, (state,), _ = run(subject, x, one_grid(2), every(CHUNK, 2 * CHUNK))
+    state = run(subject, x, one_grid(2), every(CHUNK, 2 * CHUNK))[1]["layers.0"]
     reset = mixer.reset(state, Chunk((2 * CHUNK, 0)), x.device, x.dtype)
     fresh = mixer.initial_state(1, x.device, x.dtype)
     assert state_error(mixer.specs, row_of(mixer.specs, reset, 0), row_of(mixer.specs, state, 0)) == 0.0

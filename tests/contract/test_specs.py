@@ -35,15 +35,15 @@ def test_states_match_their_declaration_at_every_chunk_border(case, rows, dtype)
     sizes = state_sizes(model, rows)
     x = inputs(subject, 4 * CHUNK, rows).to(dtype)
     states = subject.initial_states(rows, CPU, dtype)
-    assert_declared(mixer.specs, states[0], sizes, dtype)
+    assert_declared(mixer.specs, states["layers.0"], sizes, dtype)
     for chunks in range(1, 5):
         part = x[(chunks - 1) * CHUNK : chunks * CHUNK]
         with torch.no_grad():
             _, states, _ = subject(part, states, one_grid(rows).chunk((chunks - 1) * CHUNK))
-        assert_declared(mixer.specs, states[0], sizes, dtype)  # sizes["open"] is 0
+        assert_declared(mixer.specs, states["layers.0"], sizes, dtype)  # sizes["open"] is 0
         planned = state_bytes(mixer.specs, sizes, dtype, chunks_seen=chunks)
         assert planned["open"] == 0
-        assert planned["memory"] == measured(states[0])
+        assert planned["memory"] == measured(states["layers.0"])
 
 
 def test_open_tensors_hold_no_more_than_the_open_chunk(case):
@@ -55,7 +55,7 @@ def test_open_tensors_hold_no_more_than_the_open_chunk(case):
             _, states, _ = subject(x[at : at + 1], states, one_grid(2).chunk(at))
         for name, spec in subject.mixer.specs.items():
             if not isinstance(spec, Growing) and (axis := spec.axis("open")) is not None:
-                assert states[0][name].shape[axis] <= (at + 1) % CHUNK
+                assert states["layers.0"][name].shape[axis] <= (at + 1) % CHUNK
 
 
 def test_entries_of_growing_lists_pass_by_reference(case):
@@ -92,4 +92,4 @@ def test_the_planner_counts_a_whole_model(case, tokens):
         with torch.no_grad():
             states = run(subject, inputs(subject, tokens, 2), one_grid(2), every(CHUNK, tokens))[1]
     planned = model_state_bytes(subject.config, 2, torch.float32, context_tokens=tokens)
-    assert planned == {"memory": sum(measured(state) for state in states), "open": 0}
+    assert planned == {"memory": sum(measured(state) for state in states.values()), "open": 0}

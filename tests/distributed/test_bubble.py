@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megamem.data.batch import Batch
+from megamem.model.objectives.next_token import NextToken
 from megamem.parallel.topology import Topology
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
@@ -50,9 +51,9 @@ class SleepingStage(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
         self.seconds = chunks * FORWARD_S, chunks * BACKWARD_S
 
-    def forward(self, x, states, chunk):
+    def read_chunk(self, x, states, chunk):
         hidden = x[..., None] * self.weight if self.first else x
-        return Nap.apply(hidden, *self.seconds), list(states), {}
+        return Nap.apply(hidden, *self.seconds), states, {}
 
     def token_losses(self, hidden, labels):
         return hidden.sum(-1)
@@ -64,14 +65,14 @@ class SleepingStage(nn.Module):
 def timed_run(topology, chunks, bptt_chunks, duration):
     """One step of SEQUENCES sequences in `chunks` units each, of `duration` chunks' time: events, peak, result."""
     stage = SleepingStage(topology, duration)
-    executor = StageExecutor(stage, topology.pp_rank, 1, bptt_chunks)
+    executor = StageExecutor(stage, NextToken(None), topology.pp_rank, 1, bptt_chunks)
     executor.events = []
     starts = np.arange(chunks)[:, None]
     batches = [Batch(torch.ones(chunks, 1), torch.zeros(chunks, 1), starts, (0,)) for _ in range(SEQUENCES)]
     order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks)
     borders = Borders(topology, [(1, 1, 1)] * (SEQUENCES * chunks), torch.float32, backward=True)
     torch.distributed.barrier()
-    executor.run(order, batches, lambda sequence: [], torch.ones(()), borders)
+    executor.run(order, batches, lambda micro_batch: {}, torch.ones(()), borders)
     timeline = Timeline(STAGES, tuple(executor.events))
     return {
         "events": timeline.as_dict(),

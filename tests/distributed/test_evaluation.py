@@ -14,7 +14,7 @@ from megamem.evaluation.losses import evaluate_losses
 from megamem.evaluation.probe import memory_use
 from megamem.evaluation.run import final_evaluation
 from megamem.evaluation.sliding import sliding_losses
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
@@ -72,7 +72,7 @@ def continued(stage, topology, dtype=torch.float32):
 
 def built(topology, split_tokens=False):
     layers = range(topology.pp_rank, topology.pp_rank + 1) if topology.pp_size == 2 else None
-    stage = Stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
+    stage = build_stage(model_config("elastic_memory"), MegatronLinears(topology.tp_group, split_tokens), layers)
     initialize_parameters(stage, 1, topology.tp_size, topology.tp_rank)
     return stage
 
@@ -198,7 +198,7 @@ def test_zero_3_ranks_make_the_same_calls(world, alone):
 
 
 def test_every_mechanism_is_evaluated_under_zero_3(world):
-    stage = Stage(every_mechanism(), PlainLinears())
+    stage = build_stage(every_mechanism(), PlainLinears())
     initialize_parameters(stage, 1)
     assert_same(world[0]["every mechanism"], losses_of(stage, None))
 

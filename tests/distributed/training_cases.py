@@ -12,7 +12,7 @@ from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import Chunk, detach
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.topology import Topology
@@ -94,7 +94,7 @@ def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool)
     model: what differs from `MODEL`, as JSON.
     """
     config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
-    stage = Stage(config.model, PlainLinears())
+    stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
     decay = config.optimizer.weight_decay
     groups = [
@@ -110,7 +110,7 @@ def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool)
         total, nats = torch.zeros(()), 0.0
         for c in range(LENGTH // CHUNK):
             if c % bptt_chunks == 0:
-                states = [detach(state) for state in states]
+                states = detach(states)
             part = slice(c * CHUNK, (c + 1) * CHUNK)
             hidden, states, auxiliary = stage(tokens[part], states, Chunk(tuple(starts[c].tolist())))
             here = stage.token_losses(hidden, labels[part]).sum()

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megamem.memory.base import LABEL_IGNORED, State
+from megamem.memory.base import LABEL_IGNORED, States
 from megamem.model.compiled import compile_pointwise
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import StepResult
 from megamem.pipeline.window import Window, select_states
-from megamem.training.callbacks import BadSteps, Metrics
+from megamem.training.callbacks.bad_steps import BadSteps
+from megamem.training.callbacks.metrics import Metrics
 from megamem.training.loop import Callback
 from tests.distributed.training_cases import CHUNK, EVERY, LENGTH, ROWS, VOCABULARY, run_config
 
@@ -46,7 +47,7 @@ class Loop:
     ) -> None:
         config = run_config(model=EVERY)
         with torch.device(device):
-            self.stage = Stage(config.model, PlainLinears())
+            self.stage = build_stage(config.model, PlainLinears())
         if device.type != "meta":
             initialize_parameters(self.stage, 0)
         self.stage.to(dtype).recompute = recompute
@@ -72,7 +73,7 @@ class Loop:
 
     def step(self, step: int, data: tuple[torch.Tensor, torch.Tensor], fresh: bool = False) -> StepResult:
         """Forward and backward of one window; states are carried on unless `fresh`."""
-        states: list[State] = self.stage.initial_states(ROWS, self.device, self.dtype) if fresh else self.states
+        states: States = self.stage.initial_states(ROWS, self.device, self.dtype) if fresh else self.states
         scale = torch.full((), 1 / (LENGTH * ROWS), device=self.device)
         loss, nats, new = self.window(*data, self.starts(step), states, scale)
         loss.backward()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamem.memory.base import State, map_state, state_tensors
+from megamem.memory.base import States, map_state, state_tensors
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -24,7 +24,7 @@ class Observed:
     """What one run of a subject left, on the CPU in float64."""
 
     output: Tensor
-    states: list[State]
+    states: States
     grads: dict[str, Tensor]
 
 
@@ -75,7 +75,7 @@ def observe(subject: Subject, x: Tensor, lanes: Lanes, cuts: range, device: torc
     output = output.detach().to(CPU, torch.float64) * lanes.real(x.shape[0])[..., None]
     return Observed(
         output,
-        [map_state(lambda t: t.detach().to(CPU, torch.float64), state) for state in states],
+        map_state(lambda t: t.detach().to(CPU, torch.float64), states),
         {name: grad.to(CPU, torch.float64) for name, grad in grads.items()},
     )
 

@@ -33,13 +33,13 @@ class Spoiler:
             stage.token_losses = lambda hidden, labels: self._spoil(losses(hidden, labels))
         elif target == "state":
             stage = engine.stage
-            forward = stage.forward
+            read_chunk = stage.read_chunk
 
             def spoilt(*arguments: Any) -> Any:
-                hidden, states, auxiliary = forward(*arguments)
-                return hidden, [_map(state, self._spoil) for state in states], auxiliary
+                hidden, states, auxiliary = read_chunk(*arguments)
+                return hidden, {name: _map(state, self._spoil) for name, state in states.items()}, auxiliary
 
-            stage.forward = spoilt
+            stage.read_chunk = spoilt
         else:
             parameter = next(p for name, p in engine.parameters().items() if target in name)
             parameter.register_hook(self._spoil)
@@ -74,7 +74,7 @@ def snapshot(engine: TrainingEngine, topology: Topology) -> dict[str, Any]:
         for parameter, moments in engine.optimizer.state.items()
         for tensor in (parameter.detach(), *moments.values())
     ]
-    states = [t for states in engine.carried.values() for state in states for t in tensors(state)]
+    states = [t for states in engine.carried.values() for state in states.values() for t in tensors(state)]
     model = [p.detach().clone() for p in engine.stage.parameters()]
     return {"weights": weights, "own": own, "states": states, "model": model}
 

@@ -56,8 +56,8 @@ def environment() -> dict[str, str]:
 def megamem(*arguments: str, launcher: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
     """The running command; with `launcher`, its module and arguments before it."""
     words = [sys.executable, *(("-m", *launcher) if launcher else ()), "-m", "megamem", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(words, text=True, env=environment(), **pipes)
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()} | options
+    return subprocess.Popen(words, text=True, **settings)
 
 
 def torchrun(processes: int) -> tuple[str, ...]:

@@ -69,8 +69,8 @@ def tasks_under(layouts: dict[str, dict[str, Any]], checkpoint: str, tasks: str)
     from checkpoints.resume import load
     from megamem.evaluation.harness import HarnessModel
     from megamem.pipeline.engine import build_engine
+    from megamem.training.build import open_tokenizer, start_topology
     from megamem.training.checkpointing import cpu_group
-    from megamem.training.start import open_tokenizer, start_topology
 
     found = {}
     for name, tree in layouts.items():

@@ -14,7 +14,7 @@ import matplotlib.pyplot  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401  (by torch's optimizers and checkpointing)
 
 import megamem.cli.main  # noqa: E402
-import megamem.training.start  # noqa: E402, F401
+import megamem.training.train  # noqa: E402, F401
 
 # what was imported is never garbage: ranks need not search it, which would copy the pages they share
 gc.collect()

@@ -14,7 +14,7 @@ from megamem.config.run import RunConfig
 
 def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """One run after the other; whether each came to its end."""
-    from megamem.training.start import train
+    from megamem.training.train import train
 
     ended = {}
     for name, tree in trees.items():
@@ -32,8 +32,8 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
     from checkpoints.training_state import optimizer_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
     from megamem.pipeline.engine import build_engine
+    from megamem.training.build import start_topology
     from megamem.training.checkpointing import cpu_group
-    from megamem.training.start import start_topology
 
     for name, case in cases.items():
         config = parse_config(RunConfig, case["tree"], name)

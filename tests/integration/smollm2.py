@@ -14,8 +14,8 @@ def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     from checkpoints.resume import start_from
     from megamem.evaluation.generate import read_logits
     from megamem.pipeline.engine import build_engine
+    from megamem.training.build import start_topology
     from megamem.training.checkpointing import cpu_group
-    from megamem.training.start import start_topology
     from tests.distributed.training_cases import run_config
 
     model = yaml.safe_load((Path(folder) / "model.yaml").read_text())["model"]

@@ -77,7 +77,7 @@ class TestToHf:
 
     def test_the_card(self, exported):
         card = (exported[0] / "README.md").read_text()
-        assert "`attention` at layers 0; `elastic_memory` at layers 1" in card
+        assert "`local_attention` at layers 0; `elastic_memory` at layers 1" in card
         assert "for 6 steps = 3,072 tokens of" in card
         assert "perplexity" in card
 

@@ -18,8 +18,9 @@ from checkpoints.weights import load_weights
 from megamem.config.load import load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DataError
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
+from megamem.runs.result import read_result
 from tests.integration.commands import finish, megamem, run_tree, write_config
 from tests.integration.ranks import Job
 
@@ -33,12 +34,13 @@ VALIDATED = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_beyond_firs
 
 
 def train_all(trees: dict[str, dict]) -> dict[str, dict | None]:
-    """On a rank: one run after the other; their final figures."""
-    from megamem.training.start import train
+    """On a rank: one run after the other; their results."""
+    from megamem.training.train import train
 
-    return {
+    results = {
         name: train(parse_config(RunConfig, tree, name), Console(file=StringIO())) for name, tree in trees.items()
     }  # fmt: skip
+    return {name: None if result is None else result.to_dict() for name, result in results.items()}
 
 
 def records(folder: Path) -> list[dict]:
@@ -106,6 +108,7 @@ class TestCommand:
             "val_bits_per_byte", "lzma_bits_per_byte", "tokens_per_second", "steps", "run_dir", "picture",
         } <= figures.keys()  # fmt: skip
         assert figures == json.loads((folder / "result.json").read_text())
+        assert read_result(folder).to_dict() == figures
         assert (figures["steps"], Path(figures["run_dir"])) == (6, folder)
         assert figures["tokens_per_second"] > 0
         assert 0 < figures["lzma_bits_per_byte"] < 8
@@ -200,7 +203,7 @@ class TestLayouts:
 
     def test_weights_load_into_a_plain_model(self, command):
         folder, _, _ = command
-        stage = Stage(load_config(RunConfig, folder / "config.yaml").model, PlainLinears())
+        stage = build_stage(load_config(RunConfig, folder / "config.yaml").model, PlainLinears())
         parameters = dict(stage.named_parameters())
         load_weights(parameters, folder / "model.safetensors")
         saved = load_file(folder / "model.safetensors")
@@ -211,7 +214,7 @@ class TestLayouts:
         path = worlds[0] / "tp1" / "model.safetensors"
         saved = load_file(path)
         for rank in range(2):
-            parameters = dict(Stage(config_of(path).model, PlainLinears()).named_parameters())
+            parameters = dict(build_stage(config_of(path).model, PlainLinears()).named_parameters())
             shards = {name: shard_of(parameter) for name, parameter in parameters.items()}
             load_weights(shards, path, tp_size=2, tp_rank=rank)
             for name, shard in shards.items():
@@ -221,7 +224,7 @@ class TestLayouts:
 
     def test_weights_of_another_model_are_refused(self, worlds, tmp_path):
         path = worlds[0] / "tp1" / "model.safetensors"
-        parameters = dict(Stage(config_of(path).model, PlainLinears()).named_parameters())
+        parameters = dict(build_stage(config_of(path).model, PlainLinears()).named_parameters())
         name = next(iter(parameters))
         rest = {n: p for n, p in parameters.items() if n != name}
         for wrong, said in (

@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
-from megamem.training.watchdog import Sighting, Watchdog, diagnose
+from megamem.training.watchdog import RankStatus, Watchdog, diagnose
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
@@ -104,7 +104,7 @@ def asleep_in_a_chunk(*arguments: str) -> None:
 
     def sleepy(self, action, entered):
         nonlocal count
-        count += action.sequence == 1 and action.chunk == 2
+        count += action.micro_batch == 1 and action.chunk == 2
         if count == 3 and os.environ["RANK"] == "1":
             time.sleep(600)
         return forward(self, action, entered)
@@ -172,13 +172,13 @@ class TestDiagnose:
 
     def diagnose(self, **ranks):
         """ranks: r0=(progress, seconds since progress, seconds since a beat, waiting)."""
-        sightings = {
-            int(name[1:]): Sighting(
+        statuses = {
+            int(name[1:]): RankStatus(
                 progress=progress, progress_at=self.NOW - idle, beat_at=self.NOW - silent, waiting=waiting
             )
             for name, (progress, idle, silent, waiting) in ranks.items()
         }
-        return diagnose(sightings, self.NOW, self.TIMEOUT)
+        return diagnose(statuses, self.NOW, self.TIMEOUT)
 
     def test_all_is_well(self):
         assert self.diagnose(r0=(5, 9.9, 1, True), r1=(5, 2, 1, False)) is None
@@ -229,7 +229,7 @@ def test_a_save_in_the_background_is_no_waiting(action, waits):
     with lock:
         thread.start()
         time.sleep(0.2)
-        dog.at(action)
+        dog.progress(action)
         assert dog._waits() == waits
         thread.name = "autograd"
         assert dog._waits(), "all other threads count"

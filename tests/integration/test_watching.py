@@ -10,7 +10,7 @@ import pytest
 
 from megamem.errors import STOPPED, StuckRankError
 from megamem.runs.heartbeat import NAME
-from megamem.runs.status import Run, look, runs_below
+from megamem.runs.status import RunStatus, find_runs, read_status
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
@@ -29,13 +29,13 @@ def config_of(data, tmp_path, **sections):
 ENDLESS = {"training": {"steps": 100_000}, "evaluation": {"every": 0}, "logging": {"every": 1}}
 
 
-def seen(folder, what) -> Run:
+def seen(folder, what) -> RunStatus:
     """The run once `what` holds of it."""
     deadline = time.monotonic() + SOON_S
-    while not (folder / NAME).exists() or not what(look(folder)):
+    while not (folder / NAME).exists() or not what(read_status(folder)):
         assert time.monotonic() < deadline, (folder / NAME).read_text()
         time.sleep(0.1)
-    return look(folder)
+    return read_status(folder)
 
 
 def test_a_run_from_its_beginning_to_its_violent_end(data, tmp_path):
@@ -50,11 +50,11 @@ def test_a_run_from_its_beginning_to_its_violent_end(data, tmp_path):
         assert found.beat.pid == job.processes[0].pid
         assert [rank.name for rank in found.beat.ranks] == ["rank 0 (dp 0, tp 0)", "rank 1 (dp 0, tp 1)"]
         seen(folder, lambda run: all(re.match(r"step \d+: ", rank.action) for rank in run.beat.ranks))
-        assert list(runs_below(tmp_path / "runs")) == [folder]
+        assert list(find_runs(tmp_path / "runs")) == [folder]
         for rank in range(2):
             job.send(rank, signal.SIGTERM)
         assert job.codes(SOON_S) == [STOPPED] * 2
-    stopped = look(folder)
+    stopped = read_status(folder)
     assert stopped.condition == "stopped"
     assert stopped.checkpoint[0] == stopped.step
     with Job(tmp_path / "again", 2, command, "train", str(config)) as job:
@@ -62,19 +62,19 @@ def test_a_run_from_its_beginning_to_its_violent_end(data, tmp_path):
         for rank in range(2):
             job.send(rank, signal.SIGKILL)
         job.codes(SOON_S)
-        assert look(folder).condition in ("running", "stale")  # not yet three beats late
+        assert read_status(folder).condition in ("running", "stale")  # not yet three beats late
         killed = seen(folder, lambda run: run.condition == "stale")
-        assert killed.why.startswith(f"process {job.processes[0].pid} on ")
+        assert killed.reason.startswith(f"process {job.processes[0].pid} on ")
 
 
 def test_a_finished_run(data, tmp_path):
     config, folder = config_of(data, tmp_path), tmp_path / "runs" / "run"
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
         assert job.codes(60) == [0, 0], job.output(0)
-    found = look(folder)
+    found = read_status(folder)
     assert (found.condition, found.step, found.beat.steps, found.beat.eta_s) == ("done", 6, 6, 0)
     assert found.checkpoint[0] == 6
-    assert found.val_loss == found.result["val_loss"]
+    assert found.val_loss == found.result.evaluation["val_loss"]
     assert found.beat.val_loss is not None, "of the validation after step 3"
 
 
@@ -107,13 +107,13 @@ def test_a_slow_rank_is_named_and_one_that_hangs_ends_the_run(data, tmp_path):
         process = f"{found.beat.host}:{job.processes[1].pid}"
         line = rf"rank 1 \(dp 0, tp 1\) \({process}\) is slower than the others of its stage: they wait \d+% of .*"
         assert re.fullmatch(line, found.beat.slow)
-        shares = [rank.waits for rank in found.beat.ranks]
+        shares = [rank.wait_share for rank in found.beat.ranks]
         assert shares[1] < shares[0] / 2
         assert found.condition == "running"
         time.sleep(2 * STALL_S / 10)
         assert len(re.findall(rf"^megamem: {line}$", job.output(0), re.MULTILINE)) == 1, "said once"
         (tmp_path / "hang").touch()
         assert job.codes(STALL_S + SOON_S) == [StuckRankError.exit_code] * 2
-    failed = look(folder)
+    failed = read_status(folder)
     assert (failed.condition, failed.beat.exit_code) == ("failed", StuckRankError.exit_code)
-    assert failed.why.startswith("rank 1 (dp 0, tp 1) makes no progress for ")
+    assert failed.reason.startswith("rank 1 (dp 0, tp 1) makes no progress for ")

@@ -9,7 +9,7 @@ from torch import Tensor
 from megamem.config.model import ModelConfig
 from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK = 8
@@ -43,7 +43,7 @@ def model_config(kind: str) -> ModelConfig:
 
 
 def make_stage(kind: str, dtype: torch.dtype = torch.float64) -> Stage:
-    stage = Stage(model_config(kind), PlainLinears())
+    stage = build_stage(model_config(kind), PlainLinears())
     initialize_parameters(stage, 1)
     return stage.to(dtype)
 

@@ -7,7 +7,7 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.ops import rotary
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
@@ -122,7 +122,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
         "config",
     )  # fmt: skip
     planned = step_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
-    stage = Stage(config.model, RankLinears(1))
+    stage = build_stage(config.model, RankLinears(1))
     window = Window(stage)
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
     for _ in range(2):  # the first pass makes tables that stay

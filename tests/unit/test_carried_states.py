@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megamem.memory.base import Chunk, map_state, state_tensors
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.window import select_states
@@ -32,10 +32,7 @@ def after_a_skipped_step(stage, first):
         _, old, _ = stage(tokens(stage, first), stage.initial_states(2, CPU, torch.float64), Chunk((0, 0)))
         _, new, _ = stage(tokens(stage, 10), old, Chunk((0, CHUNK)))
         shared = {tensor.data_ptr() for tensor in state_tensors(old)}
-        spoilt = [
-            map_state(lambda t: t * torch.nan if t.is_floating_point() and t.data_ptr() not in shared else t, state)
-            for state in new
-        ]
+        spoilt = map_state(lambda t: t * torch.nan if t.is_floating_point() and t.data_ptr() not in shared else t, new)
         engine = SimpleNamespace(stage=stage, topology=SimpleNamespace(device=CPU), dtype=torch.float64)
         batch = SimpleNamespace(starts=np.array([[0, CHUNK]]))
         before = TrainingEngine._without_ended(engine, old, batch)
@@ -45,7 +42,7 @@ def after_a_skipped_step(stage, first):
 
 @pytest.mark.parametrize("kind", CARRYING)
 def test_a_document_that_began_in_it_reads_nothing_of_the_one_before(kind):
-    stage = Stage(CASES[kind].model(layers=2, at=1, heads=4), PlainLinears())
+    stage = build_stage(CASES[kind].model(layers=2, at=1, heads=4), PlainLinears())
     initialize_parameters(stage, 1)
     stage.double()
     one, other = after_a_skipped_step(stage, 1), after_a_skipped_step(stage, 2)

@@ -7,13 +7,16 @@ import typer
 from data_helpers import make_tokenizer, text_of, write_corpus
 from typer.testing import CliRunner
 
-from megamem.cli import data as cli_data
+from megamem.cli.corpus import corpus_app
+from megamem.cli.shards import shards_app
+from megamem.cli.tokenizer import tokenizer_app
 from megamem.errors import MegamemError
+from tokenization.corpus import CORPORA
 
 app = typer.Typer()
-app.add_typer(cli_data.corpus_app, name="corpus")
-app.add_typer(cli_data.tokenizer_app, name="tokenizer")
-app.add_typer(cli_data.shards_app, name="shards")
+app.add_typer(corpus_app, name="corpus")
+app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(shards_app, name="shards")
 
 
 def run(*arguments):
@@ -64,7 +67,7 @@ def test_fetch(tmp_path, monkeypatch):
         path.write_text(json.dumps({"splits": {"train": {"documents": 3, "bytes": 12345}}}))
         return path
 
-    monkeypatch.setattr(cli_data.corpus, "fetch", fetched)
+    monkeypatch.setattr("tokenization.corpus.fetch", fetched)
     assert "12,345" in run("corpus", "fetch", tmp_path, "--corpus", "speeches")
 
 
@@ -93,6 +96,14 @@ def test_every_option_has_help():
 
 def test_tokenizer_needs_disk_space(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(text_of(5, 0))
-    monkeypatch.setattr(cli_data, "TOKENIZER_BYTES", 1 << 60)
+    monkeypatch.setattr("tokenization.prepare.TOKENIZER_BYTES", 1 << 60)
     with pytest.raises(MegamemError, match="not enough disk space"):
         run("tokenizer", "train", tmp_path / "a.txt", "-o", tmp_path / "o")
+
+
+def test_help_names_every_corpus():
+    """The help is written out, so that it needs no import of the corpora."""
+    options = {
+        option.name: option for option in typer.main.get_command(app).commands["corpus"].commands["fetch"].params
+    }
+    assert all(name in options["name"].help for name in CORPORA)

@@ -7,8 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.model.compiled import compile_pointwise, restore_pointwise
-from megamem.model.layers import rms_norm
-from megamem.model.stage import Stage
+from megamem.model.norm import rms_norm
+from megamem.model.objectives.next_token import NextToken
+from megamem.model.stage import Stage, build_stage
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
@@ -29,7 +30,7 @@ MODEL = {
 
 
 def make() -> Stage:
-    stage = Stage(parse_config(ModelConfig, MODEL, "test"), PlainLinears())
+    stage = build_stage(parse_config(ModelConfig, MODEL, "test"), PlainLinears())
     initialize_parameters(stage, 0)
     return stage
 
@@ -41,7 +42,7 @@ def run(stage: Stage, first: int = 0) -> tuple[torch.Tensor, dict[str, torch.Ten
     starts = (first + torch.arange(0, CHUNKS * CHUNK, CHUNK))[:, None].repeat(1, ROWS).numpy()
     states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
     stage.zero_grad()
-    loss, _, _ = Window(stage)(tokens, labels, starts, states, torch.tensor(1e-2))
+    loss, _, _ = Window(stage, NextToken(stage.config))(tokens, labels, starts, states, torch.tensor(1e-2))
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in stage.named_parameters()}
 
@@ -81,4 +82,4 @@ def test_the_plain_functions_come_back():
     assert stage.norm.function is not rms_norm
     restore_pointwise(stage)
     assert stage.norm.function is rms_norm
-    assert all(block.mixer.apply_rotary is apply_rotary for block in stage.blocks)
+    assert all(block.mixer.apply_rotary is apply_rotary for block in stage.own_layers)

@@ -13,7 +13,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.memory.base import TensorSpec
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
 from tests.unit.shipped import SHIPPED, model_file, shipped
 
@@ -33,7 +33,7 @@ def load_model(path: Path) -> ModelConfig:
 def meta_counts(model: ModelConfig) -> dict[str, int]:
     """Parameters by part of the model as built, without memory for its weights."""
     with torch.device("meta"):
-        stage = Stage(model, PlainLinears())
+        stage = build_stage(model, PlainLinears())
     counts = dict.fromkeys(("embedding", "head", "attention", "mlp", "norms", "memory"), 0)
     for name, parameter in stage.named_parameters():
         assert parameter.is_meta

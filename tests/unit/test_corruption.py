@@ -54,7 +54,7 @@ def test_only_the_chosen_layers_are_touched():
 def test_memories_store_what_was_there_unless_asked_otherwise(kind):
     stage = make_stage(kind)
     tensors = {
-        name: [t.clone() for t in state_tensors(read(stage, **options)[1][1])]
+        name: [t.clone() for t in state_tensors(read(stage, **options)[1]["layers.1"])]
         for name, options in {
             "clean": {}, "local": {"share": 1.0}, "remembered": {"share": 1.0, "remembered": True},
         }.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import io
 import json
 import sys
 from types import SimpleNamespace
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
+from typer.testing import CliRunner
 
-from megamem.cli import doctor
-from megamem.cli.doctor import Finding
+from megamem.cli.main import app
+from megamem.doctor import checks as doctor
+from megamem.doctor.checks import Finding
 from megamem.parallel import self_test
 from megamem.parallel.self_test import SelfTestError, run_self_test
 
@@ -35,9 +35,8 @@ def named(findings: list[Finding], name: str) -> Finding:
 
 
 def report(as_json: bool = False) -> tuple[bool, str]:
-    text = io.StringIO()
-    healthy = doctor.run_doctor(Console(file=text, width=100), as_json)
-    return healthy, text.getvalue()
+    result = CliRunner().invoke(app, ["doctor", *(["--json"] if as_json else [])])
+    return result.exit_code == 0, result.output
 
 
 @pytest.mark.distributed

@@ -1,5 +1,6 @@
 """The final evaluation as a whole, the files it writes and its table."""
 
+import dataclasses
 import io
 import json
 import math
@@ -22,9 +23,7 @@ from megamem.parallel.topology import Topology
 from tests.unit.evaluation_helpers import CHUNK, CPU, HOW, documents, make_stage, model_config
 from tokenization.train import train
 
-NO_GROUPS = dict.fromkeys(
-    ("tp_group", "dp_group", "pp_group", "model_group", "forward_group", "backward_group", "ends_group")
-)
+NO_GROUPS = {field.name: None for field in dataclasses.fields(Topology) if field.name.endswith("_group")}
 TOPOLOGY = Topology(pp_size=1, dp_size=1, tp_size=1, rank=0, device=CPU, **NO_GROUPS)
 METRICS = [
     {"step": 1, "tokens": 100, "loss": 4.0, "lr": 1e-3},

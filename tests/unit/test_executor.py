@@ -9,6 +9,7 @@ import torch
 from megamem.data.batch import Batch
 from megamem.errors import ContractError
 from megamem.memory.base import Growing, TensorSpec
+from megamem.model.objectives.next_token import NextToken
 from megamem.pipeline.channels import Borders
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.schedule import stage_order
@@ -25,7 +26,7 @@ def batch(seed=0):
 
 
 def run(stage, bptt_chunks, executor=None, **options):
-    executor = executor or StageExecutor(stage, 0, CHUNK, bptt_chunks)
+    executor = executor or StageExecutor(stage, NextToken(stage.config), 0, CHUNK, bptt_chunks)
     fresh = stage.initial_states(ROWS, CPU, torch.float64)
     borders = Borders(ALONE, [], torch.float64, backward=True)
     order = stage_order(0, 1, 1, CHUNKS, bptt_chunks)
@@ -50,13 +51,15 @@ def test_nothing_is_left_of_a_step(bptt_chunks):
     executor, (_, states) = run(stage, bptt_chunks)
     assert not executor._units
     assert not executor._aliases
-    assert not any(t.requires_grad for state in states[0] for t in state.values() if isinstance(t, torch.Tensor))
+    assert not any(
+        t.requires_grad for state in states[0].values() for t in state.values() if isinstance(t, torch.Tensor)
+    )
 
 
 def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
     """A step of many micro-batches holds the states of one."""
     stage, said, living = make_stage("elastic_memory"), [], []
-    executor = StageExecutor(stage, 0, CHUNK, 1)
+    executor = StageExecutor(stage, NextToken(stage.config), 0, CHUNK, 1)
 
     def begin(sequence):
         said.append(f"states of {sequence}")
@@ -76,12 +79,12 @@ def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
 def test_entries_passed_on_by_reference_keep_their_alias():
     """Full attention appends to a list: each chunk's keys and values are aliased once, not once per later chunk."""
     stage = make_stage("full_attention")
-    executor = StageExecutor(stage, 0, CHUNK, CHUNKS)
+    executor = StageExecutor(stage, NextToken(stage.config), 0, CHUNK, CHUNKS)
     links = []
     backward = executor._backward
 
     def count(action, gradient):
-        links.append(len(executor._units[action.sequence, action.chunk].links))
+        links.append(len(executor._units[action.micro_batch, action.chunk].links))
         return backward(action, gradient)
 
     executor._backward = count
@@ -106,7 +109,7 @@ def test_recording_is_off_unless_asked_for():
 def faulty():
     """A stage whose second layer's memory gains a coefficient with every chunk, against its declaration."""
     stage = make_stage("elastic_memory")
-    mixer = stage.blocks[1].mixer
+    mixer = stage.own_layers[1].mixer
     forward = mixer.forward
 
     def grows(hidden, state, chunk):
@@ -138,7 +141,7 @@ def test_states_as_declared_pass(faulty):
 def test_entries_of_growing_lists_are_checked():
     stage = make_stage("full_attention")
     _, (_, states) = run(stage, 4)
-    mixer, state = stage.blocks[1].mixer, states[0][1]
+    mixer, state = stage.own_layers[1].mixer, states[0]["layers.1"]
     mixer.check_state(state, ROWS)
     (name, spec) = next((name, spec) for name, spec in mixer.specs.items() if isinstance(spec, Growing))
     part = next(part for part, declared in spec.entry.items() if isinstance(declared, TensorSpec))

@@ -12,7 +12,7 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.costs.flops import flops_by_part, flops_per_token
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, CHUNKS, ROWS = 64, 8, 2
@@ -93,7 +93,7 @@ def small_model(mixer: dict[str, object], kv_heads: int = 4) -> ModelConfig:
 
 def counted(model: ModelConfig) -> tuple[float, float]:
     """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window."""
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
     tokens = torch.randint(model.vocab_size, (CHUNKS * CHUNK, ROWS))
     states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)

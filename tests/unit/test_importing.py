@@ -14,7 +14,7 @@ from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, ConversionError
 from megamem.hf.importing import MODEL, WEIGHTS, from_hf
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 LENGTH, CHUNK = 48, 16
@@ -44,7 +44,7 @@ def saved(kind, folder, **changes):
 def imported(folder):
     """Our model from what `from_hf` wrote."""
     config = parse_config(ModelConfig, yaml.safe_load((folder / MODEL).read_text())["model"], "test")
-    stage = Stage(config, PlainLinears())
+    stage = build_stage(config, PlainLinears())
     initialize_parameters(stage, 0)
     stage.load_state_dict(load_file(folder / WEIGHTS), strict=False)
     return stage

@@ -46,17 +46,18 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel",
         "megamem.pipeline",
     },
-    "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors"},
+    "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
-        "megamem.files", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning", "megamem.runs",
-        "tokenization",
+        "megamem.files", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning",
+        "megamem.runs", "tokenization",
     },
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
-        "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization",
+        "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization", "megamem.pipeline",
     },
     "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.training"},
+    "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
         "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",

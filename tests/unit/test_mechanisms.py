@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megamem.model.block import Block
 from torch import nn
 
 from megamem.config.load import parse_config
@@ -9,7 +10,6 @@ from megamem.config.model import MIXERS, ModelConfig
 from megamem.hf.importing import with_closed_gates
 from megamem.memory.base import Mixer
 from megamem.memory.shared.gate import MemoryGate
-from megamem.model.block import Block
 from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import info
 from tests.contract.cases import ALL_CASES

@@ -10,7 +10,7 @@ from torch import nn
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.sequence import split_tokens
 
@@ -93,7 +93,7 @@ def test_configurations_survive_a_round_trip_with_their_mixers_options():
 
 def parameters(model):
     with torch.device("meta"):
-        stage = Stage(model, PlainLinears())
+        stage = build_stage(model, PlainLinears())
     return sum(parameter.numel() for parameter in stage.parameters())
 
 
@@ -134,7 +134,7 @@ class OneRank(PlainLinears):
 
 def initialized(tp_size=1, tp_rank=0, seed=3):
     model = ModelConfig.model_validate({**GOOD, **memory("elastic_memory")})
-    stage = Stage(model, OneRank(tp_size, tp_rank))
+    stage = build_stage(model, OneRank(tp_size, tp_rank))
     initialize_parameters(stage, seed, tp_size, tp_rank)
     return dict(stage.named_parameters())
 
@@ -157,18 +157,18 @@ def test_weights_depend_on_seed_and_name_only():
     assert not torch.equal(whole["layers.0.mixer.query.weight"], whole["layers.1.mixer.query.weight"])
     # one stage of a pipeline draws what the whole model draws
     model = ModelConfig.model_validate({**GOOD, **memory("elastic_memory")})
-    stage = Stage(model, PlainLinears(), range(1, 2))
+    stage = build_stage(model, PlainLinears(), range(1, 2))
     initialize_parameters(stage, 3)
     assert all(torch.equal(parameter, whole[name]) for name, parameter in stage.named_parameters())
 
 
 def test_initial_scales_are_the_configured_ones():
     model = ModelConfig.model_validate({**GOOD, "hidden_size": 128, "ffn_size": 256, "init_std": 0.05})
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, 1)
     # a sample of n normal numbers has its standard deviation within 4 / sqrt(2n): 2.2 % for 128 x 128
     for name, std in [("query", 0.05), ("key", 0.05), ("value", 0.05), ("output", 0.05 / 2)]:
-        weight = stage.blocks[0].mixer.get_submodule(name).weight
+        weight = stage.own_layers[0].mixer.get_submodule(name).weight
         assert abs(weight.std().item() / std - 1) < 0.025, name
     assert torch.equal(stage.norm.weight, torch.ones(128))
 
@@ -184,7 +184,7 @@ def test_every_parameter_declares_how_it_is_split_and_if_it_decays():
 def test_padding_that_ends_inside_a_call_is_refused_under_sequence_parallelism():
     linears = OneRank(1, 0)
     linears.sequence_parallel = True
-    stage = Stage(ModelConfig.model_validate(GOOD), linears)
+    stage = build_stage(ModelConfig.model_validate(GOOD), linears)
     states = stage.initial_states(1, torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="left padding that ends inside a call"):
         stage(torch.zeros(8, 1, dtype=torch.int64), states, Chunk((-3,)))

@@ -15,7 +15,7 @@ from megamem.hf import MegamemConfig
 from megamem.hf.export import llama_config
 from megamem.hf.names import LLAMA, is_llama, renamed
 from megamem.memory.base import Chunk
-from megamem.model.stage import Stage, meta_stage
+from megamem.model.stage import build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.pipeline.optimizer import parameter_groups
 from tests.contract.cases import ALL_CASES, CASES
@@ -28,7 +28,7 @@ LEVEL, GROWS = 0.25, 0.6
 
 
 def built(model, seed=0):
-    stage = Stage(model, PlainLinears())
+    stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed)
     return stage
 
@@ -195,14 +195,14 @@ class TestRules:
             "segment": 8,
             "router": router,
         }
-        mixer = meta_stage(model_of(options, 256, "wider heads", True)).blocks[0].mixer
+        mixer = meta_stage(model_of(options, 256, "wider heads", True)).own_layers[0].mixer
         assert mixer.score_scale == scale
 
     def test_a_part_of_the_model_has_the_declarations_of_the_whole(self):
         model = model_of(MECHANISMS["titans"], 256, "wider heads", True, layers=4, tie_embeddings=True)
         whole = dict(meta_stage(model).named_parameters())
         for layers in (range(2), range(2, 4)):
-            for name, parameter in Stage(model, PlainLinears(), layers).named_parameters():
+            for name, parameter in build_stage(model, PlainLinears(), layers).named_parameters():
                 assert info(parameter).lr_scale == info(whole[name]).lr_scale, name
 
     def test_rate_times_decay_does_not_depend_on_the_width(self):
@@ -212,7 +212,7 @@ class TestRules:
 
     def test_a_stage_has_as_many_groups_as_the_whole_model(self):
         model = model_of(MECHANISMS["attention"], 256, "more heads", True, layers=3)
-        middle = Stage(model, PlainLinears(), range(1, 2))
+        middle = build_stage(model, PlainLinears(), range(1, 2))
         alone = parameter_groups(middle.named_parameters(), OptimizerConfig())
         groups = parameter_groups(middle.named_parameters(), OptimizerConfig(), least=3)
         assert (len(alone), len(groups)) == (2, 3)

@@ -14,7 +14,7 @@ from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs, flops_by_part, flops_per_token
 from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.costs.parts import PartCosts
-from megamem.model.stage import Stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears
 from megamem.pipeline import balancing as costs
 from megamem.pipeline.balancing import chunk_flops, measured_costs, place, place_by
@@ -143,7 +143,7 @@ def test_parameters_are_those_of_the_stages_as_built(tied, counts):
     built = []
     for layers in contiguous(counts):
         with torch.device("meta"):
-            stage = Stage(config, PlainLinears(), layers)
+            stage = build_stage(config, PlainLinears(), layers)
         built.append(sum(parameter.numel() for parameter in stage.parameters()))
     found = parameter_costs(config).by_stage(counts)
     if tied and len(counts) == 1:  # one matrix; the costs are about stages and count it on both ends

@@ -8,7 +8,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import ParallelConfig, RunConfig
 from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.errors import LayoutError
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import info
 from megamem.pipeline.balancing import place_by
 from megamem.pipeline.placement import contiguous
@@ -27,7 +27,7 @@ def parallel(config: RunConfig, zero_stage: int) -> ParallelConfig:
 def rank_stage(model: ModelConfig, layers: range, tp_size: int) -> Stage:
     """As a rank builds it, without values."""
     with torch.device("meta"):
-        return Stage(model, RankLinears(tp_size), layers)
+        return build_stage(model, RankLinears(tp_size), layers)
 
 
 def whole(model: ModelConfig, tp_size: int, pp_size: int) -> int:

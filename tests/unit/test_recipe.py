@@ -76,7 +76,9 @@ def test_plan_and_launch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", [["train"], ["start-from", str(MODEL)]], ids=lambda verb: verb[0])
 def test_training_processes_get_it_too(verb: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr("megamem.cli.main.run_local", lambda count, arguments: started.append((count, arguments)) or 0)
+    monkeypatch.setattr(
+        "launchers.local_ranks.run_local", lambda count, arguments: started.append((count, arguments)) or 0
+    )
     monkeypatch.setattr("megamem.training.checks.check_run", lambda *_: None)
     monkeypatch.setattr("megamem.training.checks.check_kernels", lambda *_: None)
     result = CliRunner().invoke(app, [*verb, str(RECIPE), "--model", str(MODEL), "--processes", "2"])

@@ -17,6 +17,7 @@ from megamem.costs.flops import flops_per_token
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
+from megamem.runs.result import RunResult, write_result
 from megamem.study.collect import memory_floats, records
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.curves import POINTS, loss_plots, thinned
@@ -237,7 +238,7 @@ def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
     for run in planned_runs(study):
         lines = [{"step": i + 1, "tokens": 100 * 4**i, "val_loss": loss} for i, loss in enumerate(curves[run.name])]
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (run.folder / "result.json").write_text('{"val_loss": 2.0}')
+        write_result(run.folder, RunResult(str(run.folder), 4, 1.0, (1.0,), {"val_loss": 2.0}))
 
     def taken(against, target):
         return results(study, kind="tokens_to_loss", points="validation", per="memory", against=against, target=target)

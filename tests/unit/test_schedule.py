@@ -11,6 +11,7 @@ from megamem.pipeline.schedule import (
     backward_order,
     chunk_schedule,
     forward_order,
+    groups_of,
     stage_order,
     window_schedule,
 )
@@ -18,13 +19,20 @@ from megamem.pipeline.schedule import (
 SIZES = [(sequences, chunks, bptt) for sequences in (1, 3) for chunks in (1, 4, 6) for bptt in (1, 2, 3, chunks)]
 VALID = sorted({size for size in SIZES if size[1] % size[2] == 0})
 PIPELINES = [(stages, *size) for stages in (1, 2, 3, 8) for size in VALID]
+
+
+def in_a_row(count):
+    """Groups of micro-batches of which each is read to its end before the next."""
+    return groups_of(count, 1, interleaved=False)
+
+
 over_pipelines = pytest.mark.parametrize(("stages", "sequences", "chunks", "bptt"), PIPELINES)
 
 
 @pytest.mark.parametrize(("sequences", "chunks", "bptt"), VALID)
 def test_every_chunk_runs_once_in_order(sequences, chunks, bptt):
     passes = list(window_schedule(sequences, chunks, bptt))
-    units = [(p.sequence, chunk) for p in passes for chunk in p.chunks]
+    units = [(p.micro_batch, chunk) for p in passes for chunk in p.chunks]
     assert units == list(itertools.product(range(sequences), range(chunks)))
     assert all(len(p.chunks) == bptt for p in passes)
     assert len(passes) == sequences * chunks // bptt
@@ -32,12 +40,12 @@ def test_every_chunk_runs_once_in_order(sequences, chunks, bptt):
 
 @pytest.mark.parametrize(("sequences", "chunks", "bptt"), VALID)
 def test_only_the_first_window_of_a_sequence_begins(sequences, chunks, bptt):
-    begins = [(p.sequence, p.first) for p in window_schedule(sequences, chunks, bptt) if p.begins]
+    begins = [(p.micro_batch, p.first) for p in window_schedule(sequences, chunks, bptt) if p.begins]
     assert begins == [(sequence, 0) for sequence in range(sequences)]
 
 
 def test_a_window_is_inclusive():
-    window = WindowPass(sequence=1, first=2, last=3)
+    window = WindowPass(micro_batch=1, first=2, last=3)
     assert list(window.chunks) == [2, 3]
     assert not window.begins
 
@@ -49,7 +57,7 @@ def test_windows_that_do_not_divide_are_refused(chunks, bptt):
 
 
 def of_kind(order, kind):
-    return [(action.sequence, action.chunk) for action in order if action.kind == kind]
+    return [(action.micro_batch, action.chunk) for action in order if action.kind == kind]
 
 
 @over_pipelines
@@ -82,7 +90,7 @@ def test_a_backward_follows_its_window_s_forwards(stages, sequences, chunks, bpt
             if action.kind == "backward":
                 last = action.chunk // bptt * bptt + bptt - 1
                 for chunk in range(action.chunk, last + 1):
-                    assert place[Action("forward", action.sequence, chunk)] < place[action]
+                    assert place[Action("forward", action.micro_batch, chunk)] < place[action]
 
 
 @over_pipelines
@@ -109,7 +117,7 @@ def carry_out(orders, bptt):
             if not order:
                 continue
             action = order[0]
-            unit, forward = (action.sequence, action.chunk), action.kind == "forward"
+            unit, forward = (action.micro_batch, action.chunk), action.kind == "forward"
             if stage != (0 if forward else last):
                 inbox = (hidden if forward else gradients)[stage]
                 if not inbox:
@@ -140,7 +148,7 @@ def test_orders_can_be_carried_out_over_unlabelled_channels(stages, sequences, c
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_forwards_alone_are_an_evaluation(stages):
-    order = forward_order(3, 4)
+    order = forward_order(in_a_row(3), 4)
     assert of_kind(order, "forward") == list(itertools.product(range(3), range(4)))
     assert not of_kind(order, "backward")
     assert carry_out([order] * stages, 1) == [[]] * stages
@@ -150,8 +158,11 @@ def test_channels_notice_stages_that_disagree():
     """The check above can fail: one stage goes through the sequences in another order, or asks for too much."""
     above = [Action("forward", 1, 0), Action("forward", 0, 0)]
     with pytest.raises(AssertionError, match="stage 1 takes something else"):
-        carry_out([forward_order(2, 1), above], 1)
-    assert carry_out([forward_order(1, 1), forward_order(1, 2)], 1) == [[], [Action("forward", 0, 1)]]
+        carry_out([forward_order(in_a_row(2), 1), above], 1)
+    assert carry_out([forward_order(in_a_row(1), 1), forward_order(in_a_row(1), 2)], 1) == [
+        [],
+        [Action("forward", 0, 1)],
+    ]
 
 
 def test_an_example_by_hand():
@@ -166,7 +177,11 @@ def test_an_example_by_hand():
 
 
 @pytest.mark.parametrize(("chunks", "bptt"), [(4, 3), (2, 4), (5, 2)])
-@pytest.mark.parametrize("make", [backward_order, lambda *sizes: stage_order(0, 2, *sizes)], ids=["backwards", "stage"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda count, *sizes: backward_order(in_a_row(count), *sizes), lambda *sizes: stage_order(0, 2, *sizes)],
+    ids=["backwards", "stage"],
+)
 def test_windows_that_do_not_divide_are_refused_by_pipelines(make, chunks, bptt):
     with pytest.raises(ValueError, match=f"bptt_chunks {bptt} does not divide {chunks} chunks"):
         make(2, chunks, bptt)

@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from megamem.pipeline.schedule import Action, bubble, chunk_schedule, forward_order, peak_units
+from megamem.pipeline.schedule import Action, bubble, chunk_schedule, forward_order, groups_of, peak_units
 from megamem.pipeline.simulate import DeadlockError, Timeline, chunk_cost, even_cost, simulate
 
 CHUNKS = (1, 2, 4, 8, 16)
@@ -28,7 +28,7 @@ def backward(sequence, chunk):
 def times(timeline, stage):
     """(action in short, start, end) of a stage, first to last."""
     events = sorted((event for event in timeline.events if event.stage == stage), key=lambda event: event.start)
-    return [(f"{e.action.kind[0]}{e.action.sequence}{e.action.chunk}", e.start, e.end) for e in events]
+    return [(f"{e.action.kind[0]}{e.action.micro_batch}{e.action.chunk}", e.start, e.end) for e in events]
 
 
 # formulas
@@ -108,7 +108,7 @@ def test_memory_and_its_gradient_cross_no_border():
 
 
 def test_an_evaluation_has_no_backwards():
-    timeline = simulate([forward_order(2, 3)] * 4, 1)
+    timeline = simulate([forward_order(groups_of(2, 1, False), 3)] * 4, 1)
     assert timeline.makespan == 2 * 3 + 4 - 1
     assert {event.action.kind for event in timeline.events} == {"forward"}
 
@@ -165,7 +165,7 @@ def graph(orders, bptt, transfer):
     needs = {}
     for stage, order in enumerate(orders):
         for index, action in enumerate(order):
-            s, c, waits = action.sequence, action.chunk, {}
+            s, c, waits = action.micro_batch, action.chunk, {}
             if index:
                 waits[stage, order[index - 1]] = 0
             if action.kind == "forward":
@@ -208,7 +208,7 @@ def test_peak_is_the_most_that_is_held_at_any_start(seed):
     for stage in range(4):
         own = {event.action: event for event in timeline.events if event.stage == stage}
         held = [
-            (event.start, own[backward(action.sequence, action.chunk)].end)
+            (event.start, own[backward(action.micro_batch, action.chunk)].end)
             for action, event in own.items()
             if action.kind == "forward"
         ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megamem.training.slow_rank import LEAST, SAMPLES, WINDOW, WaitShares, slow_rank
+from megamem.training.slow_rank import LEAST_BEATS, POLLS_PER_BEAT, SHARE_BEATS, WaitShares, slow_rank
 
 
 def named(*shares, stage_size=None):
@@ -53,31 +53,31 @@ def test_ranks_of_which_too_little_is_known_are_left_out():
 
 def test_nothing_is_said_before_enough_was_seen():
     shares = WaitShares()
-    assert shares.note(0, 0, 0) is None
-    for beat in range(1, LEAST):
-        assert shares.note(0, SAMPLES * beat, beat) is None
-    assert shares.note(0, SAMPLES * LEAST, LEAST) == pytest.approx(1 / SAMPLES)
+    assert shares.add(0, 0, 0) is None
+    for beat in range(1, LEAST_BEATS):
+        assert shares.add(0, POLLS_PER_BEAT * beat, beat) is None
+    assert shares.add(0, POLLS_PER_BEAT * LEAST_BEATS, LEAST_BEATS) == pytest.approx(1 / POLLS_PER_BEAT)
 
 
 def test_shares_are_of_the_window():
     """A rank that waited all the time, then never."""
-    shares, samples, waited = WaitShares(), 0, 0
-    for _ in range(WINDOW):
-        samples, waited = samples + SAMPLES, waited + SAMPLES
-        shares.note(0, samples, waited)
-    assert shares.note(0, samples, waited) == 1
-    for _ in range(WINDOW + 1):
-        samples += SAMPLES
-        share = shares.note(0, samples, waited)
+    shares, polls, waited = WaitShares(), 0, 0
+    for _ in range(SHARE_BEATS):
+        polls, waited = polls + POLLS_PER_BEAT, waited + POLLS_PER_BEAT
+        shares.add(0, polls, waited)
+    assert shares.add(0, polls, waited) == 1
+    for _ in range(SHARE_BEATS + 1):
+        polls += POLLS_PER_BEAT
+        share = shares.add(0, polls, waited)
     assert share == 0
 
 
 def test_a_pause_leaves_too_little_to_say_anything():
-    shares, samples = WaitShares(), SAMPLES * WINDOW
-    shares.note(0, 0, 0)
-    assert shares.note(0, samples, 0) == 0
-    for _ in range(WINDOW):  # no training, no samples
-        share = shares.note(0, samples, 0)
+    shares, polls = WaitShares(), POLLS_PER_BEAT * SHARE_BEATS
+    shares.add(0, 0, 0)
+    assert shares.add(0, polls, 0) == 0
+    for _ in range(SHARE_BEATS):  # no training, no polls
+        share = shares.add(0, polls, 0)
     assert share is None
 
 
@@ -88,5 +88,7 @@ def test_chance_names_nobody():
     """
     generator = np.random.default_rng(0)
     for busy in (0.3, 0.5):
-        waited = generator.binomial(LEAST * SAMPLES, busy, size=(1000, 64)) / (LEAST * SAMPLES)
+        waited = generator.binomial(LEAST_BEATS * POLLS_PER_BEAT, busy, size=(1000, 64)) / (
+            LEAST_BEATS * POLLS_PER_BEAT
+        )
         assert not [row for row in waited if named(*row.tolist()) is not None]

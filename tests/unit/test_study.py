@@ -14,6 +14,7 @@ import yaml
 from megamem.config.load import parse_config
 from megamem.errors import ConfigError, RunFolderError
 from megamem.runs.folder import RunLock
+from megamem.runs.result import RunResult, write_result
 from megamem.study import queue
 from megamem.study import tasks as processes
 from megamem.study.collect import records
@@ -151,7 +152,9 @@ if tree["name"] == os.environ.get("HANGS"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     time.sleep(60)
 loss = tree["training"]["seed"] + (tree["model"]["hidden_size"] == 32) + bool(tree["model"].get("memory"))
-(folder / "result.json").write_text(json.dumps({"val_loss": loss, "picture": "x.png", "ok": True}))
+result = {"run_dir": str(folder), "steps": 4, "tokens_per_second": 1.0, "memory_gib_by_rank": [1.0]}
+found = {"val_loss": loss, "picture": "x.png", "ok": True}
+(folder / "result.json").write_text(json.dumps({**result, **found}))
 """
 
 
@@ -226,7 +229,7 @@ def test_runs_that_a_killed_queue_left_take_up_room(study, fake, tmp_path, monke
 
     def end(done: int, total: int) -> None:
         if done == 5:  # four runs and evaluations, one after another as one of three places is left
-            (other.folder / "result.json").write_text('{"val_loss": 4}')
+            write_result(other.folder, RunResult(str(other.folder), 4, 1.0, (1.0,), {"val_loss": 4}))
             for lock in locks:
                 lock.__exit__()
 

@@ -16,6 +16,7 @@ from launchers.slurm_jobs import in_queue, slurm_jobs
 from megamem.cli import study as cli_study
 from megamem.cli.study import list_runs, run
 from megamem.errors import ConfigError, DependencyError, MegamemError, RunFolderError
+from megamem.runs.result import RunResult, write_result
 from megamem.study import tasks as processes
 from megamem.study.grid import load_study, planned_runs, study_folder
 from megamem.study.journal import Journal
@@ -111,7 +112,7 @@ def finish(path, name, code, evaluation=False):
     job = slurm_jobs(found.folder)[-1]
     (job.folder / "ended").write_text(f"{code}\n")
     if code == 0:
-        (found.folder / "result.json").write_text(json.dumps({"val_loss": 2.0}))
+        write_result(found.folder, RunResult(str(found.folder), 4, 1.0, (1.0,), {"val_loss": 2.0}))
         if evaluation:
             change = {"model.memory.0.mixer.sampling": "exponential"}
             (found.folder / "evaluation-other.json").write_text(json.dumps({"change": change, "val_loss": 3.0}))

@@ -12,6 +12,7 @@ import yaml
 
 from megamem.cli import study as cli_study
 from megamem.errors import ConfigError
+from megamem.runs.result import RunResult, write_result
 from megamem.study import tasks as processes
 from megamem.study.collect import records
 from megamem.study.grid import load_study, planned_runs
@@ -46,7 +47,8 @@ def pair(tmp_path):
     for run in runs:
         loss = int(run.labels["seed"]) + (run.labels["width"] == "wide") + (run.labels["model"] == "memory")
         run.folder.mkdir(parents=True)
-        (run.folder / "result.json").write_text(json.dumps({"val_loss": loss, "picture": "x.png", "ok": True}))
+        figures = {"val_loss": loss, "picture": "x.png", "ok": True}
+        write_result(run.folder, RunResult(str(run.folder), 4, 1.0, (1.0,), figures))
         for name, change in changes_of(study, run).items():
             evaluation_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
     return study, run_statuses(study, runs), records(study, runs)

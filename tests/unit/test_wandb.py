@@ -13,13 +13,14 @@ from PIL import Image
 from typer.testing import CliRunner
 from wandb.proto import wandb_internal_pb2
 
-from megamem.cli import wandb as cli_wandb
 from megamem.cli.main import app
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import DependencyError, MegamemError, RunFolderError
+from megamem.runs import offline_wandb
 from megamem.runs.folder import RunLock
-from megamem.runs.sinks import Wandb
+from megamem.runs.result import RunResult
+from megamem.runs.sinks.wandb import Wandb
 from megamem.training import checks
 
 RUN = {
@@ -80,9 +81,10 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     second = Wandb(config, tmp_path)
     second.write({"step": 2, "tokens": 32, "loss": 3.0})
     Image.new("RGB", (4, 4)).save(tmp_path / "evaluation.png")
-    second.evaluation({"val_loss": 2.5, "steps": 4, "picture": str(tmp_path / "evaluation.png"), "lzma": None})
+    figures = {"val_loss": 2.5, "picture": str(tmp_path / "evaluation.png"), "lzma_bits_per_byte": None}
+    second.finish(RunResult(str(tmp_path), 4, 100.0, (1.5,), figures))
     second.close()
-    parts = [ended(next(folder.glob("*.wandb"))) for folder in cli_wandb.offline_folders(tmp_path)]
+    parts = [ended(next(folder.glob("*.wandb"))) for folder in offline_wandb.offline_folders(tmp_path)]
     assert len(parts) == 2
     runs = [next(record.run for record in part if record.HasField("run")) for part in parts]
     assert len({run.run_id for run in runs}) == 1
@@ -93,7 +95,7 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     assert [(line["_step"], line["loss"]) for line in (logged[0][0], logged[1][0])] == [(1, 4.0), (2, 3.0)]
     end = logged[1][-1]
     assert (end["figures/_type"], end["evaluation/_type"]) == ("table-file", "image-file")
-    assert (end["figures/nrows"], end["figures/ncols"]) == (2, 2), "val_loss and steps"
+    assert (end["figures/nrows"], end["figures/ncols"]) == (3, 2), "val_loss, steps and speed"
     summary = [item for record in parts[1] if record.HasField("summary") for item in record.summary.update]
     assert "val_loss" in {"/".join(item.nested_key) or item.key for item in summary}
 
@@ -113,7 +115,7 @@ def wandb(tmp_path, monkeypatch):
         "for folder in sys.argv[1:]:\n"
         "    pathlib.Path(folder, 'run-1.wandb.synced').touch()\n"
     )
-    monkeypatch.setattr(cli_wandb, "COMMAND", [sys.executable, str(script)])
+    monkeypatch.setattr(offline_wandb, "COMMAND", [sys.executable, str(script)])
     return lambda: (tmp_path / "calls").read_text().split() if (tmp_path / "calls").exists() else []
 
 
@@ -179,7 +181,7 @@ def test_what_cannot_be_uploaded_is_said(tmp_path, wandb, monkeypatch):
     empty.mkdir()
     assert isinstance(sync(empty).exception, RunFolderError)
     assert str(sync(empty).exception).startswith(f"{empty}: no wandb/offline-run-* folder in it")
-    monkeypatch.setattr(cli_wandb, "find_spec", lambda name: None)
+    monkeypatch.setattr(offline_wandb, "find_spec", lambda name: None)
     missing = sync(empty).exception
     assert isinstance(missing, DependencyError)
 

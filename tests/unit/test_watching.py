@@ -17,7 +17,16 @@ from typer.testing import CliRunner
 from megamem.cli.main import app
 from megamem.errors import CheckpointError, ConfigError
 from megamem.runs.heartbeat import NAME, Beat, Heartbeat, RankBeat, read_beat, state_of
-from megamem.runs.status import STALE_BEATS, judge, look, process_gone, run_page, runs_below, runs_table, span
+from megamem.runs.status import (
+    STALE_BEATS,
+    condition_of,
+    find_runs,
+    format_duration,
+    process_gone,
+    read_status,
+    run_page,
+    runs_table,
+)
 
 GONE_PID = 2**22 + 1
 """Above the kernel's largest."""
@@ -39,7 +48,8 @@ def make_run(folder, found: Beat | None = None, result: dict | None = None):
     if found is not None:
         (folder / NAME).write_text(found.model_dump_json())
     if result is not None:
-        (folder / "result.json").write_text(json.dumps(result))
+        complete = {"run_dir": str(folder), "steps": 4, "tokens_per_second": 1.0, "memory_gib_by_rank": [1.0], **result}
+        (folder / "result.json").write_text(json.dumps(complete))
     return folder
 
 
@@ -69,15 +79,15 @@ class TestJudge:
         ],
     )
     def test_by_state_age_and_process(self, state, age, gone, condition):
-        assert judge(beat(state=state), age, lambda found: gone)[0] == condition
+        assert condition_of(beat(state=state), age, lambda found: gone)[0] == condition
 
     def test_a_clock_that_is_ahead_is_no_age(self):
-        assert judge(beat(), -100, lambda found: True)[0] == "running"
+        assert condition_of(beat(), -100, lambda found: True)[0] == "running"
 
     def test_reasons(self):
-        assert judge(beat(state="failed", line="no"), 0, lambda found: False)[1] == "no"
-        assert "no heartbeat for 0:02:00, one was due every 5 s" in judge(beat(), 120, lambda found: False)[1]
-        assert f"process {os.getpid()} on" in judge(beat(), 20, lambda found: True)[1]
+        assert condition_of(beat(state="failed", message="no"), 0, lambda found: False)[1] == "no"
+        assert "no heartbeat for 0:02:00, one was due every 5 s" in condition_of(beat(), 120, lambda found: False)[1]
+        assert f"process {os.getpid()} on" in condition_of(beat(), 20, lambda found: True)[1]
 
     def test_only_a_process_of_this_host_is_known_to_be_gone(self):
         assert not process_gone(beat())
@@ -91,13 +101,13 @@ class TestLook:
         checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
         run = make_run(tmp_path / "run", beat())
         checkpoint.mkdir(parents=True)
-        assert look(run).checkpoint is None, "it is not complete"
+        assert read_status(run).checkpoint is None, "it is not complete"
         (checkpoint / "COMPLETE").touch()
-        found = look(run)
+        found = read_status(run)
         assert found.condition == "running"
         assert found.checkpoint[0] == 10
         assert 0 <= found.checkpoint[1] < 60
-        figures = found.as_dict()
+        figures = found.to_dict()
         assert figures["step"] == 12
         assert figures["state"] == "running"
         assert figures["at"] == "training"
@@ -105,32 +115,32 @@ class TestLook:
 
     def test_a_done_run_has_the_figures_of_its_end(self, tmp_path):
         run = make_run(tmp_path / "run", beat(state="ended"), {"val_loss": 2.0, "steps": 40})
-        assert look(run).condition == "done"
-        assert look(run).val_loss == 2.0
+        assert read_status(run).condition == "done"
+        assert read_status(run).val_loss == 2.0
 
     def test_a_run_that_began_again_has_not(self, tmp_path):
         run = make_run(tmp_path / "run", beat(), {"val_loss": 2.0, "steps": 12})
-        assert look(run).condition == "running"
-        assert look(run).val_loss == 3.5
+        assert read_status(run).condition == "running"
+        assert read_status(run).val_loss == 3.5
 
     def test_without_a_heartbeat(self, tmp_path):
-        assert look(make_run(tmp_path / "a", None, {"steps": 7, "val_loss": 2.0})).condition == "done"
-        assert look(tmp_path / "a").step == 7
-        lost = look(make_run(tmp_path / "b"))
-        assert (lost.condition, lost.why, lost.step) == ("stale", "no heartbeat", None)
+        assert read_status(make_run(tmp_path / "a", None, {"steps": 7, "val_loss": 2.0})).condition == "done"
+        assert read_status(tmp_path / "a").step == 7
+        lost = read_status(make_run(tmp_path / "b"))
+        assert (lost.condition, lost.reason, lost.step) == ("stale", "no heartbeat", None)
 
     def test_a_damaged_heartbeat_is_none(self, tmp_path):
         run = make_run(tmp_path / "run", beat())
         (run / NAME).write_text("{")
         assert read_beat(run) is None
         (run / NAME).write_text("{}")
-        assert look(run).condition == "stale"
+        assert read_status(run).condition == "stale"
 
     def test_no_run(self, tmp_path):
         with pytest.raises(ConfigError, match="no such folder"):
-            look(tmp_path / "none")
+            read_status(tmp_path / "none")
         with pytest.raises(ConfigError, match="not a run folder"):
-            look(tmp_path)
+            read_status(tmp_path)
 
     def test_runs_of_studies_are_found_and_nothing_within_a_run(self, tmp_path):
         runs = [tmp_path / "b", tmp_path / "studies" / "s" / "runs" / "x", tmp_path / "a"]
@@ -138,17 +148,17 @@ class TestLook:
             make_run(run)
         make_run(tmp_path / "a" / "inner")
         (tmp_path / "studies" / "s" / "configs").mkdir()
-        assert list(runs_below(tmp_path)) == [runs[2], runs[0], runs[1]]
+        assert list(find_runs(tmp_path)) == [runs[2], runs[0], runs[1]]
         with pytest.raises(ConfigError, match="no such folder"):
-            list(runs_below(tmp_path / "none"))
+            list(find_runs(tmp_path / "none"))
 
 
 class TestPages:
     def test_a_table_of_runs(self, tmp_path):
         make_run(tmp_path / "one", beat())
-        make_run(tmp_path / "two", beat(state="failed", exit_code=5, line="loss was not finite"))
+        make_run(tmp_path / "two", beat(state="failed", exit_code=5, message="loss was not finite"))
         make_run(tmp_path / "three", None, {"steps": 9, "val_loss": 1.5})
-        text = shown(runs_table([look(path) for path in runs_below(tmp_path)], tmp_path))
+        text = shown(runs_table([read_status(path) for path in find_runs(tmp_path)], tmp_path))
         assert [cell.strip() for cell in text.splitlines()[3].strip("│").split("│")] == [
             "one", "running", "12/40", "3.2500", "3.5000", "1,500", "0:01:15", "0:00:00",
         ]  # fmt: skip
@@ -158,23 +168,24 @@ class TestPages:
     def test_a_page_names_ranks_and_the_slow_one(self, tmp_path):
         ranks = [
             RankBeat(rank=0, name="rank 0 (dp 0, tp 0)", process="a:1", action="step 13: micro-batch 0, chunks 0-3",
-                     idle_s=0.4, waiting=True, waits=0.61),
+                     idle_s=0.4, waiting=True, wait_share=0.61),
             RankBeat(rank=1, name="rank 1 (dp 0, tp 1)", process="b:2", action="step 13: [odd]", idle_s=65,
-                     waiting=False, waits=None),
+                     waiting=False, wait_share=None),
         ]  # fmt: skip
-        text = shown(run_page(look(make_run(tmp_path / "run", beat(ranks=ranks, slow="rank 1 is slow")))))
+        text = shown(run_page(read_status(make_run(tmp_path / "run", beat(ranks=ranks, slow="rank 1 is slow")))))
         for words in ("12 of 40", "4,096", "rank 1 is slow", "waiting", "working", "61%", "0:01:05", "[odd]", "none"):
             assert words in text
 
     def test_a_page_of_a_failed_run_says_why(self, tmp_path):
-        run = make_run(tmp_path / "run", beat(state="failed", exit_code=5, line="loss was [not] finite"))
-        text = shown(run_page(look(run)))
+        run = make_run(tmp_path / "run", beat(state="failed", exit_code=5, message="loss was [not] finite"))
+        text = shown(run_page(read_status(run)))
         assert "failed (5)" in text
         assert "loss was [not] finite" in text
         assert "ETA" not in text
 
     def test_spans(self):
-        assert (span(0.4), span(59.6), span(3 * 3600 + 125), span(None)) == ("0:00:00", "0:01:00", "3:02:05", "")
+        shown = {0.4: "0:00:00", 59.6: "0:01:00", 3 * 3600 + 125: "3:02:05", None: ""}
+        assert {seconds: format_duration(seconds) for seconds in shown} == shown
 
 
 class TestCommands:
@@ -241,14 +252,14 @@ class TestHeartbeat:
             heart.begin()
             raise error
         found = read_beat(tmp_path)
-        assert (found.state, found.exit_code, found.line) == ("failed", code, line)
+        assert (found.state, found.exit_code, found.message) == ("failed", code, line)
 
     def test_what_was_said_first_stands(self, tmp_path):
         with contextlib.suppress(RuntimeError), Heartbeat(tmp_path, 4, interval_s=60) as heart:
             heart.begin()
             heart.failed(6, "rank 1 makes no progress")
             raise RuntimeError("connection closed by peer")
-        assert read_beat(tmp_path).line == "rank 1 makes no progress"
+        assert read_beat(tmp_path).message == "rank 1 makes no progress"
 
     def test_nothing_is_written_before_the_folder_is_ours(self, tmp_path):
         with pytest.raises(CheckpointError), Heartbeat(tmp_path, 4, interval_s=60):

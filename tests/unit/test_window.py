@@ -17,20 +17,28 @@ def state(value, past, open_tokens=0):
     }
 
 
+def by_component(*states):
+    return {f"layers.{layer}": state for layer, state in enumerate(states)}
+
+
 def leaves(states):
     return [
-        tensor.tolist() for s in states for tensor in (s["sums"], s["open"], *(entry["keys"] for entry in s["past"]))
+        tensor.tolist()
+        for s in states.values()
+        for tensor in (s["sums"], s["open"], *(entry["keys"] for entry in s["past"]))
     ]  # fmt: skip
 
 
 def test_a_good_step_keeps_the_new_states():
-    new = [state(5.0, past=3), state(6.0, past=0)]
-    assert leaves(select_states(GOOD, new, [state(1.0, past=1), state(2.0, past=0)])) == leaves(new)
+    new = by_component(state(5.0, past=3), state(6.0, past=0))
+    assert leaves(select_states(GOOD, new, by_component(state(1.0, past=1), state(2.0, past=0)))) == leaves(new)
 
 
 def test_a_bad_step_keeps_the_old_ones():
-    old = [state(1.0, past=2), state(2.0, past=0, open_tokens=3)]
-    new = [{**state(math.nan, past=0), "past": old[0]["past"]}, state(math.inf, past=0, open_tokens=3)]
+    old = by_component(state(1.0, past=2), state(2.0, past=0, open_tokens=3))
+    new = by_component(
+        {**state(math.nan, past=0), "past": old["layers.0"]["past"]}, state(math.inf, past=0, open_tokens=3)
+    )
     assert leaves(select_states(BAD, new, old)) == leaves(old)
 
 
@@ -44,7 +52,7 @@ def grown(before, dropped=0):
 def test_what_has_grown_in_a_bad_step_becomes_zeros():
     """Its length is known to the host, whether it is good is not: earlier entries stay, the step's own hold nothing."""
     before = state(1.0, past=1)
-    (chosen,) = select_states(BAD, [grown(before)], [before])
+    chosen = select_states(BAD, by_component(grown(before)), by_component(before))["layers.0"]
     assert chosen["sums"].tolist() == [[1.0] * 3] * 2
     assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[1.0]] * 4, [[0.0]] * 4, [[0.0]] * 4]
     assert chosen["open"].tolist() == [[0.0]] * 2
@@ -53,18 +61,18 @@ def test_what_has_grown_in_a_bad_step_becomes_zeros():
 def test_integers_count_places_whatever_the_step_was_worth():
     before, after = state(1.0, past=1), state(math.nan, past=1)
     after["past"][0]["filled"] = torch.tensor([1, 0])
-    (chosen,) = select_states(BAD, [after], [before])
+    chosen = select_states(BAD, by_component(after), by_component(before))["layers.0"]
     assert chosen["past"][0]["filled"].tolist() == [1, 0]
     assert chosen["past"][0]["keys"].tolist() == [[0.0]] * 4
 
 
 def test_a_bounded_list_that_has_moved_on_keeps_its_places():
     before = state(1.0, past=3)
-    (chosen,) = select_states(BAD, [grown(before, dropped=2)], [before])
+    chosen = select_states(BAD, by_component(grown(before, dropped=2)), by_component(before))["layers.0"]
     assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[3.0]] * 4, [[0.0]] * 4, [[0.0]] * 4]
 
 
 def test_another_document_gets_nothing_of_the_one_before():
     before = state(1.0, past=3)
-    (chosen,) = select_states(BAD, [grown(before, dropped=3)], [before])
+    chosen = select_states(BAD, by_component(grown(before, dropped=3)), by_component(before))["layers.0"]
     assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[0.0]] * 4, [[0.0]] * 4]

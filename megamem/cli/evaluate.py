@@ -1,0 +1,121 @@
+"""`megamem evaluate`: held-out losses of a trained model, or lm-eval's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megamem.cli.compute import compute_device, compute_dtype
+from megamem.cli.options import Device, Json, Precision, TrainedModel
+from megamem.cli.output import console, write_json
+from megamem.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from lm_eval.api.model import LM
+
+
+def evaluate(
+    model: TrainedModel,
+    overrides: Annotated[list[str] | None, typer.Argument(help="of the run's configuration: key=value")] = None,
+    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks, separated by commas")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="folder with task files of your own")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="documents of each task")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="tokens of a task's window; trained length")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="requests read side by side")] = 8,
+    dtype: Precision = "fp32",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on held-out text, or a checkpoint or an export on lm-eval's tasks."""
+    exported = (model / "config.json").is_file()
+    if tasks is None:
+        if exported:
+            raise ConfigError(f"{model}: an export has no held-out text; give --tasks, or evaluate its checkpoint")
+        figures = _held_out(model, overrides or [], compute_dtype(dtype), compute_device(device))
+        if as_json:
+            write_json(figures)
+        return
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: overrides are for held-out losses, not for --tasks")
+    from megamem.evaluation.tasks import run_tasks
+
+    torch_dtype = compute_dtype(dtype)
+
+    def open_model() -> LM:
+        opened = _exported_task_model if exported else _task_model
+        return opened(model, max_length, rows, torch_dtype, compute_device(device))
+
+    results = run_tasks(tasks.split(","), open_model, include_path, limit)
+    write_json(results, indent=None if as_json else 2)
+
+
+def _held_out(
+    model: Path, overrides: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, float | int | str | None]:
+    """Evaluate on the held-out text of the run, print the table and return its figures."""
+    from checkpoints.trained import open_run
+    from megamem.evaluation.report import finite, result_table
+    from megamem.evaluation.run import final_evaluation
+    from megamem.parallel.topology import Topology
+    from megamem.training.build import held_out_documents, open_tokenizer
+
+    run = open_run(model).changed(overrides)
+    config = run.config
+    if not config.data.validation:
+        raise ConfigError(f"{model}: its run names no held-out text; give data.validation='[SHARDS]'")
+    topology = Topology.start(device=str(device))
+    stage = run.load(dtype, topology.device)
+    report = final_evaluation(
+        stage,
+        lambda: held_out_documents(config),
+        open_tokenizer(config),
+        config,
+        topology,
+        dtype=dtype,
+        console=console,
+    )
+    figures = {name: value for name, value in finite(report).items() if not isinstance(value, dict)}
+    console.print(result_table(figures, title=f"{config.name}, step {run.checkpoint.step}"))
+    return figures
+
+
+def _task_model(model: Path, max_length: int | None, rows: int, dtype: torch.dtype, device: torch.device) -> LM:
+    """Return a checkpoint's model with lm-eval's interface. Raises ConfigError without a tokenizer."""
+    from checkpoints.trained import open_run
+    from megamem.evaluation.harness import HarnessModel
+    from tokenization.tokenizer import Tokenizer
+
+    run = open_run(model)
+    if run.config.data.tokenizer is None:
+        raise ConfigError(f"{model}: its run names no tokenizer")
+    return HarnessModel(
+        run.load(dtype, device),
+        Tokenizer.load(run.config.data.tokenizer),
+        topology=None,
+        device=device,
+        dtype=dtype,
+        max_length=max_length or run.config.data.sequence_length,
+        rows=rows,
+    )
+
+
+def _exported_task_model(
+    model: Path, max_length: int | None, rows: int, dtype: torch.dtype, device: torch.device
+) -> LM:
+    """Return an exported model with lm-eval's own interface for transformers."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megamem.hf.exported import open_export
+
+    opened, tokenizer = open_export(model, dtype)
+    return HFLM(
+        pretrained=opened.to(device),  # type: ignore[arg-type]  # `to` is torch's, behind a decorator
+        tokenizer=tokenizer,
+        max_length=max_length,
+        batch_size=rows,
+        softmax_dtype="float32",
+    )

@@ -1,0 +1,16 @@
+"""`megamem mechanisms`: every registered mixer and its fields."""
+
+from __future__ import annotations
+
+from megamem.cli.output import console, write_line
+
+
+def mechanisms() -> None:
+    """List every registered mixer with its fields."""
+    from megamem.config.model import MIXERS
+
+    for kind, config in MIXERS.kinds().items():
+        console.print(f"[bold]{kind}[/bold]  {(config.__doc__ or '').splitlines()[0]}", highlight=False)
+        for name, field in config.__pydantic_fields__.items():
+            if name != "kind":
+                write_line(f"    {name} = {field.default}: {field.description}")

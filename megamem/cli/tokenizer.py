@@ -1,0 +1,65 @@
+"""`megamem tokenizer`: train or import a tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megamem.cli.options import TextInputs
+from megamem.cli.output import print_facts, progress_bar, write_line
+
+tokenizer_app = typer.Typer(help="Train or import a tokenizer.", no_args_is_help=True)
+
+OutputFolder = Annotated[Path, typer.Option("--output", "-o", help="folder to write the tokenizer to")]
+
+
+@tokenizer_app.command("train")
+def train(
+    inputs: TextInputs,
+    output: OutputFolder,
+    vocab_size: Annotated[int, typer.Option(help="tokens, the 256 bytes and the end of document included")] = 32000,
+) -> None:
+    """Train a byte-level BPE tokenizer."""
+    from tokenization.prepare import train_on_files
+
+    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar)
+    describe_tokenizer(output)
+    if tokenizer.vocab_size < vocab_size:
+        write_line(f"The text holds pairs for {tokenizer.vocab_size:,} tokens only, not for {vocab_size:,}.")
+
+
+@tokenizer_app.command("import")
+def import_tokenizer(
+    source: Annotated[
+        Path,
+        typer.Argument(help="tokenizer.json, a folder with it, GPT-2's two files, or a SentencePiece .model"),
+    ],
+    output: OutputFolder,
+    eos: Annotated[str | None, typer.Option(help="token that ends documents, if the source does not say")] = None,
+) -> None:
+    """Import a Hugging Face or SentencePiece tokenizer."""
+    from megamem.files import require_space
+    from tokenization import importing
+    from tokenization.prepare import TOKENIZER_BYTES
+
+    require_space(output, TOKENIZER_BYTES)
+    importing.import_tokenizer(source, output, eos)
+    describe_tokenizer(output)
+
+
+def describe_tokenizer(folder: Path) -> None:
+    """Print what a tokenizer's folder holds."""
+    from tokenization.tokenizer import load_meta
+
+    meta = load_meta(folder)
+    print_facts(
+        [
+            ("folder", folder),
+            ("kind", meta.kind),
+            ("tokens", f"{meta.vocab_size:,}"),
+            ("end of document", meta.eos_id),
+            ("SHA-256", meta.sha256),
+        ]
+    )

@@ -1,0 +1,1 @@
+"""What is installed and what this machine can do, as findings."""

@@ -1,0 +1,51 @@
+"""Continues a text with a trained model and shows it as it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megamem.evaluation.generate import Sampling, generate
+from megamem.model.stage import Stage
+from tokenization.tokenizer import Tokenizer
+
+INCOMPLETE = "\ufffd"
+"""What a decoder puts in the place of a character whose last bytes are still to come."""
+
+
+def stream_text(
+    stage: Stage,
+    tokenizer: Tokenizer,
+    text: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    show: Callable[[str], None],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Continue `text` until the end token or `max_new_tokens`; `show` gets each new piece, in whole characters.
+
+    A piece that ends within a character is held back until the tokens with the rest of it are there.
+    """
+    shown = ""
+
+    def on_token(_: int, tokens: list[int]) -> bool:
+        nonlocal shown
+        whole = tokenizer.decode(tokens)
+        if not whole.endswith(INCOMPLETE):
+            show(whole.removeprefix(shown))
+            shown = whole
+        return False
+
+    generate(
+        stage,
+        [tokenizer.encode(text).tolist()],
+        max_new_tokens,
+        topology=None,
+        device=device,
+        dtype=dtype,
+        sampling=sampling,
+        end_token=tokenizer.eos_id,
+        stop=on_token,
+    )

@@ -1,0 +1,38 @@
+"""lm-eval's tasks on a model that has lm-eval's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megamem.errors import ConfigError, DependencyError
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+
+
+def run_tasks(
+    names: Sequence[str], open_model: Callable[[], LM], include_path: Path | None = None, limit: int | None = None
+) -> dict[str, dict[str, object]]:
+    """Return lm-eval's results by task.
+
+    Args:
+        names: tasks of lm-eval, or of files in `include_path`.
+        open_model: opens the model, once the names are known to be tasks.
+        include_path: folder with task files of one's own.
+        limit: documents of each task; all if None.
+
+    Raises: DependencyError without lm-eval, ConfigError naming a task that does not exist.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise DependencyError("--tasks needs lm-eval; pip install 'megamem[eval]'") from None
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        raise ConfigError(f"--tasks {unknown[0]}: no such task; --include-path names a folder with tasks of your own")
+    found = simple_evaluate(model=open_model(), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0)
+    results: dict[str, dict[str, object]] = found["results"]
+    return results

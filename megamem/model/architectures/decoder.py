@@ -1,0 +1,140 @@
+"""The decoder: embedding, layers, final norm and output head, as in Llama 3 or GPT-2; memory lives in its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
+from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors, to_device
+from megamem.model.layer import Layer
+from megamem.model.mup import follow_width
+from megamem.model.norm import make_norm
+from megamem.model.stage import Stage, add_losses, meta_stage
+from megamem.parallel.linears import Linears, declare, normal
+
+
+@ARCHITECTURES.register
+class DecoderConfig(ArchitectureConfig):
+    """A plain decoder: a row of layers, whose states are all the memory there is."""
+
+    kind: Literal["decoder"] = "decoder"
+    """`decoder`"""
+
+    def build(self, model: ModelConfig, linears: Linears, layers: range) -> Decoder:
+        """See `ArchitectureConfig.build`."""
+        return Decoder(model, linears, layers)
+
+
+class Decoder(Stage):
+    """The layers `layers` of a decoder; the first stage embeds tokens, the last one has the output head."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
+        super().__init__(model, linears, layers)
+        vocabulary, start = model.resolved_padded_vocab_size, normal(model.init_std)
+        if self.first or (self.last and model.tie_embeddings):
+            self.embedding = linears.embedding(vocabulary, model.hidden_size, start)
+        if self.first and model.max_positions is not None:
+            table = torch.empty(model.max_positions, model.hidden_size)
+            self.positions = declare(nn.Parameter(table), start)
+        inner = model.layer_model
+        self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
+        if self.last:
+            self.norm = make_norm(model, linears)
+            if not model.tie_embeddings:
+                self.head = linears.column(model.hidden_size, vocabulary, start)
+        if model.mup is not None:
+            follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        """The layers of this stage, in order."""
+        return cast(list[Layer], list(self.layers.values()))
+
+    @property
+    def layer_components(self) -> Mapping[str, Stateful]:
+        """See `Stage.layer_components`: the mixers."""
+        return {f"layers.{i}": cast(Layer, layer).mixer for i, layer in self.layers.items()}
+
+    def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """See `Stage.read_chunk`; x: ids [tokens, batch] or hidden [tokens, batch, hidden_size]."""
+        hidden = self.embed(x, chunk) if self.first else x
+        split = self.linears.sequence_parallel
+        parts = chunk.padding_splits(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
+        if len(parts) == 1:
+            return self.run_layers(hidden, states, chunk)
+        if split:
+            raise ValueError(
+                f"left padding that ends inside a call (starts {chunk.starts}) does not go with sequence parallelism; "
+                "end the call there or switch parallel.sequence_parallel off"
+            )
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        for part in parts:
+            output, states, extra = self.run_layers(hidden[part], states, chunk.after(part.start))
+            outputs.append(output)
+            losses = add_losses(losses, extra)
+        return torch.cat(outputs), states, losses
+
+    def embed(self, tokens: Tensor, chunk: Chunk) -> Tensor:
+        """Embed ids [tokens, batch], with learned positions if there are any: this rank's [tokens, batch, hidden]."""
+        hidden: Tensor = self.embedding(tokens)
+        if self.config.positions == "rotary":
+            return hidden
+        own = hidden.shape[0]
+        first = self.linears.tp_rank * own if self.linears.sequence_parallel else 0
+        steps = torch.arange(first, first + own, device=hidden.device)[:, None]
+        places = (to_device(chunk.starts, hidden.device) + steps) % self.positions.shape[0]
+        return hidden + self.linears.outside(self.positions)[places]
+
+    def run_layers(self, hidden: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """Take hidden [tokens, batch, hidden] through this stage's layers, and on the last stage the final norm.
+
+        States are reset where documents start. No row's left padding may end inside the call.
+        """
+        new_states: States = {}
+        losses: Losses = {}
+        for name, layer in zip(self.layer_components, self.own_layers, strict=True):
+            state = states[name]
+            device = next(state_tensors(state), hidden).device  # of the layer, where they are spread over several
+            if self.ties_resets and all(chunk.fresh()):
+                hidden = tied(hidden, state)
+            state = layer.mixer.reset(state, chunk, device, hidden.dtype)
+            if self.recompute and torch.is_grad_enabled():
+                hidden, state, extra = checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
+            else:
+                hidden, state, extra = layer.forward(hidden, state, chunk)
+            new_states[name] = state
+            losses = add_losses(losses, extra)
+        if self.last:
+            hidden = self.norm(hidden)
+        return hidden, new_states, losses
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Stage.logits`; hidden: [tokens, batch, hidden_size]."""
+        scale = self.config.logit_scale
+        x = self.linears.enter(hidden if scale == 1.0 else hidden * scale)
+        if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
+            weight = cast(Tensor, self.embedding.weight)
+            logits = F.linear(x.to(weight.device), weight)
+        else:
+            logits = self.head(x)
+        real = self.config.vocab_size - self.linears.tp_rank * logits.shape[-1]
+        if real < logits.shape[-1]:  # rows that only fill up the ranks' shares
+            spare = torch.arange(logits.shape[-1], device=logits.device) >= real
+            logits = logits.masked_fill(spare, -torch.inf)
+        return logits
+
+
+def tied(hidden: Tensor, state: State) -> Tensor:
+    """Make the tensors of `state` part of the backward pass of `hidden` [tokens, batch, hidden], gradients zero."""
+    for tensor in state_tensors(state):
+        if tensor.requires_grad:
+            left = tensor.flatten()[:1].sum()  # chosen away, not multiplied by zero: it need not be finite
+            hidden = hidden + torch.where(torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), left)
+    return hidden

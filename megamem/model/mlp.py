@@ -1,0 +1,55 @@
+"""MLPs of layers: SwiGLU, and two projections with a GELU between them as GPT-2 has it."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamem.config.model import ModelConfig
+from megamem.parallel.linears import Linears, normal
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), inner units split over ranks (Shazeer 2020)."""
+
+    def __init__(self, model: ModelConfig, linears: Linears) -> None:
+        super().__init__()
+        self.linears = linears
+        self.gated = gated
+        init = normal(model.init_std)
+        back = normal(model.init_std / (2 * model.layers) ** 0.5)
+        self.gate = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
+        x = self.linears.enter(hidden)
+        out: Tensor = self.down(self.gated(self.gate(x), self.up(x)))
+        return out
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with GELU's tanh form, inner units split over ranks (GPT-2)."""
+
+    def __init__(self, model: ModelConfig, linears: Linears) -> None:
+        super().__init__()
+        self.linears = linears
+        back = normal(model.init_std / (2 * model.layers) ** 0.5)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.bias)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
+        out: Tensor = self.down(F.gelu(self.up(self.linears.enter(hidden)), approximate="tanh"))
+        return out
+
+
+def make_mlp(model: ModelConfig, linears: Linears) -> nn.Module:
+    """The MLP of `model.mlp`."""
+    return SwiGLU(model, linears) if model.mlp == "swiglu" else GeluMLP(model, linears)

@@ -1,0 +1,51 @@
+"""What an objective is: from a batch to what is read, what is to be predicted, and named losses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import cast
+
+from torch import Tensor
+
+from megamem.config.model import ModelConfig, ObjectiveConfig
+from megamem.memory.base import Losses
+from megamem.model.stage import Stage
+
+
+def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
+    """Build the objective that a configuration names, for `model`."""
+    return cast(Objective, config.build(model))
+
+
+class Objective(ABC):
+    """What a model is trained to predict. It has no parameters and keeps nothing between calls."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Note the model that is trained."""
+        self.model = model
+
+    def inputs_and_labels(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """What is read and what is to be predicted, [tokens, batch] int64 each, of a micro-batch or a document.
+
+        The numbers of rows and tokens stay as they are; a label of `LABEL_IGNORED` is not predicted.
+
+        Args:
+            tokens: [tokens, batch] int64, whole chunks as the data has them.
+            labels: [tokens, batch] int64, the token that follows each, or what a task asks for there.
+        """
+        return tokens, labels
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The names of its losses. The first one is reported as the run's loss."""
+
+    @abstractmethod
+    def losses(self, stage: Stage, hidden: Tensor, labels: Tensor) -> Losses:
+        """Name the losses of one chunk, each a scalar summed over predicted tokens; their sum is trained on.
+
+        Args:
+            stage: the last stage of the model.
+            hidden: [tokens, batch, hidden_size], as its `read_chunk` returns it.
+            labels: [tokens, batch] int64 of this chunk.
+        """

@@ -1,0 +1,176 @@
+"""The one loop that reads text without training: evaluation, generation, lm-eval's tasks and exports go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamem.memory.base import Chunk, States, StateSpec, map_state, select_state_rows, state_tensors, to_device
+from megamem.model.stage import Stage
+from megamem.parallel.topology import Topology
+from megamem.pipeline.channels import Borders, Shape
+
+
+@dataclass
+class RowGroup:
+    """Rows of a batch that are read together, and their states."""
+
+    rows: list[int]
+    states: States
+
+
+class ChunkReader:
+    """Reads documents on, call after call, on one process or on all ranks of a model.
+
+    A collective object: all tensor-parallel ranks and stages make the same calls; chunks go up the stages. Rows whose
+    chunks begin at different places are read in groups where the architecture asks for it (`Stage.one_grid`).
+    """
+
+    def __init__(self, stage: Stage, topology: Topology | None, device: torch.device, dtype: torch.dtype) -> None:
+        """Read through a whole model, or this rank's stage of one; dtype: of the activations."""
+        self.stage, self.topology, self.device, self.dtype = stage, topology, device, dtype
+        self.chunk_size = stage.config.chunk_size
+
+    def begin(self, chunk: Chunk) -> list[RowGroup]:
+        """The states of documents that have not begun, in rows that stand where `chunk` says."""
+        return self._fresh_groups(range(chunk.rows), chunk)
+
+    def _place(self, start: int) -> int:
+        """Where position `start` lies in its chunk; 0 where rows need not share a grid."""
+        return start % self.chunk_size if self.stage.one_grid else 0
+
+    def _fresh_groups(self, rows: Iterable[int], chunk: Chunk) -> list[RowGroup]:
+        """Groups of rows that stand at one place of their chunks, with fresh states."""
+        places: dict[int, list[int]] = {}
+        for row in rows:
+            places.setdefault(self._place(chunk.starts[row]), []).append(row)
+        return [RowGroup(own, self.stage.initial_states(len(own), self.device, self.dtype)) for own in places.values()]
+
+    def _regroup(self, chunk: Chunk, groups: list[RowGroup]) -> None:
+        """Move rows whose next document begins amid the others' chunks to groups of their own."""
+        moved: list[int] = []
+        for group in groups:
+            place = self._place(next((chunk.starts[row] for row in group.rows if chunk.starts[row] > 0), 0))
+            moved += [row for row in group.rows if self._place(chunk.starts[row]) != place]
+        if not moved:
+            return
+        if any(chunk.starts[row] > 0 for row in moved):
+            raise ValueError(f"rows {moved} stand at other places of their chunks than they were left at")
+        staying = {row for group in groups for row in group.rows} - set(moved)
+        kept = [
+            RowGroup(rows, self._states_of(group, rows))
+            for group in groups
+            if (rows := [row for row in group.rows if row in staying])
+        ]
+        groups[:] = [*kept, *self._fresh_groups(moved, chunk)]
+
+    def _states_of(self, group: RowGroup, rows: list[int]) -> States:
+        """The states of some of a group's rows."""
+        index = torch.tensor([group.rows.index(row) for row in rows])
+        return {
+            name: select_state_rows(specs, group.states[name], index) for name, specs in self.stage.state_specs.items()
+        }
+
+    def read(
+        self, tokens: Tensor, chunk: Chunk, groups: list[RowGroup], keep: int | None = None,
+        borders: Borders | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Read tokens on from where the rows stand; the groups' states move on.
+
+        Args:
+            tokens: ids [tokens, batch] int64, any number of them, on any device.
+            chunk: where they lie in their documents.
+            groups: all rows' states, as `begin` made them or the last call left them.
+            keep: of how many last tokens the hidden states are wanted; of all if not given.
+            borders: channels that were opened for many calls of a chunk each; this call's own if not given.
+        Returns: hidden [kept, batch, hidden_size] after the final norm on the last stage, None on the others.
+        """
+        keep = tokens.shape[0] if keep is None else keep
+        if self.stage.one_grid:
+            self._regroup(chunk, groups)
+        found = [self._read_group(tokens, chunk, group, keep, borders) for group in groups]
+        if len(groups) == 1 or not self.stage.last:
+            return found[0]
+        order = torch.tensor([row for group in groups for row in group.rows]).argsort()
+        return torch.cat([part for part in found if part is not None], dim=1)[:, order.to(self.device)]
+
+    def _read_group(
+        self, tokens: Tensor, chunk: Chunk, group: RowGroup, keep: int, borders: Borders | None
+    ) -> Tensor | None:
+        """Read the columns of tokens [tokens, batch] that are the group's rows, in calls of at most a chunk."""
+        here = Chunk(tuple(chunk.starts[row] for row in group.rows))
+        if len(group.rows) < tokens.shape[1]:
+            tokens = tokens[:, group.rows]
+        calls = list(self._calls(tokens.shape[0], here))
+        own = borders or self._open([(stop - start, here.after(start)) for start, stop in calls])
+        outputs: list[Tensor] = []
+        for start, stop in calls:
+            hidden = self._call(tokens[start:stop], here.after(start), group, own)
+            outputs.append(hidden)
+            while len(outputs) > 1 and sum(map(len, outputs[1:])) >= keep:
+                del outputs[0]
+        if own is not None and borders is None:
+            own.flush()
+        if not self.stage.last:
+            return None
+        whole = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return whole[max(whole.shape[0] - keep, 0) :]
+
+    def _calls(self, tokens: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
+        """First and last token of each call: a chunk long, or where rows share a grid up to its next border."""
+        start, place = 0, self._place(chunk.starts[0])
+        while start < tokens:
+            stop = min(start + self.chunk_size - place, tokens)
+            yield start, stop
+            start, place = stop, 0
+
+    def _call(self, tokens: Tensor, chunk: Chunk, group: RowGroup, borders: Borders | None) -> Tensor:
+        """Run this stage on ids [tokens, batch]; its hidden [tokens, batch, hidden]."""
+        entered = borders.below.take() if borders and borders.below else to_device(tokens, self.device)
+        hidden, states, _ = self.stage.read_chunk(entered, group.states, chunk)
+        if borders and borders.up:
+            borders.up.put(hidden)
+        memories = self.stage.model_memories
+        changed = self.stage.memories_change(chunk.starts[0], tokens.shape[0])
+        if borders and borders.memory_out and changed:
+            for tensor in state_tensors([states[name] for name in memories]):
+                borders.memory_out.put(tensor)
+            states = {name: state for name, state in states.items() if name not in memories}
+        if borders and borders.memory_in and changed:
+            inbox = borders.memory_in
+            new = {name: map_state(lambda _: inbox.take(), group.states[name]) for name in memories}
+            states = {**states, **new}
+        group.states = states
+        return hidden
+
+    def open(self, calls: int, rows: int) -> Borders | None:
+        """Channels for so many calls of whole chunks; None without a pipeline."""
+        return self._open([(self.chunk_size, Chunk((0,) * rows))] * calls)
+
+    def _open(self, calls: Sequence[tuple[int, Chunk]]) -> Borders | None:
+        if self.topology is None or self.topology.pp_size == 1:
+            return None
+        shapes = [self.stage.border_shape(tokens, chunk.rows, chunk.starts[0]) for tokens, chunk in calls]
+        memories: list[Shape] = []
+        for memory in self.stage.model_memories.values():
+            initial = memory.initial_state(calls[0][1].rows, torch.device("cpu"), self.dtype)
+            memories += [tuple(tensor.shape) for tensor in state_tensors(initial)]
+        return Borders(self.topology, shapes, self.dtype, backward=False, memories=memories, memory_units=len(calls))
+
+
+def select_rows(specs: Mapping[str, StateSpec], groups: Sequence[RowGroup], index: Sequence[int]) -> list[RowGroup]:
+    """The groups after row i has become what row index[i] was; rows may be left out or repeated.
+
+    specs: the declared states by component (`Stage.state_specs`).
+    """
+    new = []
+    for group in groups:
+        rows = [row for row, source in enumerate(index) if source in group.rows]
+        if rows:
+            sources = torch.tensor([group.rows.index(index[row]) for row in rows])
+            states = {name: select_state_rows(spec, group.states[name], sources) for name, spec in specs.items()}
+            new.append(RowGroup(rows, states))
+    return new

@@ -1,0 +1,44 @@
+"""One chunk of training on one stage: the step that both engines repeat."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megamem.memory.base import Chunk, Losses, States
+from megamem.model.objective import Objective
+from megamem.model.stage import Stage
+
+
+class ChunkResult(NamedTuple):
+    """What a stage makes of a chunk."""
+
+    hidden: Tensor
+    """[tokens, batch, hidden_size] for the next stage; on the last one after the final norm."""
+    states: States
+    """The states after the chunk."""
+    losses: Losses
+    """The objective's losses by name, each summed over predicted tokens; none but on the last stage."""
+    auxiliary: Losses
+    """The layers' own terms by name, each a mean over the chunk's tokens and rows."""
+
+
+def train_chunk(
+    stage: Stage, objective: Objective, x: Tensor, labels: Tensor, states: States, chunk: Chunk, check: bool
+) -> ChunkResult:
+    """Read a chunk with gradients, and on the last stage compute its losses.
+
+    Args:
+        x: token ids [tokens, batch] on the first stage, else hidden [tokens, batch, hidden_size].
+        labels: [tokens, batch] int64.
+        states: before the chunk, by component.
+        chunk: where its tokens lie in their documents.
+        check: whether to compare the new states with what their components declare.
+    Raises: ContractError if they differ.
+    """
+    hidden, states, auxiliary = stage.read_chunk(x, states, chunk)
+    if check:
+        stage.check_states(states, chunk.rows)
+    losses = objective.losses(stage, hidden, labels) if stage.last else {}
+    return ChunkResult(hidden, states, losses, auxiliary)

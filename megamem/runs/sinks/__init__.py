@@ -1,0 +1,1 @@
+"""Sinks: where a run's metrics go."""

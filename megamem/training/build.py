@@ -1,0 +1,116 @@
+"""The parts of a run, built from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from checkpoints.weights import new_parameter_names
+from megamem.config.extensions import CallbackConfig
+from megamem.config.run import RunConfig
+from megamem.costs.devices import device_name, device_peak
+from megamem.costs.flops import flops_per_token
+from megamem.data.batch import EvaluationDocument
+from megamem.data.feeder import evaluation_documents
+from megamem.errors import ConfigError
+from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.run import Watch
+from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.engine import PipelineEngine
+from megamem.runs.sinks.base import LogRecord, Sink
+from megamem.training.callbacks.metrics import Metrics
+from megamem.training.callbacks.profiler import Profiler
+from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
+from megamem.training.callbacks.validation import Validation
+from megamem.training.loop import Callback
+from tokenization.tokenizer import Tokenizer
+
+
+def start_topology(config: RunConfig) -> Topology:
+    """Join the job's processes."""
+    parallel = config.parallel
+    return Topology.start(parallel.tp, parallel.dp, parallel.pp, device=parallel.device, timeout_s=parallel.timeout_s)
+
+
+def open_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Open the run's tokenizer, if it names one."""
+    return Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
+
+
+def held_out_documents(config: RunConfig) -> list[EvaluationDocument]:
+    """Read the held-out documents."""
+    return list(evaluation_documents(config.data, chunk_size=config.model.chunk_size))
+
+
+def new_parameters(config: RunConfig) -> set[str]:
+    """Return the names of parameters that learn at `optimizer.new_parameters_lr`.
+
+    Raises:
+        CheckpointError: the weights file that lists them cannot be read.
+    """
+    if config.optimizer.new_parameters_lr is None or config.training.init_from is None:
+        return set()
+    return new_parameter_names(config.training.init_from)
+
+
+def build_callbacks(config: RunConfig) -> list[Callback]:
+    """Build the callbacks that `training.callbacks` names. Raises ConfigError for a kind that builds something else."""
+    return [_built(callback) for callback in config.training.callbacks]
+
+
+def _built(config: CallbackConfig) -> Callback:
+    callback = config.build()
+    if not isinstance(callback, Callback):
+        raise ConfigError(
+            f"training.callbacks: {config.kind} builds a {type(callback).__name__}; "
+            "expected a megamem.training.loop.Callback"
+        )
+    return callback
+
+
+def build_metrics(config: RunConfig, topology: Topology, sinks: Sequence[Sink]) -> Metrics:
+    """Build the callback that fills and writes the records of log lines."""
+    peak = device_peak(device_name(topology.device), config.training.precision)
+    flops = flops_per_token(config.model, config.data.sequence_length)["training"]
+    return Metrics(config.logging.every, sinks, flops, peak)
+
+
+def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch) -> Validation | None:
+    """Build the callback that validates while training, where there is held-out text and `evaluation.every` is set."""
+    config = engine.config
+    if not config.data.validation or not config.evaluation.every:
+        return None
+    documents = held_out_documents(config)
+    return Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks)
+
+
+def build_instruments(engine: TrainingEngine) -> list[Callback]:
+    """Build the callbacks that record schedules and traces, as far as `logging` asks for them."""
+    config = engine.config
+    callbacks: list[Callback] = []
+    if config.logging.record_step and isinstance(engine, PipelineEngine):
+        callbacks.append(ScheduleRecorder(config.logging.record_step, engine))
+    if config.logging.profile_steps:
+        callbacks.append(Profiler(*config.logging.profile_steps, config.run_folder))
+    return callbacks
+
+
+def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch: Watch) -> LogRecord:
+    """Return the losses of a validation while training. A collective of all ranks."""
+    topology, settings, tokenizer = engine.topology, engine.config.evaluation, open_tokenizer(engine.config)
+    report = evaluate_losses(
+        engine.stage,
+        documents,
+        topology=topology,
+        device=topology.device,
+        dtype=engine.dtype,
+        rows=settings.rows,
+        max_tokens=settings.max_tokens,
+        token_bytes=tokenizer.byte_lengths() if tokenizer else None,
+        progress=lambda done, of: watch(f"validation, call {done} of {of}"),
+    )
+    return {
+        "val_loss": report.loss,
+        "val_bits_per_byte": report.bits_per_byte,
+        "val_beyond_first_chunk_loss": report.beyond_first_chunk_loss,
+    }

@@ -1,0 +1,1 @@
+"""Callbacks: what happens around training steps besides training."""

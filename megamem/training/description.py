@@ -1,0 +1,40 @@
+"""The lines that a run prints about itself before its first step."""
+
+from __future__ import annotations
+
+from megamem.costs.flops import flop_costs
+from megamem.costs.parameters import parameter_costs
+from megamem.pipeline.balancing import chunk_flops
+from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.comparison import compare
+from megamem.pipeline.schedule import peak_units
+
+
+def describe_stages(engine: TrainingEngine) -> list[str]:
+    """Describe what each stage of a pipeline holds and how long it idles, a line each; nothing without a pipeline."""
+    config, stages = engine.config, len(engine.placement)
+    if stages == 1:
+        return []
+    layers_per_stage = [len(layers) for layers in engine.placement]
+    costs = flop_costs(config.model, config.data.sequence_length).by_stage(layers_per_stage)
+    parameters = parameter_costs(config.model).by_stage(layers_per_stage)
+    units = engine.accumulation, config.chunks, config.bptt_chunks
+    lines = [
+        f"stage {stage}: layers {layers.start}-{layers.stop - 1}{', embedding' if stage == 0 else ''}"
+        f"{', head' if stage == stages - 1 else ''}: {parameters[stage]:,.0f} parameters, "
+        f"{costs[stage] / sum(costs):.1%} of the operations, at most "
+        f"{peak_units(stage, stages, *units, config.interleaved)} chunks in flight"
+        for stage, layers in enumerate(engine.placement)
+    ]
+    cost = chunk_flops(config.model, config.chunks, layers_per_stage)
+    plan = compare(stages, *units, cost, config.interleaved)
+    if config.interleaved and engine.accumulation < stages:
+        lines.append(
+            f"warning: {engine.accumulation} micro-batches cannot keep {stages} stages busy: a memory that spans the "
+            f"model goes through all stages before the next chunk; use at least {stages} micro-batches"
+        )
+    return [
+        *lines,
+        f"bubble: {plan.ours.bubble:.1%} of the working time, {plan.one_f_one_b.bubble:.1%} over whole sequences "
+        "(simulated with each stage's operations)",
+    ]

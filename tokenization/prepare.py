@@ -1,0 +1,72 @@
+"""Prepares data from nothing: a corpus, a tokenizer trained on it, and the token shards of each split."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+from megamem.files import require_space
+from tokenization import corpus, sources
+from tokenization.shards import write_shards
+from tokenization.tokenizer import Tokenizer
+from tokenization.train import train
+
+TOKENIZER_BYTES = 32 << 20
+"""Room that a tokenizer may need on disk: the largest in use take about 20 MB."""
+SPLITS = ("train", "validation", "test")
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows progress: called with a label and the total of bytes, it gives a context with the function that advances it."""
+Part = Literal["corpus", "tokenizer", "shards"]
+
+
+def train_on_files(inputs: Sequence[Path], folder: Path, vocab_size: int, progress: Progress) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on files or folders of text and write it to `folder`; see `train`.
+
+    Raises: ConfigError or DataError naming what is wrong.
+    """
+    files = sources.input_files(inputs)
+    require_space(folder, TOKENIZER_BYTES)
+
+    def texts(advance: Callable[[int], None]) -> Iterator[str]:
+        for document in sources.documents(files):
+            yield document.text
+            advance(document.source_bytes)
+
+    with progress("reading", sum(file.path.stat().st_size for file in files)) as advance:
+        return train(texts(advance), vocab_size, folder)
+
+
+def write_from_files(
+    inputs: Sequence[Path],
+    tokenizer: Path,
+    folder: Path,
+    progress: Progress,
+    workers: int = 1,
+    shard_text_bytes: int | None = None,
+) -> None:
+    """Tokenize files or folders of text into shards in `folder`; see `write_shards`. Raises DataError."""
+    total = sum(file.path.stat().st_size for file in sources.input_files(inputs))
+    with progress("tokenizing", total) as advance:
+        write_shards(inputs, tokenizer, folder, workers=workers, shard_text_bytes=shard_text_bytes, on_progress=advance)
+
+
+def prepare(
+    folder: Path, corpus_name: str, vocab_size: int, workers: int, progress: Progress
+) -> Iterator[tuple[Part, Path]]:
+    """Make corpus/, tokenizer/ and shards/SPLIT in `folder`, and yield each part with its folder when it is there.
+
+    What is there already is checked and kept. Raises: MegamemError naming what is wrong.
+    """
+    texts, words = folder / "corpus", folder / "tokenizer"
+    corpus.fetch(texts, corpus_name)
+    yield "corpus", texts
+    if words.exists():
+        Tokenizer.load(words)
+    else:
+        train_on_files([texts / "train"], words, vocab_size, progress)
+    yield "tokenizer", words
+    for split in SPLITS:
+        if (texts / split).is_dir():  # not every corpus has all
+            write_from_files([texts / split], words, folder / "shards" / split, progress, workers)
+            yield "shards", folder / "shards" / split
