@@ -123,7 +123,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
     )  # fmt: skip
     planned = step_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
     stage = build_stage(config.model, RankLinears(1))
-    window = Window(stage)
+    window = Window(stage, NextToken(config.model))
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
     for _ in range(2):  # the first pass makes tables that stay
         count = Ledger()
