@@ -111,7 +111,7 @@ def _typed(field: FieldInfo) -> str:
     return _type_name(field.annotation, field.metadata)
 
 
-def _type_name(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def _type_name(annotation: Any, metadata: Iterable[object] = ()) -> str:
     """Return a type in words, bounds included."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

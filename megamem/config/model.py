@@ -75,11 +75,11 @@ class ArchitectureConfig(ConfigModel):
         """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
 
     def layer_model(self, model: ModelConfig) -> ModelConfig:
-        """The model as its layers see it: chunks are longer where rows are added to the tokens of each."""
+        """Return the model as its layers see it: chunks are longer where rows are added to the tokens of each."""
         return model
 
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
-        """The states besides those of layers, declared by component.
+        """Declare the states besides those of layers, by component.
 
         They are read by the first stage of a pipeline and written by the last one: each carries what leaves the top
         of the model after one chunk to its bottom before the next.
@@ -87,20 +87,20 @@ class ArchitectureConfig(ConfigModel):
         return {}
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Parameters besides embedding, layers, last norm and output head."""
+        """Return the number of parameters besides embedding, layers, last norm and output head."""
         return 0
 
     def training_window(self, model: ModelConfig) -> int:
-        """Chunks a window must span at least for every parameter of the architecture to get a gradient."""
+        """Return the fewest chunks a window must span for every parameter of the architecture to get a gradient."""
         return 1
 
     def summary(self, model: ModelConfig) -> str | None:
-        """What a person should know of such a model before a run starts, in one line; None if there is nothing."""
+        """Return one line of what a person should know of such a model before a run starts; None for nothing."""
         return None
 
     @abstractmethod
     def build(self, model: ModelConfig, linears: Linears, layers: range) -> nn.Module:
-        """The `megamem.model.stage.Stage` that holds `layers` of the model, its projections made by `linears`."""
+        """Build the `megamem.model.stage.Stage` that holds `layers` of the model, its projections made by `linears`."""
 
 
 ARCHITECTURES: Registry[ArchitectureConfig] = Registry(
@@ -122,7 +122,7 @@ class ObjectiveConfig(ConfigModel):
 
     @abstractmethod
     def build(self, model: ModelConfig) -> object:
-        """The `megamem.model.objective.Objective` for `model`."""
+        """Build the `megamem.model.objective.Objective` for `model`."""
 
 
 OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")
@@ -298,11 +298,11 @@ class ModelConfig(ConfigModel):
 
     @property
     def layer_model(self) -> ModelConfig:
-        """The model as its layers see it: what mixers are asked with."""
+        """The model as its layers see it, which is the one that mixers are given."""
         return self.architecture.layer_model(self)
 
     def component_specs(self) -> dict[str, StateSpec]:
-        """The declared state of the whole model by component: of each layer, and of memories that span the model."""
+        """Return the declared state of the whole model by component: each layer, and memories that span the model."""
         inner = self.layer_model
         layers = {f"layers.{layer}": self.mixer_at(layer).state_specs(inner) for layer in range(self.layers)}
         return {**layers, **self.architecture.state_specs(self)}

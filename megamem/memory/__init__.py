@@ -1,4 +1,4 @@
-"""Mixers: attention and memory mechanisms behind one contract (`base.py`), one file each, in families.
+"""Mixers: attention and memory mechanisms behind one contract (`base.py`), each in the file <family>/<kind>.py.
 
 The registry of mixers imports every module below this package: a new mechanism is a new file in one of the families.
 """

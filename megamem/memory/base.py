@@ -1,59 +1,64 @@
 """The memory contract: a mixer maps (hidden chunk, state) to (hidden chunk, new state).
 
-State is a plain pytree of tensors, declared by `TensorSpec`s, that belongs to the caller: a mixer never keeps it.
-From the declarations alone states are made, counted, checked, sharded and saved.
+The state is a plain pytree of tensors that belongs to the caller: a mixer never keeps it. `TensorSpec`s declare it, and
+from the declarations alone states are made, counted, checked, sharded and saved.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from megamem.errors import ContractError
 
 Axis = int | str
+"""The size of an axis: a number, or a name that `TensorSpec.shape` lists."""
 State = dict[str, Any]
 """The state of one component (a layer's mixer, a memory of the whole model): tensors, and lists of dicts of tensors."""
 States = dict[str, State]
 """The states of a model, or of a stage of it, by component: `layers.3`, `memory_tokens`."""
 Losses = dict[str, Tensor]
+"""Auxiliary losses by name, scalars."""
 LABEL_IGNORED = -100
+"""The label of tokens that no loss counts."""
+Tree = TypeVar("Tree")
+"""A tensor, or dicts and lists of tensors: the type of a state, of its parts or of the states of a model."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Declares one state tensor.
-
-    shape: ints or names: `batch` (rows), `heads`, `kv_heads`, `hidden`, `open` (tokens of the unfinished block;
-        0 at chunk borders), `chunk` (tokens of a chunk).
-    dtype: `compute` is the activations' dtype; `float32` is float32 in training and float64 in float64 tests.
-    shard: the name in `shape` that is split over tensor-parallel ranks, or None for replicated.
-    kind: `memory` is what a paper's tables count; `open` is what token-by-token decoding needs besides.
-    """
+    """The declaration of one state tensor."""
 
     shape: tuple[Axis, ...]
+    """Numbers or names: `batch` (rows), `heads`, `kv_heads`, `hidden`, `chunk` (tokens of a chunk), `open` (tokens of
+    the unfinished block, 0 at chunk borders)."""
     dtype: Literal["compute", "float32", "int64"] = "compute"
+    """`compute` is the activations' dtype; `float32` is float32 in training and float64 where activations are."""
     shard: str | None = None
+    """The name in `shape` that is split over tensor-parallel ranks, or None if the tensor is replicated."""
     kind: Literal["memory", "open"] = "memory"
+    """`memory` is what papers' tables count; `open` is what token-by-token decoding needs besides."""
 
     def sizes(self, names: Mapping[str, int], tp_size: int = 1) -> tuple[int, ...]:
-        """The local shape, names resolved by `names` (global sizes)."""
+        """Return the shape on one rank; names: the global size of each name."""
         return tuple(
             axis if isinstance(axis, int) else names[axis] // (tp_size if axis == self.shard else 1)
             for axis in self.shape
         )
 
     def torch_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """The dtype when activations have dtype `compute`."""
+        """Return the dtype when activations have dtype `compute`."""
         return {"compute": compute, "int64": torch.int64, "float32": state_dtype(compute)}[self.dtype]
 
     def axis(self, name: str) -> int | None:
-        """Index of the axis called `name`, or None."""
+        """Return the index of the axis called `name`, or None."""
         return self.shape.index(name) if name in self.shape else None
 
     @property
@@ -64,38 +69,35 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Growing:
-    """Declares a list of entries that grows by one per chunk.
-
-    limit: entries kept at most; None means as many as the context has chunks. Rows that do not share one grid of
-        chunks (left padding) may need one entry more.
-    """
+    """The declaration of a list of entries that grows by one per chunk."""
 
     entry: Mapping[str, TensorSpec]
+    """The tensors of an entry."""
     limit: int | None = None
+    """Entries kept at most; None: as many as the context has chunks. Rows that do not share one grid of chunks (left
+    padding) may need one entry more."""
 
 
 StateSpec = Mapping[str, "TensorSpec | Growing"]
-
+"""The declaration of a mixer's state, by name."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Of activations and exported weights, by the names that configurations and commands use."""
+"""The dtypes of activations and exported weights, by the names that configurations and commands use."""
 
 
 def state_dtype(compute: torch.dtype) -> torch.dtype:
-    """float32, or float64 if the activations are float64: long accumulations never run in half precision."""
+    """Return float32, or float64 if the activations are: long accumulations never run in half precision."""
     return torch.float64 if compute == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where the tokens of one call lie in their documents.
-
-    starts: for each batch row, the position of the call's first token in its document (host integers). 0: a document
-        starts here, its memory is fresh. Negative: the row begins with that many tokens of left padding; mixers see
-        calls in which such a row is padding only, and what they make of it is forgotten at position 0.
-    """
+    """The place of one call's tokens in their documents."""
 
     starts: tuple[int, ...]
+    """The position of the call's first token in its document, for each batch row (host integers). 0: a document starts
+    here, its memory is fresh. Negative: the row begins with that many tokens of left padding; mixers see calls in which
+    such a row is padding only, and what they make of it is forgotten at position 0."""
 
     @property
     def rows(self) -> int:
@@ -103,7 +105,7 @@ class Chunk:
         return len(self.starts)
 
     def after(self, tokens: int) -> Chunk:
-        """The place `tokens` later."""
+        """Return the place `tokens` later."""
         return Chunk(tuple(start + tokens for start in self.starts))
 
     def padding_splits(self, tokens: int) -> list[slice]:
@@ -112,12 +114,19 @@ class Chunk:
         return [slice(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
 
     def fresh(self) -> tuple[bool, ...]:
-        """Per row: no token of its document has been seen."""
+        """Return for each row whether no token of its document has been seen."""
         return tuple(start <= 0 for start in self.starts)
 
 
-def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A small host array on `device`, copied without making the host wait."""
+def to_device(
+    values: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.int64] | Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Copy small host values to `device` without making the host wait.
+
+    values: numbers of any shape, as [batch] or [batch, tokens]; the result has the same shape.
+    """
     tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -125,24 +134,24 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
 
 
 class Stateful:
-    """What declares a state: a mixer, or a memory of the whole model. It never keeps the state itself.
-
-    `specs` declares the tensors, `sizes` gives the named sizes of their shapes before any split over ranks.
-    """
+    """A declarer of a state: a mixer, or a memory of the whole model. It never keeps the state itself."""
 
     specs: StateSpec
+    """The declarations of the state's tensors."""
     sizes: dict[str, int]
+    """The size of each name in their shapes, before any split over ranks."""
     tp_size: int
+    """Number of tensor-parallel ranks."""
 
     def initial_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> State:
-        """The state before a document's first token: zeros and empty lists, for `rows` batch rows."""
+        """Return the state before a document's first token: zeros and empty lists, for `rows` batch rows."""
         return {
             name: [] if isinstance(spec, Growing) else self.zeros(spec, rows, device, dtype)
             for name, spec in self.specs.items()
         }
 
     def zeros(self, spec: TensorSpec, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """A tensor as `spec` declares it on this rank, for `rows` batch rows and activations of `dtype`."""
+        """Return zeros as `spec` declares them on this rank, for `rows` batch rows and activations of `dtype`."""
         names = {**self.sizes, "batch": rows, "open": 0}
         return torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
 
@@ -158,7 +167,10 @@ class Stateful:
                         _check_tensor(f"{name}[{index}].{part}", spec.entry[part], tensor, names, self.tp_size)
 
     def reset(self, state: State, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> State:
-        """The state with fresh rows where documents start. Lists are left: their mixers look at positions."""
+        """Return the state with fresh rows where documents start.
+
+        Lists and open tensors are left as they are: their mixers tell from positions what belongs to a row's document.
+        """
         fresh = chunk.fresh()
         if not any(fresh):
             return state
@@ -178,10 +190,12 @@ class Stateful:
 class Mixer(Stateful, nn.Module, ABC):
     """A layer's attention or memory mechanism.
 
-    `differentiable_state`: whether gradients may flow into the incoming state (False where the paper stops them).
+    Every parameter must belong to a submodule that is called: mixers themselves are called by `.forward`, past the
+    hooks by which ZeRO 3 gathers the parameters of a module.
     """
 
     differentiable_state = True
+    """Whether gradients may flow into the incoming state; False where the paper stops them there."""
 
     def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
         super().__init__()
@@ -202,7 +216,7 @@ class Mixer(Stateful, nn.Module, ABC):
 
 
 def select_state_rows(specs: StateSpec, state: State, index: Tensor) -> State:
-    """The declared state of rows `index` [rows] int64, which may repeat rows or leave some out."""
+    """Return the declared state of rows `index` [rows] int64, which may repeat rows or leave some out."""
     return {
         name: [{part: _rows(spec.entry[part], entry[part], index) for part in spec.entry} for entry in state[name]]
         if isinstance(spec, Growing)
@@ -212,12 +226,13 @@ def select_state_rows(specs: StateSpec, state: State, index: Tensor) -> State:
 
 
 def _rows(spec: TensorSpec, tensor: Tensor, index: Tensor) -> Tensor:
-    """The rows `index` [rows] of a tensor of the declared shape; tensors without a batch axis are the same for all."""
+    """Return rows `index` [rows] of a tensor [batch, ...]; one without a batch axis is the same for all rows."""
     axis = spec.axis("batch")
     return tensor if axis is None else tensor.index_select(axis, index.to(tensor.device))
 
 
 def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor, names: Mapping[str, int], tp_size: int) -> None:
+    """Raise ContractError if `tensor` [batch, ...] has not the shape that `spec` declares for a chunk's border."""
     declared = spec.sizes(names, tp_size)
     if spec.kind == "memory" and tuple(tensor.shape) != declared:
         raise ContractError(
@@ -226,8 +241,8 @@ def _check_tensor(name: str, spec: TensorSpec, tensor: Tensor, names: Mapping[st
         )
 
 
-def state_tensors(state: Any) -> Iterator[Tensor]:
-    """All tensors of a state pytree, in order."""
+def state_tensors(state: object) -> Iterator[Tensor]:
+    """Yield all tensors of a state, or of a list of states, in order."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):
@@ -238,15 +253,16 @@ def state_tensors(state: Any) -> Iterator[Tensor]:
             yield from state_tensors(value)
 
 
-def map_state(function: Any, state: Any) -> Any:
-    """A state pytree with `function` applied to each tensor."""
+def map_state(function: Callable[[Tensor], Tensor], state: Tree) -> Tree:
+    """Return a state, or a list of states, with `function` applied to each tensor [batch, ...]."""
     if isinstance(state, Tensor):
-        return function(state)
+        return cast(Tree, function(state))
     if isinstance(state, Mapping):
-        return {key: map_state(function, value) for key, value in state.items()}
-    return [map_state(function, value) for value in state]
+        return cast(Tree, {key: map_state(function, value) for key, value in state.items()})
+    assert isinstance(state, list | tuple)
+    return cast(Tree, [map_state(function, value) for value in state])
 
 
-def detach(state: Any) -> Any:
-    """The state cut from the graph: where a window of backpropagation ends."""
+def detach(state: Tree) -> Tree:
+    """Return the state cut from the graph: where a window of backpropagation ends."""
     return map_state(Tensor.detach, state)

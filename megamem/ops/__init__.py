@@ -1,1 +1,1 @@
-"""Tensor operations without parameters: attention kernels and rotary positions."""
+"""Tensor operations without parameters: attention kernels, recurrences, deep memories and rotary positions."""

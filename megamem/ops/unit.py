@@ -8,6 +8,9 @@ from torch import Tensor
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x| over the last axis, in the dtype of x; the length is taken in float32 (float64 of float64)."""
+    """Return x / |x| over the last axis of x [..., width], in the dtype of x.
+
+    The length is computed in float32, that of float64 in float64.
+    """
     exact = x if x.dtype == torch.float64 else x.float()
     return F.normalize(exact, dim=-1).to(x.dtype)

@@ -47,8 +47,8 @@ def refused(tmp_path, monkeypatch, capsys):
     def started(*_):
         pytest.fail("the run was started")
 
-    monkeypatch.setattr(cli, "run_local", started)
-    monkeypatch.setattr(cli, "_rank", started)
+    monkeypatch.setattr("launchers.local_ranks.run_local", started)
+    monkeypatch.setattr("megamem.cli.train._run_rank", started)
 
     def run(*arguments) -> tuple[int, str]:
         before = contents(tmp_path)
@@ -68,7 +68,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
 OVERRIDES = {
     "misspelt key": ("model.hidden_sise=32", "model.hidden_sise: unknown key; did you mean 'hidden_size'?"),
-    "misspelt section": ("optimizer.lr=1", "optimizer: unknown key; did you mean 'optimizer'?"),
+    "misspelt section": ("optimzer.lr=1", "optimzer: unknown key; did you mean 'optimizer'?"),
     "misspelt mixer field": ("model.memory.0.mixer.ordre=4", "ordre: unknown key; did you mean 'order'?"),
     "misspelt mixer": ("model.mixer=elastic_memroy", "did you mean 'elastic_memory'?"),
     "wrong type": ("training.steps=many", "training.steps: expected an integer (got 'many')"),

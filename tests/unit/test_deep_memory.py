@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory.network import Pace, Weights, deep_memory, gelu_slope, read_memory
+from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory, gelu_slope
 
 BATCH, HEADS, GROUPS, WIDTH, INNER = 2, 2, 2, 5, 7
 FORMS = {
@@ -22,7 +22,7 @@ NETWORKS = {
 }
 
 
-def drawn(tokens: int, form: str, network: str) -> tuple[dict[str, Tensor], Weights, Weights | None, Pace]:
+def drawn(tokens: int, form: str, network: str) -> tuple[dict[str, Tensor], Weights, Weights | None, InnerRates]:
     _, decay, momentum = FORMS[form]
     generator = torch.Generator().manual_seed(0)
 
@@ -40,12 +40,12 @@ def drawn(tokens: int, form: str, network: str) -> tuple[dict[str, Tensor], Weig
         "key": F.normalize(normal(BATCH, HEADS, tokens, WIDTH), dim=-1),
         "value": normal(BATCH, HEADS, tokens, WIDTH),
     }
-    pace = Pace(
+    rates = InnerRates(
         0.05 * share(),  # larger ones make the inner training diverge
         (0.8 + 0.2 * share()).log() if decay else None,
         (0.5 + 0.4 * share()).log() if momentum else None,
     )
-    return inputs, matrices(), matrices() if momentum else None, pace
+    return inputs, matrices(), matrices() if momentum else None, rates
 
 
 def answer(weights, x, residual):
@@ -54,7 +54,7 @@ def answer(weights, x, residual):
     return x + read if residual else read
 
 
-def loop(query, key, value, weights, momentum, pace, loss, inner, residual):
+def loop(query, key, value, weights, momentum, rates, loss, inner, residual):
     """One token, one head at a time; gradients at the weights of the inner chunk's start."""
     tokens = key.shape[2]
     reads = torch.zeros(BATCH, HEADS, GROUPS, tokens, WIDTH, dtype=torch.float64)
@@ -69,9 +69,9 @@ def loop(query, key, value, weights, momentum, pace, loss, inner, residual):
                 predicted, target = answer(start, key[b, h, t], residual), value[b, h, t]
                 wrong = -(predicted @ target) if loss == "dot" else (predicted - target).square().sum()
                 steps = torch.autograd.grad(wrong, start)
-                e = 0.0 if pace.log_momentum is None else pace.log_momentum[b, h, t].exp()
-                a = 1.0 if pace.log_decay is None else pace.log_decay[b, h, t].exp()
-                carried = [e * s - pace.rate[b, h, t] * g for s, g in zip(carried, steps, strict=True)]
+                e = 0.0 if rates.log_momentum is None else rates.log_momentum[b, h, t].exp()
+                a = 1.0 if rates.log_decay is None else rates.log_decay[b, h, t].exp()
+                carried = [e * s - rates.rate[b, h, t] * g for s, g in zip(carried, steps, strict=True)]
                 now = [a * w + s for w, s in zip(now, carried, strict=True)]
                 for g in range(GROUPS):
                     reads[b, h, g, t] = answer(now, query[b, h, g, t], residual)
@@ -79,8 +79,8 @@ def loop(query, key, value, weights, momentum, pace, loss, inner, residual):
     return reads, ends
 
 
-def cut(pace: Pace, part: slice) -> Pace:
-    return Pace(*(None if x is None else x[..., part] for x in pace))
+def cut(rates: InnerRates, part: slice) -> InnerRates:
+    return InnerRates(*(None if x is None else x[..., part] for x in rates))
 
 
 def agree(found, exact, tolerance):
@@ -94,15 +94,15 @@ def agree(found, exact, tolerance):
 def test_it_is_the_token_by_token_loop(form: str, inner: int, network: str, residual: bool) -> None:
     """1e-10: 37 tokens, weights of the order of one."""
     loss = FORMS[form][0]
-    inputs, weights, carried, pace = drawn(37, form, network)
+    inputs, weights, carried, rates = drawn(37, form, network)
     exact, ends = loop(
-        **inputs, weights=weights, momentum=carried, pace=pace, loss=loss, inner=inner, residual=residual
+        **inputs, weights=weights, momentum=carried, rates=rates, loss=loss, inner=inner, residual=residual
     )
     reads = []
     for begin in range(0, 37, inner):
         part = slice(begin, begin + inner)
         tokens = (inputs[name][..., part, :] for name in ("query", "key", "value"))
-        read, weights, carried = deep_memory(*tokens, weights, carried, cut(pace, part), loss, residual)
+        read, weights, carried = deep_memory(*tokens, weights, carried, cut(rates, part), loss, residual)
         reads.append(read)
     agree(torch.cat(reads, dim=3), exact, 1e-10)
     for place, (last, momenta) in enumerate(ends):
@@ -111,13 +111,6 @@ def test_it_is_the_token_by_token_loop(form: str, inner: int, network: str, resi
             agree(ours[b, h], theirs, 1e-10)
         for ours, theirs in zip(carried or (), momenta, strict=carried is not None):
             agree(ours[b, h], theirs, 1e-10)
-    for b, h, g, t in [(0, 1, 0, 3), (1, 0, 1, 36)]:  # weights that stay answer as the last ones do
-        query = inputs["query"]
-        agree(
-            read_memory(query, weights, residual)[b, h, g, t],
-            answer(ends[2 * b + h][0], query[b, h, g, t], residual),
-            1e-10,
-        )
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -125,14 +118,14 @@ def test_it_is_the_token_by_token_loop(form: str, inner: int, network: str, resi
 def test_an_inner_chunk_may_be_read_in_parts(form: str, network: str) -> None:
     """As decoding does: the tokens before wait, with their keys and values."""
     loss = FORMS[form][0]
-    inputs, weights, carried, pace = drawn(9, form, network)
+    inputs, weights, carried, rates = drawn(9, form, network)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    whole, after, _ = deep_memory(query, key, value, weights, carried, pace, loss)
+    whole, after, _ = deep_memory(query, key, value, weights, carried, rates, loss)
     for tokens in range(1, 10):
         so_far = slice(0, tokens)
         read, last, _ = deep_memory(
             query[..., tokens - 1 : tokens, :], key[..., so_far, :], value[..., so_far, :], weights, carried,
-            cut(pace, so_far), loss,
+            cut(rates, so_far), loss,
         )  # fmt: skip
         agree(read, whole[..., tokens - 1 : tokens, :], 1e-12)
     agree(last[0], after[0], 1e-12)
@@ -142,14 +135,14 @@ def test_an_inner_chunk_may_be_read_in_parts(form: str, network: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_that_are_not_seen_leave_no_trace(form: str, network: str) -> None:
     loss = FORMS[form][0]
-    inputs, weights, carried, pace = drawn(8, form, network)
-    seen = torch.ones_like(pace.rate)
+    inputs, weights, carried, rates = drawn(8, form, network)
+    seen = torch.ones_like(rates.rate)
     seen[..., :3] = 0
-    hidden = Pace(*(None if x is None else x * seen for x in pace[:3]), seen)
+    hidden = InnerRates(*(None if x is None else x * seen for x in rates[:3]), seen)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     alone = slice(3, None)
     expected = deep_memory(
-        query[..., alone, :], key[..., alone, :], value[..., alone, :], weights, carried, cut(pace, alone), loss
+        query[..., alone, :], key[..., alone, :], value[..., alone, :], weights, carried, cut(rates, alone), loss
     )
     found = deep_memory(query[..., alone, :], key, value, weights, carried, hidden, loss)
     agree(found[0], expected[0], 1e-12)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from megamem.model.block import Block
 from torch import nn
 
 from megamem.config.load import parse_config
@@ -10,6 +9,7 @@ from megamem.config.model import MIXERS, ModelConfig
 from megamem.hf.importing import with_closed_gates
 from megamem.memory.base import Mixer
 from megamem.memory.shared.gate import MemoryGate
+from megamem.model.layer import Layer
 from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import info
 from tests.contract.cases import ALL_CASES
@@ -65,5 +65,5 @@ def test_parameters_belong_to_modules_that_are_called(case):
     """ZeRO 3 gathers a parameter by hooks of its module, and what passes states is called past hooks (`Stage`)."""
     stage = meta_stage(case.model(layers=2))
     for name, module in stage.named_modules():
-        if isinstance(module, Mixer | Block | Stage | nn.ModuleDict | nn.ModuleList):
+        if isinstance(module, Mixer | Layer | Stage | nn.ModuleDict | nn.ModuleList):
             assert not module._parameters, f"{name} owns {sorted(module._parameters)}"

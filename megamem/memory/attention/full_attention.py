@@ -32,12 +32,12 @@ class FullAttentionConfig(MixerConfig):
     """Past chunks kept, the oldest dropped first; all if not given. Bound it in streams mode."""
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """One entry of rotated keys and values per finished chunk, and the open chunk."""
+        """Declare one entry of rotated keys and values per finished chunk, and the open chunk."""
         entry = TensorSpec(("chunk", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Attention to the past chunks in reach and within the own one."""
+        """See `MixerConfig.mixing_flops`: attention to the past chunks in reach and within the own one."""
         chunks = -(-sequence_length // model.chunk_size)
         reach = chunks if self.max_chunks is None else self.max_chunks
         past = model.chunk_size * sum(min(chunk, reach) for chunk in range(chunks)) / chunks
@@ -50,7 +50,7 @@ class FullAttentionConfig(MixerConfig):
 
 
 class FullAttention(AttentionProjections):
-    """Keys and values of finished chunks are stored once, rotated by absolute position, and passed on by reference."""
+    """Attention to a list of finished chunks, whose keys are stored once, rotated, and passed on by reference."""
 
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None) -> None:
         super().__init__(model, linears, specs)
@@ -63,9 +63,9 @@ class FullAttention(AttentionProjections):
         outputs, done = [], 0
         while done < query.shape[0]:
             here = chunk.after(done)
-            # never beyond the end of the open chunk, so that entries have one length
+            # not across the end of the open chunk, so that all entries have one length
             tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
-            if self.max_chunks is not None:  # nor beyond a chunk border of any row, where its window moves
+            if self.max_chunks is not None:  # nor across a chunk border of any row, where its reach changes
                 tokens = min(tokens, *(self.chunk - start % self.chunk for start in here.starts))
             part = slice(done, done + tokens)
             output, state = self._attend(query[part], key[part], value[part], state, here)
@@ -75,6 +75,10 @@ class FullAttention(AttentionProjections):
         return self.output(mixed.flatten(2)), state, {}
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        """Attend from some tokens to the past and among themselves; append them to the open chunk.
+
+        query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
+        """
         tokens = query.shape[0]
         tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
         query, key = (self.apply_rotary(x, *tables) for x in (query, key))
@@ -96,16 +100,19 @@ class FullAttention(AttentionProjections):
         }
 
     def _reach(self, starts: tuple[int, ...]) -> list[int]:
-        """Per row: how many tokens before its position it may see."""
+        """Return how many tokens before its position each row may see."""
         if self.max_chunks is None:
             return [max(start, 0) for start in starts]
         window = self.max_chunks * self.chunk
         return [min(start, start % self.chunk + window) if start > 0 else 0 for start in starts]
 
     def _visible(self, entries: list[tuple[Tensor, Tensor]], chunk: Chunk) -> list[Past]:
-        """The entries with, per row, only the columns within its reach: its own document's newest ones."""
+        """Mask entries of keys and values [tokens, batch, ...] to the columns within each row's reach.
+
+        These are the newest columns, of the row's own document; entries that no row reaches are left out.
+        """
         parts: list[Past] = []
-        distance = 0
+        distance = 0  # columns newer than the entry
         for keys, values in reversed(entries):
             size = keys.shape[0]
             reach = [min(max(tokens - distance, 0), size) for tokens in self._reach(chunk.starts)]
@@ -123,6 +130,6 @@ class FullAttention(AttentionProjections):
         return parts[::-1]
 
     def _bounded(self, past: list[dict[str, Tensor]], open_tokens: int, chunk: Chunk) -> list[dict[str, Tensor]]:
-        """The entries within some row's reach; `open_tokens` tokens of it lie in the open chunk."""
+        """Return the entries [tokens, batch, ...] in some row's reach; `open_tokens` of it are in the open chunk."""
         needed = -(-max(0, max(self._reach(chunk.starts)) - open_tokens) // self.chunk)
         return past[max(len(past) - needed, 0) :]

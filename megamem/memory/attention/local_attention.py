@@ -20,7 +20,7 @@ from megamem.parallel.linears import Linears
 
 @MIXERS.register
 class LocalAttentionConfig(MixerConfig):
-    """Causal attention inside blocks; nothing passes from block to block (Transformer++ without memory)."""
+    """Causal attention inside blocks; nothing passes from block to block (Transformer++ without a memory)."""
 
     kind: Literal["local_attention"] = "local_attention"
     """`local_attention`"""
@@ -32,11 +32,11 @@ class LocalAttentionConfig(MixerConfig):
         resolve_block(self.block, model)
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Only the unfinished block of token-by-token decoding."""
+        """See `MixerConfig.state_specs`: only the unfinished block of token-by-token decoding."""
         return open_specs(model)
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Attention within a block."""
+        """See `MixerConfig.mixing_flops`: attention within a block."""
         return local_attention_flops(resolve_block(self.block, model), model, sequence_length, causal)
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> BlockAttention:

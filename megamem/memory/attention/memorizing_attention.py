@@ -161,7 +161,7 @@ class MemorizingAttention(BlockAttention):
     def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document.
 
-        Shapes: see `BlockAttention.mix`.
+        See `BlockAttention.mix`.
         """
         if self.gate is None:
             return output

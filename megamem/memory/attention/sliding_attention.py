@@ -1,4 +1,6 @@
-"""Sliding-window attention: each token attends to itself and the `window` - 1 tokens before it (as in Samba).
+"""Sliding-window attention: each token attends to itself and the `window` - 1 tokens before it.
+
+It is the attention of Samba (Ren et al., "Samba: Simple Hybrid State Space Models", 2024):
 
     y_t = softmax(q_t . k_i / sqrt(d) over t - window < i <= t) v
 
@@ -32,16 +34,19 @@ class SlidingAttentionConfig(MixerConfig):
     """Tokens a query sees, its own included; the chunk's number if not given."""
 
     def resolved(self, model: ModelConfig) -> int:
-        """The window's tokens."""
+        """Return the number of tokens of the window."""
         return self.window or model.chunk_size
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The window's keys and values, the newest last; zeros where the document is shorter."""
+        """Declare the window's keys and values, the newest last; zeros where the document is shorter."""
         spec = TensorSpec((self.resolved(model) - 1, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": spec, "values": spec}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Attention to what the window holds; as computed, to all of a part's keys and the window before them."""
+        """See `MixerConfig.mixing_flops`: attention to what the window holds.
+
+        As computed (causal False), to all of a part's keys and the window before them.
+        """
         window = min(self.resolved(model), sequence_length)
         if causal:
             keys = window - window * (window - 1) / (2 * sequence_length)
@@ -55,12 +60,12 @@ class SlidingAttentionConfig(MixerConfig):
 
 
 def part_tokens(window: int) -> int:
-    """Queries that share one rectangle of keys: few enough that most of it is within their windows."""
+    """Return how many queries share one rectangle of keys: few enough that most of it is within their windows."""
     return min(window, max(window // 4, 64))
 
 
 def _computed_keys(window: int, chunk: int, sequence_length: int) -> float:
-    """Keys per query, averaged over a sequence, counting whole rectangles."""
+    """Return the keys per query, averaged over a sequence, counting whole rectangles."""
     step, computed = part_tokens(window), 0
     for first in range(0, sequence_length, chunk):
         last = min(first + chunk, sequence_length)
@@ -91,21 +96,25 @@ class SlidingAttention(AttentionProjections):
             own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
             outputs.append(attention(query[begin:end], *own, past, self.backend))
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        # copies: a view would keep the call's own keys and values alive
+        # copies: views would keep the call's own keys and values alive
         state = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
         return self.output(mixed.flatten(2)), state, {}
 
     def _past(self, keys: Tensor, values: Tensor, begin: int, end: int, chunk: Chunk) -> list[Past]:
-        """What the queries begin..end-1, rows starting at chunk.starts, see of what lies before them."""
+        """Return the part of the window before queries begin .. end - 1, masked to what each of them sees.
+
+        keys, values: the state and the call's own, [window - 1 + tokens, batch, local kv_heads, head_dim].
+        chunk: the place of query `begin`.
+        """
         reach = [min(max(start, 0), self.window - 1) for start in chunk.starts]
         longest = max(reach)
         if not longest:
             return []
         part = slice(self.window - 1 + begin - longest, self.window - 1 + begin)
-        # from the query on backwards: column c is `longest - c` tokens before the first query
+        # column c lies `longest - c` tokens before the first query
         ages = torch.arange(longest, 0, -1, device=keys.device)
         visible: Tensor | None = None
-        if longest + end - begin > self.window:  # later queries have lost sight of the first columns
+        if longest + end - begin > self.window:  # the first columns have left the windows of later queries
             rows = torch.arange(end - begin, device=keys.device)
             visible = (ages + rows[:, None] < self.window)[None, None]
         if min(reach) < longest:

@@ -1,14 +1,21 @@
-"""Log-linear attention: memories of segments that double in length, merged as a counter carries (Fenwick levels).
+"""Log-linear attention: memories of segments that double in length, merged as a binary counter carries (Fenwick tree).
 
-Guo et al., "Log-Linear Attention", 2025, and its form over deep memories in paper 004's comparison (Memory Caching).
-After n segments, level l holds the memory of 2^l of them if bit l of n is set; the open segment is read besides:
+Guo et al., "Log-Linear Attention", 2025, and its form over deep memories in the comparison of "Memory Caching: RNNs
+with Growing Memory" (Behrouz et al.). After n segments, level l holds the memory of 2^l of them if bit l of n is set;
+the open segment is read besides:
 
     y_t = g_t M_t(q_t) + sum_l g_t^(l) M^(l)(q_t),   g_t^(l) = softplus(c_l w_l . x_t), per head
 
-A segment that ends is merged with the levels it carries into. Memories that began alike add up,
-change(both) = change(later) + kept(later) change(earlier), kept the product of the later one's decays: exactly what
-reading both in one go gives a linear memory; for a deep one the gradients of each were taken at its own weights.
-Segments of one token over linear attention are the published mechanism.
+A segment that ends is merged with the levels it carries into: after segment n + 1 the levels below the lowest zero bit
+of n are emptied, and all they held lies in that level. What two segments have written adds up,
+
+    change(both) = change(later) + kept(later) change(earlier),   kept = product of the decays of the later one's tokens
+
+which is exactly what reading both in one go gives a linear memory; for a deep one the gradients of each were taken at
+its own weights. Segments of one token over linear attention are the published mechanism.
+
+Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, D head_dim, V
+width of a head's values.
 """
 
 from __future__ import annotations
@@ -48,19 +55,18 @@ class LogLinearConfig(SegmentedConfig):
         return issubclass(memory, RecurrentConfig) and memory.mergeable
 
     def merged(self, model: ModelConfig) -> list[str]:
-        """State tensors of the memory that segments leave behind: what is written, momentum left out."""
+        """Name the state tensors of the memory that segments leave behind: what is written, momentum left out."""
         return list(self.recurrent.snapshot_shapes(model))
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The open memory and the levels, with the sums of the logarithms of the decays that each has seen."""
+        """Declare the open memory and the levels, each with the sum of the logarithms of the decays of its tokens."""
         own = self.recurrent.state_specs(model)
         specs: dict[str, TensorSpec] = {}
         for name in self.merged(model):
             spec = own[name]
             assert isinstance(spec, TensorSpec)
-            specs[f"level_{name}"] = TensorSpec(
-                (*spec.shape[:2], self.levels, *spec.shape[2:]), spec.dtype, spec.shard
-            )  # fmt: skip
+            shape = (*spec.shape[:2], self.levels, *spec.shape[2:])
+            specs[f"level_{name}"] = TensorSpec(shape, spec.dtype, spec.shard)
         return {
             **own,
             **specs,
@@ -69,21 +75,21 @@ class LogLinearConfig(SegmentedConfig):
         }
 
     def occupied(self, segments: int) -> list[int]:
-        """Levels that hold something after so many segments."""
+        """Return the levels that hold something after so many segments: its set bits, higher ones as the last level."""
         last = self.levels - 1
         return [n for n in range(self.levels) if (segments >> n) & 1 or (n == last and segments >> n)]
 
     def projection_parameters(self, model: ModelConfig) -> int:
-        """The memory's, and the gates'."""
+        """Count those of the memory, and of the gates."""
         gates = model.hidden_size * model.heads * (self.levels + 1)
         return self.recurrent.projection_parameters(model) + gates
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """The memory's, and the factors of the gates."""
+        """Count those of the memory, and the factors of the gates."""
         return self.recurrent.extra_parameters(model) + model.heads * (self.levels + 1)
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """The memory's; `memory_levels`, what merged segments answer."""
+        """See `MixerConfig.mixing_flops`; `memory_levels` counts what merged segments answer."""
         parts = self.recurrent.memory_flops(model, sequence_length, causal, min(self.segment, sequence_length))
         segments = -(-sequence_length // self.segment)
         read = sum(len(self.occupied(n)) for n in range(segments)) / segments
@@ -96,7 +102,7 @@ class LogLinearConfig(SegmentedConfig):
 
 
 class LevelGates(nn.Module):
-    """softplus(c_l w_l . x) per token, head and level, the open segment's first."""
+    """The gates softplus(c_l w_l . x) of each token, head and level, that of the open segment first."""
 
     def __init__(self, model: ModelConfig, linears: Linears, count: int) -> None:
         super().__init__()
@@ -105,7 +111,7 @@ class LevelGates(nn.Module):
         self.factor = declare(nn.Parameter(torch.empty(local, count)), constant(1.0), shard_axis=0)
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[tokens, batch, hidden_size] -> [batch, local heads, tokens, count] in `dtype`."""
+        """Map x [T, B, hidden_size] to gates [B, local heads, T, 1 + levels] in `dtype`."""
         projected = self.weight(x).to(dtype).unflatten(-1, self.factor.shape)
         return F.softplus(self.factor.to(dtype) * projected).permute(1, 2, 0, 3)
 
@@ -146,15 +152,19 @@ class LogLinear(Mixer):
         return self.memory.finish(read, x, inputs), state, {}
 
     def _finished(self, block_slice: BlockSlice) -> list[int]:
-        """Per row: segments before the open one."""
+        """Return the number of segments before the open one, for each row."""
         return [max(start, 0) // self.config.segment for start in block_slice.starts]
 
     def _levels(self, query: Tensor, gates: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
-        """What the levels answer, weighted; gates [batch, kv_heads, groups, tokens, levels]."""
+        """Return the sum of what the levels answer times their gates, [B, H, G, T, V].
+
+        query: [B, H, G, T, D]; gates: [B, H, G, T, levels].
+        """
         holding = [self.config.occupied(count) for count in self._finished(block_slice)]
         answers = query.new_zeros(())
         for level in sorted({level for row in holding for level in row}):
             share = gates[..., level, None]
+            # rows whose level is empty read nothing of it
             if not all(level in row for row in holding):
                 share = share * to_device([level in row for row in holding], share.device, share.dtype).view(
                     -1, *[1] * (share.ndim - 1)
@@ -164,45 +174,49 @@ class LogLinear(Mixer):
         return answers
 
     def _close(self, state: State, block_slice: BlockSlice) -> State:
-        """Merge the memory of rows whose segment ends into their levels, and begin their next one."""
+        """Merge the memory of rows whose segment ends into their levels, and begin their next segment.
+
+        The ended segment moves up level by level, as a carry does: at each level below its target it takes in what that
+        level holds and leaves it empty; at its target, which is empty unless it is the last, it stays.
+        """
         counts = self._finished(block_slice)
         last = self.config.levels - 1
-        # the level each row's segment comes to lie in, once those below are merged with it
+        # target: the lowest zero bit of the row's count of segments; -1 for rows whose segment goes on
         target = [min((~count & (count + 1)).bit_length() - 1, last) for count in counts]
         target = [level if closing else -1 for level, closing in zip(target, block_slice.closing, strict=True)]
         device = state["log_kept"].device
-        own = {name: state[name][:, :, None] for name in self.names} | {"log_kept": state["log_kept"][:, :, None]}
-        new: dict[str, list[Tensor]] = {name: [] for name in own}
+        carried = {name: state[name][:, :, None] for name in self.names} | {"log_kept": state["log_kept"][:, :, None]}
+        new: dict[str, list[Tensor]] = {name: [] for name in carried}
         for level in range(last + 1):
-            held = {name: state[f"level_{name}"][:, :, level : level + 1] for name in own}
+            held = {name: state[f"level_{name}"][:, :, level : level + 1] for name in carried}
             here, below = [t == level for t in target], [t > level for t in target]
-            # what this level held goes into the segment on its way up, or in at the last level, where it stays
+            # a segment that passes this level takes it in, and so does one that stays at the last level
             merging = [b or (h and level == last) for h, b in zip(here, below, strict=True)]
             if any(merging):
-                own = _where(merging, self._merged(held, own), own, device)
-            kept = _where(below, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
-            for name, tensor in _where(here, own, kept, device).items():
+                carried = _select(merging, self._merged(held, carried), carried, device)
+            left = _select(below, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
+            for name, tensor in _select(here, carried, left, device).items():
                 new[name].append(tensor)
         closing = list(block_slice.closing)
         fresh = {name: torch.zeros_like(state[name]) for name in ("log_kept", *self.memory.renewed())}
         return {
             **state,
             **{f"level_{name}": torch.cat(parts, dim=2) for name, parts in new.items()},
-            **_where(closing, fresh, {name: state[name] for name in fresh}, device),
+            **_select(closing, fresh, {name: state[name] for name in fresh}, device),
         }
 
     def _merged(self, earlier: State, later: State) -> State:
-        """Of two segments, one after the other."""
+        """Return what two segments have written, one after the other, and the decays of both."""
         kept = later["log_kept"].exp()
-        found = {
+        changes = {
             name: later[name] + kept.view(*kept.shape, *[1] * (later[name].ndim - kept.ndim)) * earlier[name]
             for name in self.names
         }
-        return {**found, "log_kept": earlier["log_kept"] + later["log_kept"]}
+        return {**changes, "log_kept": earlier["log_kept"] + later["log_kept"]}
 
 
-def _where(rows: list[bool], yes: State, no: State, device: torch.device) -> State:
-    """`yes` in rows that are true, `no` in others."""
+def _select(rows: list[bool], yes: State, no: State, device: torch.device) -> State:
+    """Return a state that is `yes` in the rows that are true, and `no` in the others."""
     if all(rows):
         return yes
     if not any(rows):

@@ -1,18 +1,35 @@
-"""Memory Caching (paper 004): a recurrent memory whose states at the ends of segments are kept and read beside it.
+"""Memory Caching: a recurrent memory whose states at the ends of segments are kept and read beside it.
 
-    residual   y_t = M_t(q_t) + sum_i M^(i)(q_t)                                           (equation 7)
-    grm        y_t = g_t M_t(q_t) + sum_i g_t^(i) M^(i)(q_t)                               (8)
-    soup       y_t = M*(q_t), each matrix of M* being g_t W_t + sum_i g_t^(i) W^(i)        (13)
-    ssc        as grm, over the open segment and the `top_k` kept ones of highest score  (15)
-    g^(i) = softmax over segments of u_t . pool_i, pool the mean of a segment's keys; of the open one, of those so far
+Behrouz et al., "Memory Caching: RNNs with Growing Memory". With M_t the memory of the open segment, M^(i) what it was
+at the end of segment i, and g their shares (gamma in the paper):
 
-Segments begin with the document. Kept memories stand in a growing list, one entry per chunk, and are never copied.
+    residual   y_t = M_t(q_t) + sum_i M^(i)(q_t)                              Residual Memory (equation 7)
+    grm        y_t = g_t M_t(q_t) + sum_i g_t^(i) M^(i)(q_t)                  Gated Residual Memory (8)
+    soup       y_t = M*(q_t), each matrix of M*: g_t W_t + sum_i g_t^(i) W^(i)    Memory Soup (13)
+    ssc        as grm, over the open segment and the `top_k` kept ones        Sparse Selective Caching (15)
+               of highest score
+    g^(i) = softmax over segments of <u_t, pool_i>                            (9, 14)
+
+u_t is a projection of the token, and pool_i the mean of a segment's keys, that of the open one up to the token.
+Segments begin with the document.
+
+The state is that of the recurrent memory, and
+
+    key_sum    sum of the open segment's keys, from which its pool is made
+    closed_*   memories and pools of the segments of the open chunk that have ended, column by column
+    kept       a list with one entry per finished chunk: the closed_* columns of that chunk, never copied again
+
+Rows of a batch may end their segments at different times (left-padded prompts). Whenever some row's segment ends, every
+row gets a column, and `filled` says whether the row's own segment ended there.
+
+Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, N kept
+segments, D head_dim, V width of a head's values.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import PositiveInt
@@ -38,16 +55,17 @@ class MemoryCachingConfig(SegmentedConfig):
     memory: AnyMixer
     """The recurrent memory: linear_attention, retnet, delta_net, ssd, dla, titans or memora, with its own fields."""
     combine: Literal["residual", "grm", "soup", "ssc"] = "grm"
-    """How kept memories take part: their answers are summed; summed with gates; their weights are mixed before a query
-    reads them; or only the answers of the `top_k` most fitting are summed with gates."""
+    """How kept memories take part, by the paper's names: Residual Memory sums their answers; Gated Residual Memory sums
+    them with gates; Memory Soup mixes their weights before a query reads them; Sparse Selective Caching sums, with
+    gates, the answers of the `top_k` best-fitting ones alone."""
     segment: PositiveInt = 256
     """Tokens after which the memory's state is kept. Divides model.chunk_size."""
     gate: Literal["softmax", "sigmoid", "raw"] = "softmax"
-    """What becomes of the scores: a softmax over kept segments and the open one, sigmoids, or nothing."""
+    """How scores become shares: by a softmax over the kept segments and the open one, by sigmoids, or unchanged."""
     pooling: Literal["mean", "sum"] = "mean"
-    """How a segment's keys become the vector that scores are made with."""
+    """How a segment's keys become the vector that tokens are scored against."""
     router: Literal["own", "query"] = "own"
-    """The other vector: a projection of the token, or its query."""
+    """What a token is scored with: a projection of its own, or its query."""
     write: Literal["independent", "continued"] = "independent"
     """Whether each segment starts from a fresh memory, or from the one that the segment before it ended with."""
     top_k: PositiveInt = 2
@@ -55,8 +73,10 @@ class MemoryCachingConfig(SegmentedConfig):
     max_chunks: PositiveInt | None = None
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
 
-    def kept_specs(self, model: ModelConfig, memories: int | str, kind: Any = "memory") -> dict[str, TensorSpec]:
-        """The end of `memories` segments: their weights, pooled keys, and whether the row's segment ended there."""
+    def kept_specs(
+        self, model: ModelConfig, memories: int | str, kind: Literal["memory", "open"]
+    ) -> dict[str, TensorSpec]:
+        """Declare what is kept of `memories` segments: weights, pooled keys, and whose segment ended there."""
         shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.resolved_head_dim,)}
         specs = {
             name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
@@ -65,18 +85,18 @@ class MemoryCachingConfig(SegmentedConfig):
         return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The open memory and the sum of its segment's keys, the kept ones by chunk, and those of the open chunk."""
-        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment), self.max_chunks)
-        open_tokens = self.kept_specs(model, "open", "open")
+        """Declare the open memory, the sum of its segment's keys, and kept memories: by chunk, of the open chunk."""
+        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment, "memory"), self.max_chunks)
+        closed = self.kept_specs(model, "open", "open")
         return {
             **self.recurrent.state_specs(model),
             "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
             "kept": kept,
-            **{f"closed_{name}": spec for name, spec in open_tokens.items()},
+            **{f"closed_{name}": spec for name, spec in closed.items()},
         }
 
     def reach(self, start: int, chunk_size: int) -> int:
-        """How many segments before its open one a row at position `start` may read."""
+        """Return how many segments before its open one a row at position `start` may read."""
         if start <= 0:
             return 0
         if self.max_chunks is None:
@@ -89,16 +109,18 @@ class MemoryCachingConfig(SegmentedConfig):
         return self.combine != "residual" and self.router == "own"
 
     def projection_parameters(self, model: ModelConfig) -> int:
-        """The memory's, and the router's."""
+        """Count those of the memory, and the router's."""
         router = model.hidden_size * model.heads * model.resolved_head_dim if self.routed else 0
         return self.recurrent.projection_parameters(model) + router
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """The memory's."""
+        """Count those of the memory."""
         return self.recurrent.extra_parameters(model)
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """The memory's; `memory_routing`, the scores, and `memory_caching`, what the kept ones answer.
+        """See `MixerConfig.mixing_flops`.
+
+        Beside the memory's own, `memory_routing` counts the scores and `memory_caching` what kept memories answer.
 
         Each token reads all segments before its own, within reach; with `ssc` `top_k` of them at most.
         """
@@ -115,23 +137,25 @@ class MemoryCachingConfig(SegmentedConfig):
         return parts
 
     def side_by_side(self) -> bool:
-        """Whether the segments of a call are written at the same time: where none knows of another's memory, and none
-        is read while it is written, as mixtures of networks are."""
+        """Return whether the segments of a call are written at the same time, as rows of a batch.
+
+        They are where no segment knows of another's memory, and none has others mixed in while it is written.
+        """
         return self.write == "independent" and not self.mixes()
 
     def mixes(self) -> bool:
-        """Whether networks are mixed. Of single matrices, a mixture answers with the mixture of their answers."""
+        """Return whether networks are mixed matrix by matrix. A mixture of single matrices is that of their answers."""
         return self.combine == "soup" and not isinstance(self.recurrent, MatrixConfig)
 
     def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
-        """Kept memories within a token's reach, and those of them it reads; means over a sequence."""
+        """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
         within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
         return sum(within) / len(segments), sum(read) / len(segments)
 
     def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
-        """The share of the kept memories that is read."""
+        """See `MixerConfig.summary`: the share of the kept memories that is read."""
         within, read = self.kept_and_read(model, sequence_length)
         share = f", {read / within:.0%}" if within else ""
         return f"memory caching ({self.combine}): a token reads {read:.2f} of {within:.2f} kept memories{share}"
@@ -156,7 +180,7 @@ class MemoryCaching(Mixer):
         self.per_chunk = model.chunk_size // config.segment
         # mixed networks are read matrix by matrix, and so within one block of the memory
         self.step = config.recurrent.block() if config.mixes() else config.segment
-        # for scores of keys that are not unit vectors, and of queries that are not scaled by their width
+        # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
         self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys))
         self.router = None
         if config.routed:
@@ -169,32 +193,33 @@ class MemoryCaching(Mixer):
         x = self.linears.enter(hidden)
         inputs, after = self.memory.inputs(x, state, chunk)
         state = {**state, **after}
-        asking = inputs.query
+        # u [B, H, G, T, D]
+        router_query = inputs.query
         if self.router is not None:
-            own = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
-            asking = own.unflatten(1, (-1, self.memory.groups))
+            projected = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
+            router_query = projected.unflatten(1, (-1, self.memory.groups))
         if self.score_scale != 1.0:
-            asking = asking * self.score_scale
+            router_query = router_query * self.score_scale
         reads, done = [], 0
         while done < inputs.tokens:
             here = chunk.after(done)
             left = inputs.tokens - done
-            count = self._side_by_side(here, left, state)
+            count = self._whole_segments(here, left, state)
             if count:
                 part = slice(done, done + count * self.config.segment)
-                read, state = self._read_segments(inputs.part(part), asking[..., part, :], state, here, count)
-            else:  # to the next border of any row
+                read, state = self._read_segments(inputs.part(part), router_query[..., part, :], state, here, count)
+            else:  # up to the next border of any row
                 tokens = min(left, *(self.step - start % self.step for start in here.starts))
                 part = slice(done, done + tokens)
                 block_slice = BlockSlice(0, tokens, here.starts, self.config.segment)
-                read, state = self._read(inputs.part(part), asking[..., part, :], state, block_slice)
+                read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice)
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
         return self.memory.finish(read, x, inputs), state, {}
 
-    def _side_by_side(self, chunk: Chunk, tokens: int, state: State) -> int:
-        """How many whole segments can be written at the same time from here on."""
+    def _whole_segments(self, chunk: Chunk, tokens: int, state: State) -> int:
+        """Return how many whole segments of the open chunk can be written at the same time; 0 if not several."""
         size = self.config.segment
         if not self.config.side_by_side() or any(start < 0 or start % size for start in chunk.starts):
             return 0
@@ -202,41 +227,54 @@ class MemoryCaching(Mixer):
         return count if count > 1 else 0
 
     def _read_segments(
-        self, inputs: Inputs, asking: Tensor, state: State, chunk: Chunk, count: int
+        self, inputs: Inputs, router_query: Tensor, state: State, chunk: Chunk, count: int
     ) -> tuple[Tensor, State]:
-        """`count` whole segments of each row."""
+        """Write `count` whole segments of each row at the same time, then read them one after the other.
+
+        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        """
         size, rows = self.config.segment, chunk.rows
+        # each segment is a batch row of its own with a fresh memory: [B * count, ...]
         starts = tuple(start + size * i for start in chunk.starts for i in range(count))
         fresh = self.memory.initial_state(rows * count, inputs.key.device, inputs.key.dtype)
-        parts = inputs.side_by_side(count)
-        answered, memory = self.memory.recur(parts, fresh, Chunk(starts))
-        key_sums = parts.key.to(state["key_sum"].dtype).cumsum(2)
+        segments = inputs.side_by_side(count)
+        answered, memory = self.memory.recur(segments, fresh, Chunk(starts))
+        key_sums = segments.key.to(state["key_sum"].dtype).cumsum(2)
         pools = self._pool(key_sums, [[1 + t for t in range(size)]])
         ends = [*self.memory.snapshot(memory), pools[:, :, -1]]
-        # [batch * count, heads, ...] -> [batch, heads, count, ...]
+        # what is kept of each: [B * count, H, ...] -> [B, H, count, ...]
         new = [x.unflatten(0, (rows, count)).movedim(1, 2) for x in ends]
         filled = state["closed_filled"].new_ones(rows, count)
         answered, pools = (x.unflatten(0, (rows, count)) for x in (answered, pools))
         reads = []
         for i in range(count):
+            # segment i reads its own memory, those of the segments before it, and the ones kept earlier
             part = slice(i * size, (i + 1) * size)
             before = {name: x[:, :, :i] for name, x in zip(self.names[:-1], new, strict=True)}
             here = BlockSlice(0, size, chunk.after(part.start).starts, size)
-            kept = self._kept([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
-            own, shares = gate_shares(asking[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
+            kept = self._readable([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
+            own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
             reads.append(own * answered[:, i] + self._answers(inputs.query[..., part, :], kept, shares))
-        return torch.cat(reads, dim=-2), self._keep(state, new, filled, here)
+        return torch.cat(reads, dim=-2), self._append(state, new, filled, here)
 
-    def _read(self, inputs: Inputs, asking: Tensor, state: State, block_slice: BlockSlice) -> tuple[Tensor, State]:
-        """Tokens within one segment of each row."""
-        kept = self._kept(self._entries(state), block_slice)
+    def _read(
+        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: BlockSlice
+    ) -> tuple[Tensor, State]:
+        """Write and read tokens that lie within one segment of each row; the segment is kept if it ends with them.
+
+        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        """
+        kept = self._readable(self._entries(state), block_slice)
+        # the open segment's pool at each token: the mean of its keys so far
         key_sums = state["key_sum"][:, :, None] + inputs.key.to(state["key_sum"].dtype).cumsum(2)
-        pools = self._pool(key_sums, [[offset + 1 + t for t in range(inputs.tokens)] for offset in block_slice.offsets])
-        own, shares = gate_shares(asking.to(pools.dtype), pools, kept, self.gating)
+        counts = [[offset + 1 + t for t in range(inputs.tokens)] for offset in block_slice.offsets]
+        pools = self._pool(key_sums, counts)
+        own, shares = gate_shares(router_query.to(pools.dtype), pools, kept, self.gating)
         chunk = Chunk(block_slice.starts)
         if self.config.mixes():
 
             def join(matrix: int, x: Tensor, answered: Tensor) -> Tensor:
+                """Mix what the open memory's matrix answers, [B, H, G, T, out], with what the kept ones' do."""
                 return own * answered + sum(
                     self.memory.product(matrix, x, part.weights, share)
                     for part, share in zip(kept, shares, strict=True)
@@ -250,7 +288,10 @@ class MemoryCaching(Mixer):
         return read, self._close(state, block_slice) if any(block_slice.closing) else state
 
     def _answers(self, query: Tensor, kept: list[Segments], shares: list[Tensor]) -> Tensor:
-        """Of kept memories, weighted; with `ssc` only what the router chose is computed."""
+        """Return the sum of the kept memories' answers times their shares, [B, H, G, T, V].
+
+        query: [B, H, G, T, D]; shares: [B, H, G, T, N] of each list. With `ssc` only what the router chose is computed.
+        """
         if not kept:
             return query.new_zeros(())
         query = query.to(shares[0].dtype)
@@ -260,21 +301,26 @@ class MemoryCaching(Mixer):
         return sum(answers, query.new_zeros(()))
 
     def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
-        """Means of keys from their sums [batch, heads, tokens, width] and counts per row and token; or the sums."""
+        """Return means of keys from their sums [B, H, T, D] and their counts by row and token; or the sums."""
         if self.config.pooling == "sum":
             return key_sums
         return key_sums / to_device(counts, key_sums.device, key_sums.dtype)[:, None, :, None]
 
     def _entries(self, state: State) -> list[dict[str, Tensor]]:
-        """What is kept, the newest first."""
+        """Return all that is kept, the open chunk's columns first, then those of past chunks, the newest first."""
         return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
 
-    def _kept(self, entries: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[Segments]:
-        """Kept memories that some row may read, newest last, with those each row may; entries: the newest first."""
+    def _readable(self, entries: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[Segments]:
+        """Return the kept segments that some row may read, the newest last, with a mask of those each row may.
+
+        entries: tensors [B, H, N, ...] of kept segments, the newest entry first, within it the newest column last.
+        """
         reach = [self.config.reach(start, self.sizes["chunk"]) for start in block_slice.starts]
+        # enough columns for the row with the longest reach, even if rows never end their segments together
         columns = max(reach) * self._grids(block_slice)
         parts: list[Segments] = []
-        newer = entries[0]["filled"].new_zeros(len(reach), 1)  # memories of each row that are newer than the part
+        # how many of each row's own segments are newer than the entry [B, 1]
+        newer = entries[0]["filled"].new_zeros(len(reach), 1)
         limit = to_device(reach, newer.device, newer.dtype)[:, None]
         for entry in entries:
             if columns <= 0:
@@ -283,6 +329,7 @@ class MemoryCaching(Mixer):
             if not filled.shape[1]:
                 continue
             columns -= filled.shape[1]
+            # how many of the row's own segments there are from each column to the newest, [B, N]
             from_here = filled.flip(1).cumsum(1).flip(1) + newer
             visible = (filled > 0) & (from_here <= limit)
             newer = from_here[:, :1]
@@ -291,7 +338,7 @@ class MemoryCaching(Mixer):
         return parts[::-1]
 
     def _grids(self, block_slice: BlockSlice) -> int:
-        """How many different grids of segments the rows have: so many columns may be written per segment."""
+        """Return how many different grids of segments the rows have: so many columns may be written per segment."""
         return len({start % self.config.segment for start in block_slice.starts})
 
     def _close(self, state: State, block_slice: BlockSlice) -> State:
@@ -301,7 +348,7 @@ class MemoryCaching(Mixer):
         new = [*(x[:, :, None] for x in self.memory.snapshot(state)), pool]
         if not all(block_slice.closing):  # nothing is kept of other rows
             new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
-        state = self._keep(state, new, closing.to(state["closed_filled"].dtype)[:, None], block_slice)
+        state = self._append(state, new, closing.to(state["closed_filled"].dtype)[:, None], block_slice)
         renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
         if self.config.write == "independent":
             renewed |= {name: torch.zeros_like(state[name]) for name in self.memory.renewed()}
@@ -310,11 +357,11 @@ class MemoryCaching(Mixer):
             state[name] = fresh if all(block_slice.closing) else torch.where(rows, fresh, state[name])
         return state
 
-    def _keep(self, state: State, new: list[Tensor], filled: Tensor, block_slice: BlockSlice) -> State:
-        """Append finished segments to the kept ones, and the entry to the list once the chunk is full.
+    def _append(self, state: State, new: list[Tensor], filled: Tensor, block_slice: BlockSlice) -> State:
+        """Append columns of finished segments, and the chunk's columns to the list once there are all of them.
 
-        new: memories and pools [batch, heads, segments, ...] of segments that end with the slice; filled: whether each
-            row has such a segment, [batch, segments] int64.
+        new: memories and pools [B, H, N, ...] of segments that end with the slice; filled: whether each row has such a
+            segment, [B, N] int64.
         """
         columns = {
             name: torch.cat((state[f"closed_{name}"], column), dim=_axis(name))
@@ -331,11 +378,12 @@ class MemoryCaching(Mixer):
         }
 
     def _bounded(self, kept: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[dict[str, Tensor]]:
-        """The entries within some row's reach; rows on grids of their own each fill columns of theirs."""
+        """Return the entries [B, H, N, ...] within some row's reach; rows on a grid of their own fill own columns."""
         reach = max(self.config.reach(end, self.sizes["chunk"]) for end in block_slice.ends) * self._grids(block_slice)
         needed = -(-reach // self.per_chunk)
         return kept[max(len(kept) - needed, 0) :]
 
 
 def _axis(name: str) -> int:
+    """Return the axis of the segments in a tensor that is kept."""
     return 1 if name == "filled" else 2

@@ -1,4 +1,8 @@
-"""Segments whose memories are kept: how well each fits a token, and the share of its answer in the token's."""
+"""Scores and shares of kept segments: how well each fits a token, and how much of the token's answer it gets.
+
+Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, N kept
+segments, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +24,42 @@ class Segments(NamedTuple):
     """Some kept segments."""
 
     weights: tuple[Tensor, ...]
-    """Of their memories, [batch, heads, segments, ...] each."""
+    """The matrices of their memories, [B, H, N, ...] each."""
     pools: Tensor
-    """[batch, heads, segments, width]"""
+    """The pooled keys of each segment, [B, H, N, D]."""
     visible: Tensor
-    """Which each row may read, [batch, segments] bool."""
+    """Which of them each row may read, [B, N] bool."""
 
 
-def gate_shares(asking: Tensor, pools: Tensor, kept: list[Segments], gating: Gating) -> tuple[Tensor, list[Tensor]]:
-    """What part of each token's answer comes from the open segment, and from each kept one.
+def gate_shares(
+    router_query: Tensor, pools: Tensor, kept: list[Segments], gating: Gating
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the shares (gamma in the paper) of the open segment and of each kept one in each token's answer.
+
+    Source: Behrouz et al., "Memory Caching: RNNs with Growing Memory", equations 9, 14 and 15.
 
     Args:
-        asking: u [batch, heads, groups, tokens, width].
-        pools: of the open segment up to each token, [batch, heads, tokens, width].
+        router_query: u [B, H, G, T, D].
+        pools: the pooled keys of the open segment up to each token, [B, H, T, D].
         kept: lists of kept segments.
         gating: how they are weighed.
-    Returns: shares of the open segment [batch, heads, groups, tokens, 1]; of each list [..., tokens, segments].
+    Returns: shares of the open segment [B, H, G, T, 1]; for each list those of its segments, [B, H, G, T, N].
     """
     sizes = [part.pools.shape[2] for part in kept]
-    # [batch, 1, 1, 1, segments]
+    # [B, 1, 1, 1, N]
     visible = [part.visible[:, None, None, None] for part in kept]
     if gating.combine == "residual":
-        shape = asking.shape[:-1]
-        return asking.new_ones((*shape, 1)), [v.to(asking.dtype).expand(*shape, -1) for v in visible]
-    own = (asking * pools[:, :, None]).sum(-1, keepdim=True)
+        # equation 7: every share is 1
+        shape = router_query.shape[:-1]
+        return router_query.new_ones((*shape, 1)), [v.to(router_query.dtype).expand(*shape, -1) for v in visible]
+    # scores r = <u_t, pool> of the open segment, and of all kept ones side by side
+    own = (router_query * pools[:, :, None]).sum(-1, keepdim=True)
     if not kept:
         return _gates(own, gating.gate), []
-    scores = torch.cat([asking @ part.pools.mT[:, :, None] for part in kept], dim=-1)
+    scores = torch.cat([router_query @ part.pools.mT[:, :, None] for part in kept], dim=-1)
     allowed = torch.cat(visible, dim=-1).expand(scores.shape)
     if gating.combine == "ssc":
-        allowed = allowed & _best(scores.masked_fill(~allowed, -torch.inf), gating.top_k)
+        allowed = allowed & _highest(scores.masked_fill(~allowed, -torch.inf), gating.top_k)
     if gating.gate == "softmax":
         shares = torch.cat((own, scores.masked_fill(~allowed, -torch.inf)), dim=-1).softmax(-1)
         return shares[..., :1], list(shares[..., 1:].split(sizes, dim=-1))
@@ -58,12 +68,14 @@ def gate_shares(asking: Tensor, pools: Tensor, kept: list[Segments], gating: Gat
 
 
 def _gates(scores: Tensor, gate: str) -> Tensor:
-    if gate == "softmax":  # of one segment alone
+    """Return the shares that scores [B, H, G, T, N] come to, each by itself."""
+    if gate == "softmax":
+        # the softmax over one segment alone; the scores stay in the graph, with gradients of zero
         return torch.ones_like(scores) + 0.0 * scores
     return scores.sigmoid() if gate == "sigmoid" else scores
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest of the last axis, as a mask; ties go to the first."""
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return where the `count` highest scores [B, H, G, T, N] of each token are, bool; ties go to the first."""
     chosen = scores.topk(min(count, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)

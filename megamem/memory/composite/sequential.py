@@ -1,8 +1,9 @@
-"""Mixers one after the other in the same block, each with a norm and a residual of its own.
+"""Mixers one after the other in the same layer, each with a norm and a residual of its own.
 
     y_1 = m_1(x),   y_n = y_{n-1} + m_n(norm(x + y_{n-1}))
 
-With Titans before sliding-window attention this is Titans' "memory as a layer" (MAL; Behrouz et al., 2024).
+With Titans before sliding-window attention this is Titans' "memory as a layer" (MAL; Behrouz, Zhong and Mirrokni,
+"Titans: Learning to Memorize at Test Time", 2024).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megamem.parallel.linears import Linears
 
 @MIXERS.register
 class SequentialConfig(MixerConfig):
-    """Several mixers one after the other in one block: Titans-MAL is titans before sliding_attention."""
+    """Several mixers one after the other in one layer: Titans-MAL is titans before sliding_attention."""
 
     kind: Literal["sequential"] = "sequential"
     """`sequential`"""
@@ -34,7 +35,7 @@ class SequentialConfig(MixerConfig):
             mixer.check(model)
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Those of all mixers, `0_` before the names of the first."""
+        """Declare the states of all mixers, with `0_` before the names of the first."""
         return {f"{i}_{name}": s for i, mixer in enumerate(self.mixers) for name, s in mixer.state_specs(model).items()}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -68,7 +69,10 @@ class SequentialConfig(MixerConfig):
 
 
 class Sequential(Mixer):
-    """Each mixer reads what those before it have added. The norms between have no weights: projections follow them."""
+    """Mixers that each read what those before have added.
+
+    The norms between them have no weights, as projections follow.
+    """
 
     def __init__(self, mixers: list[Mixer], specs: StateSpec, tp_size: int, eps: float) -> None:
         super().__init__(specs, mixers[0].sizes, tp_size)

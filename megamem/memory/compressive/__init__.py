@@ -1,1 +1,1 @@
-"""Memories that compress past blocks into a state of fixed size."""
+"""Memories of a fixed size into which finished blocks are compressed."""

@@ -1,14 +1,18 @@
 """Infini-Transformer: an associative matrix of all past keys and values per head, mixed with block-local attention.
 
-Munkhdalai, Faruqui and Gopal, "Leave No Context Behind", 2024, as paper 000 compares it: with RMSNorm on what is read.
+Munkhdalai, Faruqui and Gopal, "Leave No Context Behind: Efficient Infinite Context Transformers with Infini-attention",
+2024, in the form that the Elastic Memory paper ("Towards Compressive and Scalable Recurrent Memory") compares: with
+RMSNorm on what is read.
 
     sigma(x) = ELU(x) + 1
-    read     A_mem = sigma(Q) M / (sigma(Q) z)
-    mix      A = g A_mem + (1 - g) A_local,   g = sigmoid(beta), one beta per head
-    write    M <- M + sigma(K)^T (V - sigma(K) M / (sigma(K) z)),   z <- z + sum of sigma(K) over the block
+    read     A_mem = sigma(Q) M / (sigma(Q) z)                                               (equation 3)
+    write    M <- M + sigma(K)^T V,   z <- z + sum of sigma(K) over the block                (4, `update: linear`)
+             M <- M + sigma(K)^T (V - sigma(K) M / (sigma(K) z)),   z likewise               (5, `update: delta`)
+    mix      A = g A_mem + (1 - g) A_local,   g = sigmoid(beta), one beta per head           (6)
 
-Queries and keys are those before rotation. Shapes: [batch, heads, tokens, width]; M [batch, kv_heads, width, width],
-z [batch, kv_heads, width].
+Queries and keys are those before rotation. In the state M is `associations` and z is `mass`.
+
+Letters of shapes: B batch rows, H local query heads, G local key/value heads, T tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class InfiniAttentionConfig(MixerConfig):
         resolve_block(self.block, model)
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """M (the size that papers count), z, and the open block."""
+        """Declare M (the size that papers count), z, and the open block."""
         mass = ("batch", "kv_heads", model.resolved_head_dim)
         return {
             "associations": TensorSpec((*mass, model.resolved_head_dim), "float32", shard="kv_heads"),
@@ -59,7 +63,10 @@ class InfiniAttentionConfig(MixerConfig):
         }
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """sigma(Q) [M, z] of each block but the first, sigma(K) [M, z] likewise (delta), sigma(K)^T V of each block.
+        """See `MixerConfig.mixing_flops`.
+
+        Counted are sigma(Q) [M, z] of each block but the first, sigma(K) [M, z] likewise (delta), and sigma(K)^T V of
+        each block.
 
         A write has a gradient if the next block's read has one (for a window that spans the sequence): the last
         block's is read by nobody, and with `stop_gradient` neither is that before a chunk's border.
@@ -67,6 +74,7 @@ class InfiniAttentionConfig(MixerConfig):
         block = resolve_block(self.block, model)
         blocks = range(-(-sequence_length // block))
         per_chunk = model.chunk_size // block
+        # blocks whose read passes gradients on, and blocks whose write gets gradients from the next block
         linked = {b for b in blocks if b and not (self.stop_gradient and b % per_chunk == 0)}
         taught = {b - 1 for b in linked}
         reads = len(blocks) - 1
@@ -85,7 +93,7 @@ class InfiniAttentionConfig(MixerConfig):
         }
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """One beta per head."""
+        """Count one beta per head."""
         return model.heads
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> InfiniAttention:
@@ -94,49 +102,62 @@ class InfiniAttentionConfig(MixerConfig):
 
 
 class _Features(torch.autograd.Function):
-    """sigma, whose derivative is sigma itself below zero and 1 above: nothing else is kept for the backward pass."""
+    """The function sigma, of which only the result is kept for the backward pass.
+
+    Its derivative is sigma itself below zero and 1 above.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return sigma(x), x [B, H, T, D]."""
         sigma = x.clamp(max=0).exp_().add_(x.relu())
         ctx.save_for_backward(sigma)
         return sigma
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of x from that of sigma(x), [B, H, T, D]."""
         (sigma,) = ctx.saved_tensors
         return sigma.clamp(max=1).mul_(grad)
 
 
 def features(x: Tensor) -> Tensor:
-    """sigma(x) = ELU(x) + 1, with exp(x) itself below zero: ELU(x) + 1 rounds to nothing there, and z could be 0."""
+    """Return sigma(x) = ELU(x) + 1 of x [B, H, T, D].
+
+    Below zero it is exp(x) itself: ELU(x) + 1 would round to 0 there, and so could z.
+    """
     sigma: Tensor = _Features.apply(x)
     return sigma
 
 
 def retrieve(sigma: Tensor, associations: Tensor, mass: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """sigma M / (sigma z), a mean of stored values weighted by sigma(q) . sigma(k).
+    """Return sigma M / (sigma z), the mean of stored values weighted by sigma(q) . sigma(k).
 
-    eps: if given, the mean divided by its root mean square over the width, as RMSNorm does.
-    Returns: [..., tokens, width], 0 from an empty memory (0 / 1 in place of 0 / 0); [..., tokens, 1] bool, whether
-    there was anything to read.
+    Args:
+        sigma: sigma of queries or keys, [B, H, T, D].
+        associations: M [B, H, D, D].
+        mass: z [B, H, D].
+        eps: if given, the mean is divided by its root mean square over D, as RMSNorm does.
+    Returns: [B, H, T, D], 0 from an empty memory (0 / 1 in place of 0 / 0); whether there was anything to read, bool
+        [B, H, T, 1].
     """
     sums, weights = sigma @ associations, sigma @ mass[..., None]
     known = weights > 0
     scale = torch.where(known, weights, 1).reciprocal()
-    if eps is not None:  # two factors of each token, multiplied before they meet the whole width
+    # both factors of a token are multiplied with each other before they are with all D channels
+    if eps is not None:
         norm = torch.linalg.vector_norm(sums, dim=-1, keepdim=True) * scale
         scale = scale * (norm.square() / sums.shape[-1] + eps).rsqrt()
     return sums * scale, known
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[tokens, batch, heads, width] -> [batch, heads, tokens, width]."""
+    """Reorder [tokens, batch, heads, head_dim] to [batch, heads, tokens, head_dim]."""
     return x.permute(1, 2, 0, 3)
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, width] -> [tokens, batch, heads, width]."""
+    """Reorder [batch, heads, tokens, head_dim] to [tokens, batch, heads, head_dim]."""
     return x.permute(2, 0, 1, 3)
 
 
@@ -158,7 +179,7 @@ class InfiniAttention(BlockAttention):
     def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return g A_mem + (1 - g) A_local; A_local alone where the memory is empty: in a document's first block.
 
-        Shapes: see `BlockAttention.mix`.
+        See `BlockAttention.mix`.
         """
         gate = self.gate()
         if not any(block_slice.finished_tokens):
@@ -172,7 +193,10 @@ class InfiniAttention(BlockAttention):
         return torch.lerp(output, tokens_first(retrieved).to(output.dtype), tokens_first(gate).to(output.dtype))
 
     def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
-        """The write, in rows whose block ends; all of a block is compared with the memory from before it."""
+        """See `BlockAttention.remember`: the write, in rows whose block ends.
+
+        With `delta` all keys of the block read the memory from before the block.
+        """
         associations, mass = state["associations"], state["mass"]
         sigma, new = features(heads_first(keys).to(mass.dtype)), heads_first(values).to(mass.dtype)
         if self.config.update == "delta" and any(end > self.block for end in block_slice.ends):

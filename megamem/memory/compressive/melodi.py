@@ -1,8 +1,17 @@
 """Melodi: what a block leaves behind is summarized into a fixed number of hidden vectors, layer by layer.
 
-Chen et al., "MELODI: Exploring memory compression for long contexts" (2025), in the form that paper 000 compares
-with: memory passes from block to block within a layer, not from layer to layer. The original's long-term memory is an
-option: a queue to which each block's memory adds a few entries, read through a gate.
+Chen et al., "MELODI: Exploring Memory Compression for Long Contexts", 2025, in the form that the Elastic Memory paper
+("Towards Compressive and Scalable Recurrent Memory") compares: memory passes from block to block within a layer, not
+from layer to layer. The original's long-term memory is an option: a queue to which each block's memory adds a few
+entries, read through a gate.
+
+    tokens of a block    z = softmax attention of their queries over [keys of the memory m | own keys, causal]
+    its summary tokens   u, learned; their queries see [keys of m | keys of the block | their own]: z_u
+    new memory           m' = norm(u + W_o (z_u + M^T [z; z_u])), M mixes tokens, channel by channel
+    long-term memory     E' = newest entries of [E; K and V of norm(N^T m')], N mixes U vectors into n entries
+    read through a gate  z <- g A_E + (1 - g) z, g = sigmoid(b) per channel, A_E = attention to E alone
+
+Letters of shapes: B batch rows, T tokens, L tokens of a block, U summary tokens, H local heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ from megamem.parallel.linears import Initializer, Linears, declare, normal
 
 @MIXERS.register
 class MelodiConfig(MixerConfig):
-    """Summary tokens read each finished block and leave a short memory in front of the next one."""
+    """Summary tokens that read each finished block and leave a short memory in front of the next one."""
 
     kind: Literal["melodi"] = "melodi"
     """`melodi`"""
@@ -62,11 +71,12 @@ class MelodiConfig(MixerConfig):
         resolve_block(self.block, model)
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The memory; keys, values and attention outputs of the open block.
+        """Declare the memory, and keys, values and attention outputs of the open block.
 
-        Hidden vectors instead of their keys and values, so that a window that only reads a memory still trains the
-        projections it is read by. In the activations' dtype: each block makes the memory anew, nothing adds up. The
-        long-term memory holds keys and values: projected again in every block it would cost more than the block.
+        The memory holds hidden vectors instead of their keys and values, so that a window that only reads a memory
+        still trains the projections it is read by. It has the activations' dtype, as each block makes it anew and
+        nothing adds up. The long-term memory holds keys and values: projected again in every block, it would cost more
+        than the block.
         """
         specs = {
             "memory": TensorSpec((self.summaries, "batch", "hidden")),
@@ -83,10 +93,11 @@ class MelodiConfig(MixerConfig):
         return 2 if resolve_block(self.block, model) == model.chunk_size else 1
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """Attention to the memory, its projection and summaries in each block, the first one's mask included.
+        """See `MixerConfig.mixing_flops`.
 
-        The last block's memory is read by nobody and has no gradient (for a window that spans the sequence); the first
-        block's is a constant, so that its projection has a gradient of the weights only.
+        Counted are attention to the memory, its projection and the summaries in each block, in the first one too, where
+        the memory is masked. The last block's memory is read by nobody and has no gradient (for a window that spans the
+        sequence); the first block's is a constant, so that its projection has a gradient of the weights only.
         """
         block, count = resolve_block(self.block, model), self.summaries
         blocks = -(-sequence_length // block)
@@ -108,7 +119,7 @@ class MelodiConfig(MixerConfig):
         return parts if self.long_memory is None else {**parts, **self._long_flops(model, block, blocks)}
 
     def _long_flops(self, model: ModelConfig, block: int, blocks: int) -> dict[str, Flops]:
-        """Attention of tokens and summaries to the entries there are at each block, and what makes new ones."""
+        """Count attention of tokens and summaries to the entries at each block, and the making of new ones."""
         entries = [min(i * self.long_increment, self.long_memory or 0) for i in range(blocks)]
         tokens = 4 * model.heads * model.resolved_head_dim * sum(entries) / blocks
         summaries = tokens * self.summaries / block
@@ -121,7 +132,7 @@ class MelodiConfig(MixerConfig):
         }
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Summary tokens and mixing weights; what makes the long-term memory's entries, and its gate."""
+        """Count summary tokens and mixing weights, the mixing weights of the long-term memory, and its gate."""
         short = self.summaries * (model.hidden_size + resolve_block(self.block, model) + self.summaries)
         long = self.summaries * self.long_increment + model.heads * model.resolved_head_dim
         return short + long * (self.long_memory is not None)
@@ -134,7 +145,7 @@ class MelodiConfig(MixerConfig):
 class SummaryTokens(nn.Module):
     """The learned tokens u that read a block when it is finished.
 
-    A module of its own, as is `TokenMixing`: ZeRO-3 gathers parameters for the modules that are called.
+    A module of its own, as is `TokenMixing`: ZeRO 3 gathers parameters for the modules that are called.
     """
 
     def __init__(self, count: int, width: int, init: Initializer) -> None:
@@ -142,12 +153,12 @@ class SummaryTokens(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(count, width)), init)
 
     def forward(self) -> Tensor:
-        """The same for every row: [summaries, 1, hidden]."""
+        """Return u [U, 1, hidden_size], the same for every row."""
         return self.weight[:, None]
 
 
 class TokenMixing(nn.Module):
-    """Linear mixing over the tokens of a block and its summaries; channels are left apart."""
+    """The matrix M: linear mixing over the tokens of a block and its summary tokens, in each channel alike."""
 
     def __init__(self, tokens: int, summaries: int, init: Initializer, linears: Linears) -> None:
         super().__init__()
@@ -155,22 +166,22 @@ class TokenMixing(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(tokens + summaries, summaries)), init, fan_in=0)
 
     def forward(self, tokens: Tensor, summaries: Tensor) -> Tensor:
-        """M^T [tokens; summaries], from [block, ...] and [summaries, ...] to [summaries, ...]."""
-        # a rank mixes its own heads only
+        """Return M^T [tokens; summaries] [U, B, H, D], from tokens [L, B, H, D] and summaries [U, B, H, D]."""
+        # each tensor-parallel rank mixes its own heads with the whole M
         of_tokens, of_summaries = self.linears.shared(self.weight).split((tokens.shape[0], summaries.shape[0]))
         mixed = of_tokens.T @ tokens.flatten(1) + of_summaries.T @ summaries.flatten(1)
         return mixed.view(summaries.shape)
 
 
 class LongEntries(nn.Module):
-    """What a short memory adds to the long one: again linear mixing over tokens, on every rank the same."""
+    """The matrix N: linear mixing of a memory's vectors into long-term entries, the same on every rank."""
 
     def __init__(self, summaries: int, entries: int, init: Initializer) -> None:
         super().__init__()
         self.weight = declare(nn.Parameter(torch.empty(summaries, entries)), init, fan_in=0)
 
     def forward(self, memory: Tensor) -> Tensor:
-        """N^T m: [summaries, batch, hidden] -> [entries, batch, hidden]."""
+        """Return N^T m [entries, B, hidden_size] of a memory [U, B, hidden_size]."""
         return (self.weight.T @ memory.flatten(1)).unflatten(1, memory.shape[1:])
 
 
@@ -191,52 +202,58 @@ class Melodi(BlockAttention):
             self.gate = MemoryGate(model, linears, config.gate_init, per_channel=True)
 
     def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
-        """Keys and values of the memory, not rotated; rows in the first block of their document see none.
+        """See `BlockAttention.recall`: the memory's keys and values, not rotated.
 
-        They are made in every block: where documents begin differs by rank, and ZeRO-3 gathers the projections from all
-        ranks whenever one uses them.
+        Rows in the first block of their document see none. Keys and values are made in every block all the same: where
+        documents begin differs by rank, and ZeRO 3 gathers the projections from all ranks whenever one uses them.
         """
-        written = [start > offset for start, offset in zip(block_slice.starts, block_slice.offsets, strict=True)]
+        written = [tokens > 0 for tokens in block_slice.finished_tokens]
         # one memory on every rank, read by each rank's heads
         memory = self.linears.shared(state["memory"])
         visible = None if all(written) else to_device(written, like.device, torch.bool)
         return [Past(self._heads(self.key, memory), self._heads(self.value, memory), visible)]
 
     def join(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
-        """g A_long + (1 - g) output, g of each channel; `output` alone where there is no long-term memory yet.
+        """Return g A_E + (1 - g) output; `output` alone where the long-term memory has no entries yet.
 
-        output, query (before rotation): [tokens or summaries, batch, local heads, width].
+        output, query (before rotation): [T or U, B, H, D]. Returns: like `output`.
         """
         if self.gate is None:
             return output
         entries = entry_counts(block_slice, self.config.long_increment, state["long_keys"].shape[0])
-        retrieved = output  # with no entries the gate mixes equals: ZeRO 3 wants a gradient from each backward pass
+        # without entries the gate mixes the output with itself: ZeRO 3 needs a gradient from each backward pass
+        retrieved = output
         if any(entries):
             past = readable(state["long_keys"], state["long_values"], entries)
             retrieved = past_attention(self.scaled_query(query), past, self.backend)
         return gated(retrieved, output, self.gate(), entries)
 
     def summarize(self, seen: list[Past], outputs: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
-        """The memory that a finished block leaves: norm(u + W_o (z_u + M^T [z; z_u])), [summaries, batch, hidden].
+        """Return the memory that a finished block leaves, m' = norm(u + W_o (z_u + M^T [z; z_u])), [U, B, hidden_size].
 
-        seen: the memory before, and the block's rotated keys and values. outputs: z, what its tokens' heads put out,
-        [block, batch, local heads, width].
+        Args:
+            seen: the memory before, and the block's rotated keys and values.
+            outputs: z, what the heads of its tokens put out, [L, B, H, D].
+            state, block_slice: for the long-term memory, which the summary tokens read too.
         """
         u = self.summaries()
         x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
         query, key, value = (self._heads(layer, x) for layer in (self.query, self.key, self.value))
-        # a set without an order: all of them follow the block's last token
+        # summary tokens have no order: all of them stand at the position after the block's last token
         after = consecutive_rotary_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
         rotated_query, key = (self.apply_rotary(part, *after) for part in (query, key))
         own = unmasked_attention(self.scaled_query(rotated_query), [*seen, Past(key, value)], self.backend)
         own = self.join(own, query, state, block_slice)
-        # mixing acts on tokens, the output projection on channels: mixed first, few rows are projected, and
-        # no rank needs the others' heads
+        # M acts on tokens and W_o on channels, so that they commute: mixed first, few rows are projected, and no rank
+        # needs the others' heads
         mixed = own + self.mixing(outputs, own)
         return self._normed(u + self.linears.whole(self.output, mixed.flatten(2)))
 
     def remember_long(self, state: State, memory: Tensor, block_slice: BlockSlice) -> State:
-        """Keys and values of a few mixtures of the new memory join the queue, in rows whose block ends."""
+        """Return the queue with the keys and values of a few mixtures of the new memory, in rows whose block ends.
+
+        memory: m' [U, B, hidden_size].
+        """
         if self.gate is None:
             return {}
         entries = self.linears.shared(self._normed(self.long_entries(memory)))
@@ -248,28 +265,31 @@ class Melodi(BlockAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, state: State, block_slice: BlockSlice
     ) -> tuple[Tensor, State]:
+        """See `BlockAttention._attend` ([T, B, H, D]); a block that ends is summarized."""
+        # the open tokens of the block stand in front of the new ones
         open_tokens = state["open_keys"].shape[0]
         keys = torch.cat((state["open_keys"], key)) if open_tokens else key
         values = torch.cat((state["open_values"], value)) if open_tokens else value
         cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.theta, keys)
         seen_keys, seen_values = self.local(keys, values)
-        rotated = self.apply_rotary(seen_keys, cos, sin)
+        rotated_keys = self.apply_rotary(seen_keys, cos, sin)
+        # z: attention to the memory and, causally, within the block
         memory = self.recall(state, block_slice, query)
         past = memory
         if open_tokens:
             visible = open_visible(block_slice, open_tokens, key.device)
-            past = [*memory, Past(rotated[:open_tokens], seen_values[:open_tokens], visible)]
+            past = [*memory, Past(rotated_keys[:open_tokens], seen_values[:open_tokens], visible)]
         rotated_query = self.apply_rotary(query, cos[open_tokens:], sin[open_tokens:])
         output = attention(
-            self.scaled_query(rotated_query), rotated[open_tokens:], seen_values[open_tokens:], past, self.backend
+            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend
         )
         output = self.join(output, query, state, block_slice)
         outputs = torch.cat((state["open_outputs"], output)) if open_tokens else output
         new = dict(state)
         if any(block_slice.closing):
-            # only closing rows hold a whole block
+            # the new memory; only rows whose block closes hold a whole block, the others keep theirs
             block = slice(-self.block, None)
-            seen = [*memory, Past(rotated[block], seen_values[block])]
+            seen = [*memory, Past(rotated_keys[block], seen_values[block])]
             new["memory"] = self.summarize(seen, outputs[block], state, block_slice)
             new |= self.remember_long(state, new["memory"], block_slice)
             if not all(block_slice.closing):
@@ -281,10 +301,10 @@ class Melodi(BlockAttention):
         }
 
     def _heads(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """[rows, batch, hidden] -> [rows, batch, local heads, width]."""
+        """Project x [U, B, hidden_size] to [U, B, local heads or kv_heads, D]."""
         out: Tensor = layer(x)
         return out.unflatten(-1, (-1, self.width))
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Of the scale of normalized tokens; without weights of its own."""
+        """Return x [U, B, hidden_size] at the scale of normalized tokens; this norm has no weights."""
         return F.rms_norm(x, x.shape[-1:], eps=self.eps)

@@ -1,6 +1,10 @@
 """Elastic Memory: the history of keys and values as HiPPO-LegS coefficients, read by polynomial sampling.
 
-Paper 000 ("Towards Compressive and Scalable Recurrent Memory"), Eq. 5-10 and Algorithm 1.
+"Towards Compressive and Scalable Recurrent Memory" (Elastic Memory), equations 5 to 10 and algorithm 1. With C the
+coefficients, F the keys and values of a block, and matrices P, K and R that depend on the position alone
+
+    read     K_mem, V_mem = R C, memory tokens in front of the block                         (equation 8)
+    write    C <- P C + K F                                                                  (equation 6)
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from megamem.ops.attention.softmax import Past
 from megamem.parallel.linears import Linears
 
 FORWARD_ORDER = 40
-"""Up to here the forward rule's first block, whose parts grow as 2^order, keeps half of float64's digits."""
+"""Largest order at which the forward rule's first block, whose parts grow as 2^order, keeps half of the digits."""
 
 
 @MIXERS.register
@@ -40,7 +44,7 @@ class ElasticMemoryConfig(MixerConfig):
     sampling: Sampling = "exponential"
     """Where in the history the memory tokens lie: evenly, denser towards the present, or at `points`."""
     points: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    """Of custom sampling: fractions of the history, 0 the oldest token and 1 the present."""
+    """Sampling points of `custom`, as fractions of the history: 0 is the oldest token and 1 the present."""
     alpha: float | None = Field(default=None, gt=0, lt=1)
     """Base of exponential sampling; t^(-1/(samples-1)) if not given, which puts the newest sample one token back."""
     sample_offset: float = Field(default=0.0, ge=0, le=1)
@@ -63,7 +67,7 @@ class ElasticMemoryConfig(MixerConfig):
 
     @property
     def sample_count(self) -> int:
-        """Memory tokens per block."""
+        """Number of memory tokens per block."""
         return len(self.points) or self.samples or min(self.order, 512)
 
     def check(self, model: ModelConfig) -> None:
@@ -76,15 +80,16 @@ class ElasticMemoryConfig(MixerConfig):
             )
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Coefficients of keys (0) and values (1), and the open block."""
+        """Declare the coefficients of keys (index 0) and values (1), and the open block."""
         shape = ("batch", self.order, 2, "kv_heads", model.resolved_head_dim)
         return {"coefficients": TensorSpec(shape, "float32", shard="kv_heads"), **open_specs(model)}
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """P C and K F of each block, R C and attention to the samples of each block but the first.
+        """See `MixerConfig.mixing_flops`.
 
-        P, K and R are constant. The last block's state is read by nobody, the first block's P C starts from zeros:
-        neither has a gradient (for a window that spans the sequence).
+        Counted are P C and K F of each block, R C and attention to the samples of each block but the first. P, K and R
+        are constant. The last block's state is read by nobody, the first block's P C starts from zeros: neither has a
+        gradient (for a window that spans the sequence).
         """
         block = resolve_block(self.block, model)
         channels = 2 * model.resolved_kv_heads * model.resolved_head_dim
@@ -114,28 +119,30 @@ class ElasticMemory(BlockAttention):
         self.config = config
 
     def bank(self, dtype: torch.dtype) -> HippoBank:
-        """The matrices for every position, shared with other layers."""
+        """Return the matrices for every position, which layers of one shape share."""
         c = self.config
         return HippoBank(
             c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, c.points, c.discretization, dtype
         )
 
     def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
-        """K_mem, V_mem = R C (Eq. 8), not rotated; rows in the first block of their document see none."""
-        seen = tuple(
-            max(start - offset, 0) for start, offset in zip(block_slice.starts, block_slice.offsets, strict=True)
-        )
+        """See `BlockAttention.recall`: K_mem, V_mem = R C (equation 8), not rotated.
+
+        Rows in the first block of their document see none.
+        """
+        seen = block_slice.finished_tokens
         if not any(seen):
             return []
         coefficients = state["coefficients"]
         matrix = self.bank(state_dtype(like.dtype)).reconstruction(seen, like.device)
+        # [batch, samples, 2, local kv_heads, head_dim]
         sampled = (matrix @ coefficients.flatten(2)).unflatten(2, coefficients.shape[2:])
         keys, values = sampled.to(like.dtype).permute(2, 1, 0, 3, 4)
         visible = None if all(seen) else to_device([t > 0 for t in seen], like.device, torch.bool)
         return [Past(keys, values, visible)]
 
     def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
-        """C <- P C + K F (Eq. 6) of the rows whose block ends, keys taken before rotation."""
+        """See `BlockAttention.remember`: C <- P C + K F (equation 6) in rows whose block ends, keys before rotation."""
         closing = block_slice.closing
         starts = tuple(end - self.block if close else 0 for end, close in zip(block_slice.ends, closing, strict=True))
         old = state["coefficients"]

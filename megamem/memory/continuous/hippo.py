@@ -7,7 +7,8 @@ read-out R state have closed forms, so no matrix power, exponential or product i
 (docs/mechanisms/elastic_memory.md derives them). Everything here is computed in float64 on the CPU;
 `megamem.memory.continuous.hippo_bank` keeps the results in a working precision on the device that asks.
 
-Source: "Elastic Memory", equations 5-8 and appendix E. Shapes: N = order, L = block, S = samples.
+Source: "Towards Compressive and Scalable Recurrent Memory" (Elastic Memory), equations 5 to 8 and appendix E.
+Letters of shapes: N order, L tokens of a block, S samples.
 """
 
 import math
@@ -21,10 +22,10 @@ Sampling = Literal["uniform", "exponential", "custom"]
 
 
 def _legendre(order: int, first: Tensor, times_z: Callable[[Tensor], Tensor]) -> Tensor:
-    """P_0 .. P_{order-1} of "z" applied to `first`, stacked on a new leading axis.
+    """Return the Legendre polynomials P_0 .. P_{order-1} of "z" applied to `first` [...], stacked to [N, ...].
 
-    (n+1) P_{n+1} = (2n+1) z P_n - n P_{n-1} holds for numbers and for symmetric operators alike, and is
-    stable wherever z (or its spectrum) lies in [-1, 1].
+    times_z: multiplies by z, which is a number or an operator. (n+1) P_{n+1} = (2n+1) z P_n - n P_{n-1} holds for
+        numbers and for symmetric operators alike, and is stable wherever z (or its spectrum) lies in [-1, 1].
     """
     rows = torch.empty(order, *first.shape, dtype=torch.float64, device="cpu")
     rows[0] = first
@@ -36,21 +37,21 @@ def _legendre(order: int, first: Tensor, times_z: Callable[[Tensor], Tensor]) ->
 
 
 def _norms(order: int) -> Tensor:
-    """sqrt(2n+1), the factors that make the shifted Legendre polynomials orthonormal: [N] float64."""
+    """Return sqrt(2n+1), the factors that make the shifted Legendre polynomials orthonormal: [N] float64."""
     return (2 * torch.arange(order, dtype=torch.float64, device="cpu") + 1).sqrt()
 
 
 def legendre_basis(order: int, x: Tensor) -> Tensor:
-    """g_n(x) = sqrt(2n+1) P_n(2x-1) for x in [0, 1].
+    """Return g_n(x) = sqrt(2n+1) P_n(2x-1) for x in [0, 1].
 
-    x: [...] positions as fractions of the history. Returns [..., N] float64 on the CPU.
+    x: positions as fractions of the history, any shape [...]. Returns: [..., N] float64 on the CPU.
     """
     z = 2 * x.to("cpu", torch.float64) - 1
     return _legendre(order, torch.ones_like(z), lambda row: z * row).movedim(0, -1) * _norms(order)
 
 
 def transition(order: int, start: int, stop: int) -> Tensor:
-    """P = (start/stop)^A, which re-expands a state of `start` tokens over a history of `stop` tokens.
+    """Return P = (start/stop)^A, which re-expands a state of `start` tokens over a history of `stop` tokens.
 
     P[n, m] = r * integral_0^1 g_n(r x) g_m(x) dx with r = start / stop: [N, N] float64, lower triangular, of
     spectral norm at most sqrt(r), zero for start = 0. `start` and `stop` are in tokens; only their ratio
@@ -78,7 +79,7 @@ def transition(order: int, start: int, stop: int) -> Tensor:
 
 
 def kernel(order: int, start: int, stop: int) -> Tensor:
-    """K, which adds tokens start .. stop-1 to a state: [N, stop - start] float64.
+    """Return K, which adds tokens start .. stop-1 to a state: [N, stop - start] float64.
 
     K[n, j] = integral of g_n over token j's interval [(start+j)/stop, (start+j+1)/stop], by the
     antiderivative (P_{n+1} - P_{n-1}) / (2n+1) of P_n. Source: the HiPPO kernel of equations 5 and 6, in
@@ -101,7 +102,7 @@ def sample_points(
     alpha: float | None = None,
     points: Sequence[float] = (),
 ) -> Tensor:
-    """Where to read a history of `total` tokens: [S] float64 positions in tokens, within [0, total].
+    """Return where to read a history of `total` tokens: [S] float64 positions in tokens, within [0, total].
 
     uniform: x_j = j total / S. exponential: x_j = total (1 - alpha^(S-1-j)), dense near the present and in
     reverse order: sample 0 is the newest, the last one is x = 0. By default alpha = total^(-1/(S-1)), which
@@ -124,7 +125,7 @@ def sample_points(
 
 
 def reconstruction(order: int, total: int, points: Tensor) -> Tensor:
-    """R, which reads a state of `total` tokens at `points` (in tokens): [S, N] float64. Equation 7."""
+    """Return R, which reads a state of `total` tokens at `points` [S] (in tokens): [S, N] float64. Equation 7."""
     if total < 1:
         raise ValueError("an empty history has no reconstruction")
     return legendre_basis(order, points.to("cpu", torch.float64) / total)

@@ -1,7 +1,8 @@
 """The HiPPO matrices of every position: built on first use, kept in memory within a bound, large ones on disk.
 
 Matrices are kept by what they depend on, so that layers, block sizes and sampling strategies share them: P by the
-ratio of its two positions, K by both, R by its sampling points as fractions of the history.
+ratio of its two positions, K by both, R by its sampling points as fractions of the history. Letters of shapes: B batch
+rows, N order, L tokens of a block, S samples, C channels.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from megamem.memory.continuous.matrix_cache import cached
 
 Discretization = Literal["zoh", "forward", "backward", "bilinear"]
 ON_DISK = {True: 1024, False: 64}
-"""Orders from which on building takes longer than reading a file: closed forms, and approximate rules."""
+"""Orders from which on building takes longer than reading a file, of closed forms (True) and approximate rules."""
 BLOCKS_ON_DISK = 64
-"""Only the first blocks of a document have files."""
+"""Number of first blocks of a document whose matrices have files."""
 BAND = 512
-"""Rows of a triangular matrix are cut in bands of about this many, at most 8: a product skips what lies above them."""
+"""Rows of a band of a triangular matrix, about; there are at most 8 bands. A product skips what lies above a band."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,22 @@ class LowerTriangular:
     """A lower triangular matrix [1 or B, N, N] as bands of rows without the zeros to their right."""
 
     bands: tuple[Tensor, ...]
-    """Rows lo .. hi of columns 0 .. hi each, [1 or B, hi - lo, hi]."""
+    """Rows lo .. hi of columns 0 .. hi for each band, [1 or B, hi - lo, hi]."""
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        """The product with x [B, N, C], at little more than half the work where there are many bands."""
+        """Return the product with x [B, N, C], at little more than half the work where there are many bands."""
         if len(self.bands) == 1:
             return self.bands[0] @ x
         return torch.cat([band @ x[..., : band.shape[-1], :] for band in self.bands], dim=-2)
 
     def dense(self) -> Tensor:
-        """[1 or B, N, N]."""
+        """Return the matrix [1 or B, N, N] with its zeros."""
         order = self.bands[-1].shape[-1]
         return torch.cat([torch.nn.functional.pad(band, (0, order - band.shape[-1])) for band in self.bands], dim=-2)
 
 
 def bands(matrix: Tensor) -> tuple[Tensor, ...]:
-    """The bands of a lower triangular [N, N]."""
+    """Return the bands of a lower triangular matrix [N, N]."""
     order = len(matrix)
     count = max(1, min(8, order // BAND))
     edges = [order * i // count for i in range(count + 1)]
@@ -58,22 +59,22 @@ def bands(matrix: Tensor) -> tuple[Tensor, ...]:
 
 
 class MatrixStore:
-    """Tuples of matrices by key, built on first use; the least recently used ones go when a bound is passed."""
+    """A cache of tuples of matrices, built on first use; the least recently used ones go when a bound is passed."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.nbytes = 0
-        """Bytes held now, over all devices."""
+        """Number of bytes held now, over all devices."""
         self._entries: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, key: Hashable, build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """The matrices of `key`. A hit is a dictionary lookup."""
+        """Return the matrices [batch, ...] of `key`, built by `build` if they are not in the cache."""
         entry = self._entries.get(key)
         if entry is None:
-            # a matrix first asked for under inference_mode must still be usable in training
+            # a matrix first built under inference_mode must still be usable in training
             with torch.inference_mode(False):
                 entry = tuple(build())
             self._entries[key] = entry
@@ -86,7 +87,7 @@ class MatrixStore:
 
 
 def store_bound() -> int:
-    """Bytes of matrices that a process keeps at most: $MEGAMEM_BANK_GIB, 2 if unset."""
+    """Return the bytes of matrices that a process keeps at most: $MEGAMEM_BANK_GIB, 2 GiB if unset."""
     text = os.environ.get("MEGAMEM_BANK_GIB", "2")
     try:
         gib = float(text)
@@ -98,14 +99,14 @@ def store_bound() -> int:
 
 
 STORE = MatrixStore(store_bound())
-"""Of this process, for all layers."""
+"""The store of this process, which all layers share."""
 
 
 @dataclass(frozen=True)
 class HippoBank:
     """The matrices of one layer's shape, by position.
 
-    `starts` in its methods are host integers, one per batch row: the tokens that the row has seen before the block.
+    In its methods `starts` are host integers, one per batch row: the tokens that the row has seen before the block.
     They need not be multiples of the block. Rows that stand at one position share one matrix.
     """
 
@@ -121,12 +122,12 @@ class HippoBank:
     store: MatrixStore = STORE
 
     def update_matrices(self, starts: tuple[int, ...], device: torch.device) -> tuple[LowerTriangular, Tensor]:
-        """(P, K) of state' = P state + K block: [1 or B, N, N] and [1 or B, N, L]."""
+        """Return (P, K) of state' = P state + K block: [1 or B, N, N] and [1 or B, N, L]."""
         (additive,) = self._of_rows(self._kernel, starts, device)
         return LowerTriangular(self._of_rows(self._transition, starts, device)), additive
 
     def reconstruction(self, starts: tuple[int, ...], device: torch.device) -> Tensor:
-        """R of memory = R state, [1 or B, S, N], for states of `starts` tokens; zero where a start is 0."""
+        """Return R of memory = R state, [1 or B, S, N], for states of `starts` tokens; zero where a start is 0."""
         return self._of_rows(self._reconstruction, starts, device)[0]
 
     def _of_rows(
@@ -135,6 +136,7 @@ class HippoBank:
         starts: tuple[int, ...],
         device: torch.device,
     ) -> tuple[Tensor, ...]:
+        """Return the matrices [1, ...] that `one` gives for a position, or those of all rows [batch, ...]."""
         if len(set(starts)) == 1:
             return one(starts[0], device)
         return tuple(torch.cat(parts) for parts in zip(*(one(start, device) for start in starts), strict=True))
@@ -170,7 +172,7 @@ class HippoBank:
         build: Callable[[], tuple[Tensor, ...]],
         device: torch.device,
     ) -> tuple[Tensor, ...]:
-        """Matrices of an update from the store, else from disk where that is worth it, else built."""
+        """Return the matrices [1, N, ...] of an update: from the store, from disk where that is worth it, or built."""
 
         name = f"hippo-{self.discretization}-{kind}-{self.order}-{where[0]}-{where[1]}"
         on_disk = self.dtype == torch.float32 and self._worth_a_file(start)
@@ -184,7 +186,7 @@ class HippoBank:
         return self.store.get((kind, self.order, where, self.discretization, device, self.dtype), make)
 
     def _worth_a_file(self, start: int) -> bool:
-        """Long streams and padded rows stand at ever new places, which nobody asks for again."""
+        """Return whether matrices may be needed again: long streams and padded rows stand at ever new places."""
         again = start % self.block == 0 and start < BLOCKS_ON_DISK * self.block
         return again and self.order >= ON_DISK[self.discretization == "zoh"]
 
@@ -192,7 +194,7 @@ class HippoBank:
         return stepped(self.discretization, self.order, start, start + self.block)
 
     def _reconstruction(self, start: int, device: torch.device) -> tuple[Tensor, ...]:
-        # without an offset the points are fixed fractions of the history, and R is one matrix for all positions
+        # without an offset the points are fixed fractions of the history, so that R is the same at all positions
         scaled = self.offset == 0 and (self.sampling != "exponential" or self.alpha is not None)
         where = min(start, 1) if scaled else start
 
@@ -208,7 +210,7 @@ class HippoBank:
 
 
 def _upload(matrix: Tensor, device: torch.device) -> Tensor:
-    """On `device`, without making the host wait for it."""
+    """Copy a matrix [N, ...] to `device` without making the host wait for it."""
     matrix = matrix.contiguous()
     if device.type == "cuda":  # a copy from pageable memory makes the host wait
         matrix = matrix.pin_memory()

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 VERSION = "1"
-"""Raised when matrices of the same name become others, so that older files are not read."""
+"""Version of the matrices, to be raised when one of the same name changes, so that older files are not read."""
 
 
 def cache_folder() -> Path | None:
-    """Where matrices are kept, or None."""
+    """Return the folder that matrices are kept in, or None if nothing is kept."""
     named = os.environ.get("MEGAMEM_CACHE")
     if named is None:
         return Path.home() / ".cache" / "megamem" / "matrices"
@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 
 def cached(name: str, build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """The CPU tensors called `name`, from disk or else from `build`, which are then written."""
+    """Return the CPU tensors [rows, ...] called `name`, from disk or else from `build`, which are then written."""
     folder = cache_folder()
     if folder is None:
         return tuple(build())
@@ -52,6 +52,7 @@ def cached(name: str, build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ..
 
 
 def _checksum(matrices: Sequence[Tensor]) -> str:
+    """Return the CRC-32 of all bytes of the matrices [rows, ...]."""
     value = 0
     for matrix in matrices:
         value = zlib.crc32(matrix.contiguous().view(torch.uint8).numpy().data, value)
@@ -68,6 +69,7 @@ def _read(path: Path) -> tuple[Tensor, ...]:
 
 
 def _write(path: Path, matrices: Sequence[Tensor]) -> None:
+    """Write the matrices [rows, ...] to a file of another name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
     os.close(handle)

@@ -1,1 +1,1 @@
-"""Recurrent memories: matrices and small networks that every token writes and reads."""
+"""Recurrent memories: matrices and small networks per head that every token writes and reads."""

@@ -3,14 +3,18 @@
     q, k, v = SiLU(conv(W x)),   M_t = write(M_{t-1}, k_t, v_t),   y_t = M_t(q_t)
     out = W_o (RMSNorm(y) * SiLU(W_g x))
 
-A mechanism says what its memory keeps (`memory_specs`), what becomes of queries and keys (`prepare`), which gates each
-token has (`gates`), and how tokens write and read (`recur`).
+A mechanism declares what its memory keeps (`memory_specs`), and defines what becomes of queries and keys (`prepare`),
+which gates each token has (`gates`), and how tokens write and read (`recur`). The composite mixers keep memories at the
+ends of segments (`snapshot`) and read many of them at once (`answer`, `answer_rows`, `product`).
+
+Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, D head_dim, V
+width of a head's values, N kept memories.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -23,17 +27,15 @@ from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
 from megamem.ops.deep_memory.kept import Matrix, Rows
+from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare, normal
-
-Join = Callable[[int, Tensor, Tensor], Tensor]
-"""(which matrix of the memory, what it is asked, what it answers) -> the answer with which reading goes on."""
 
 
 class RecurrentConfig(MixerConfig):
     """Fields of every recurrent memory."""
 
     mergeable: ClassVar[bool] = False
-    """Whether two segments' memories add up to that of both: what the later one kept of the earlier, and its own."""
+    """Whether the memory of two segments is the later one's plus what its decays leave of the earlier one's."""
     convolution: PositiveInt = 4
     """Tokens that the short convolutions of queries, keys and values span, the present one included; a SiLU follows.
     1: neither convolution nor SiLU."""
@@ -46,27 +48,30 @@ class RecurrentConfig(MixerConfig):
             raise ValueError(f"bias {model.bias} is not for {self.kind}: recurrent memories have no biases; use false")
 
     def values(self, model: ModelConfig) -> int:
-        """Width of a head's values."""
+        """Return the width of a head's values."""
         return model.resolved_head_dim
 
     def token_gates(self) -> int:
-        """Projections of the input to one number per token and key/value head."""
+        """Count the projections of the input to one number per token and key/value head."""
         return 0
 
     @abstractmethod
     def memory_specs(self, model: ModelConfig) -> StateSpec:
-        """What the memory itself keeps."""
+        """Declare what the memory itself keeps."""
 
     @abstractmethod
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Of each head: what must be kept of the memory for it to go on answering when nothing is written any more."""
+        """Name the matrices of each head that a kept memory is read with, and their shapes.
+
+        They are what must be kept for a memory to go on answering when nothing is written any more.
+        """
 
     @abstractmethod
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
-        """`mixing_flops` with a memory that begins anew after every `begun` tokens, the old one being kept.
+        """Return `mixing_flops` of a memory that begins anew after every `begun` tokens, the old one being kept.
 
-        sequence_length: after it the memory is read by nobody and has no backward pass; infinite if it has one all the
-        same.
+        sequence_length: after so many tokens the memory is read by nobody and has no backward pass; infinite if it has
+            one all the same.
         """
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -74,11 +79,11 @@ class RecurrentConfig(MixerConfig):
         return self.memory_flops(model, sequence_length, causal, sequence_length)
 
     def block(self) -> int:
-        """Tokens between which the memory can be cut off: 1 where it is written token by token."""
+        """Return the tokens after which a memory can be kept: 1 where it is written token by token."""
         return 1
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """The memory, and the projections of the last tokens for the short convolutions."""
+        """Declare the memory, and the projections of the last tokens for the short convolutions."""
         return {**self.memory_specs(model), **self._convolution_specs(model)}
 
     def _convolution_specs(self, model: ModelConfig) -> StateSpec:
@@ -92,13 +97,13 @@ class RecurrentConfig(MixerConfig):
         }
 
     def projection_parameters(self, model: ModelConfig) -> int:
-        """Query, key, value, output and gates."""
+        """Count the projections to query, key, value, output and gates."""
         read = model.heads * self.values(model) * (2 if self.output_gate else 1)
         written = model.resolved_kv_heads * (model.resolved_head_dim + self.values(model) + self.token_gates())
         return model.hidden_size * (model.heads * model.resolved_head_dim + written + read)
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Convolutions, and the norm of what is read."""
+        """Count the convolutions and the norm of what is read."""
         convolved = model.heads * model.resolved_head_dim + model.resolved_kv_heads * (
             model.resolved_head_dim + self.values(model)
         )
@@ -110,7 +115,7 @@ class SegmentedConfig(MixerConfig):
     """Fields of mixers that cut a text into segments and keep the memories of those that have ended."""
 
     unfit: ClassVar[str] = "is no memory that can be kept"
-    """What is said of memories that this does not work for."""
+    """What the error says of memories that do not fit."""
     memory: AnyMixer
     """The recurrent memory."""
     segment: PositiveInt
@@ -118,12 +123,12 @@ class SegmentedConfig(MixerConfig):
 
     @classmethod
     def fits(cls, memory: type[MixerConfig]) -> bool:
-        """Whether this works for a kind of memory."""
+        """Return whether a kind of memory can be kept."""
         return issubclass(memory, RecurrentConfig)
 
     @property
     def recurrent(self) -> RecurrentConfig:
-        """The memory's configuration. Raises ValueError for a mixer that this does not work for."""
+        """The memory's configuration. Raises ValueError for a mixer that does not fit."""
         if not self.fits(type(self.memory)):
             valid = ", ".join(kind for kind, config in MIXERS.kinds().items() if self.fits(config))
             raise ValueError(f"memory {self.memory.kind} {self.unfit}; valid: {valid}")
@@ -140,24 +145,24 @@ class SegmentedConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a memory is given of each token of a call, heads first.
-
-    query: [batch, kv_heads, groups, tokens, width]; key, value: [batch, kv_heads, tokens, width]; gates, by name:
-    [batch or 1, kv_heads, tokens], or [..., tokens, width].
-    """
+    """What a memory is given of each token of a call, heads first."""
 
     query: Tensor
+    """[B, H, G, T, D]"""
     key: Tensor
+    """[B, H, T, D]"""
     value: Tensor
+    """[B, H, T, V]"""
     gates: Mapping[str, Tensor]
+    """The mechanism's gates by name: [B or 1, H, T], or [B or 1, H, T, D] where each channel has its own."""
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens T."""
         return self.key.shape[-2]
 
     def part(self, where: slice) -> Inputs:
-        """Those of some tokens."""
+        """Return the inputs of some of the tokens."""
         return Inputs(
             self.query[..., where, :],
             self.key[..., where, :],
@@ -166,10 +171,11 @@ class Inputs:
         )
 
     def side_by_side(self, count: int) -> Inputs:
-        """`count` stretches of equal length as rows of their own: [batch * count, ..., tokens / count, ...]."""
+        """Cut the tokens into `count` stretches of equal length, as batch rows of their own: [B * count, ...]."""
         rows = self.key.shape[0]
 
         def cut(x: Tensor, axis: int) -> Tensor:
+            """Cut the token axis of x [B or 1, ..., T, ...]; gates that all rows share are repeated."""
             x = x.unflatten(axis, (count, -1)).movedim(axis, 1)
             return x.expand(rows, *x.shape[1:]).flatten(0, 1)
 
@@ -187,7 +193,10 @@ class ShortConvolution(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, batch, heads, width] and those of the taps - 1 tokens before; also the last taps - 1 of both."""
+        """Convolve x [T, B, heads, width], before it the taps - 1 tokens of `before` [taps - 1, B, heads, width].
+
+        Returns: like x; the last taps - 1 tokens of both, which the next call needs.
+        """
         tokens, taps = x.shape[0], self.weight.shape[1]
         weight = self.weight.unflatten(0, x.shape[-2:])
         joined = torch.cat((before, x))
@@ -206,13 +215,13 @@ class HeadNorm(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(channels)), constant(1.0), shard_axis=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads, width], in the dtype of x."""
+        """Normalize x [..., heads, width], in its dtype."""
         norm = F.rms_norm(x, x.shape[-1:], eps=self.eps)
         return norm * self.weight.unflatten(0, x.shape[-2:]).to(x.dtype)
 
 
 class TokenGate(nn.Module):
-    """One number per token and key/value head: a projection of the input, with a start value per head."""
+    """A gate per token and key/value head: a projection of the token, plus a learned start value per head."""
 
     def __init__(self, model: ModelConfig, linears: Linears, start: float) -> None:
         super().__init__()
@@ -222,7 +231,7 @@ class TokenGate(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens], in float32 (float64 of float64)."""
+        """Map x [T, B, hidden_size] to [B, H, T], in float32 (float64 for float64)."""
         exact = state_dtype(x.dtype)
         return (self.weight(x).to(exact) + self.start.to(exact)).permute(1, 2, 0)
 
@@ -241,7 +250,7 @@ class RecurrentMixer(Mixer):
         self.linears = linears
         self.width = model.resolved_head_dim
         self.unit_keys = False
-        """Whether keys have length 1, whatever the width of heads."""
+        """Whether keys have length 1, whatever the width of heads. Subclasses set it."""
         self.groups = model.heads // model.resolved_kv_heads
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
@@ -264,35 +273,50 @@ class RecurrentMixer(Mixer):
         self.output = linears.row(model.heads * values, wide, back)
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Queries and keys [tokens, batch, heads, width] as the memory gets them."""
+        """Return queries and keys [T, B, local heads or kv_heads, D] as the memory gets them."""
         return query * self.width**-0.5, key
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """What else the memory gets of each token, by name: [batch or 1, local kv_heads, tokens] or one per channel."""
+        """Return what else the memory gets of tokens x [T, B, hidden_size], see `Inputs.gates`."""
         return {}
 
     @abstractmethod
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
-        """What the tokens read [batch, kv_heads, groups, tokens, width], and the memory after them.
+        """Write the tokens into the memory, each being read right after it was written.
 
-        join: lets other memories take part in what each matrix answers; the tokens lie in one `block` of each row then.
+        Args:
+            inputs: of the tokens.
+            memory: the state before them.
+            chunk: where they lie in their documents.
+            join: lets other memories take part in what each matrix answers; the tokens must lie in one `block` of each
+                row then.
+        Returns: what the tokens read, [B, H, G, T, V]; the state tensors that changed.
         """
 
     @abstractmethod
     def snapshot(self, memory: State) -> tuple[Tensor, ...]:
-        """The tensors of `RecurrentConfig.snapshot_shapes` [batch, local kv_heads, ...], differentiable."""
+        """Return the matrices of `RecurrentConfig.snapshot_shapes` [B, H, ...], differentiable."""
 
     @abstractmethod
     def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
-        """sum_i shares_i M_i(q): query [batch, kv_heads, groups, tokens, width], kept [batch, kv_heads, memories, ...]
-        of `snapshot`, shares [batch, kv_heads, groups, tokens, memories]."""
+        """Return sum_n shares_n M_n(q), the weighted answers of kept memories.
+
+        Args:
+            query: [B, H, G, T, D].
+            kept: the matrices of `snapshot`, of N memories each, [B, H, N, ...].
+            shares: [B, H, G, T, N].
+        Returns: [B, H, G, T, V].
+        """
 
     @abstractmethod
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
-        """M(x) of each row's own memory: x [rows, width], kept the matrices of `snapshot` in lists of memories."""
+        """Return M(x) of each row's own memory, [rows, V].
+
+        x: [rows, D]; kept: the matrices of `snapshot`, each as lists of memories; rows: which memory a row reads.
+        """
 
     def renewed(self) -> list[str]:
-        """State tensors that begin anew where a segment does; the convolutions' tokens before it stay."""
+        """Name the state tensors that begin anew where a segment does; the convolutions go on across its border."""
         return [
             name
             for name, spec in self.specs.items()
@@ -301,10 +325,13 @@ class RecurrentMixer(Mixer):
 
     @abstractmethod
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
-        """sum_i shares_i x A_i, A_i the memories' matrix of that number; the others as in `answer`."""
+        """Return sum_n shares_n x A_n [B, H, G, T, out], with A_n the matrix of that number of memory n.
+
+        x: [B, H, G, T, in]; kept and shares as in `answer`.
+        """
 
     def inputs(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Inputs, State]:
-        """Of the tokens x [tokens, batch, hidden_size]; and what the next call's convolutions need of them."""
+        """Return the memory's inputs of tokens x [T, B, hidden_size], and what the next call's convolutions need."""
         made, after = {}, {}
         for name, width in self.widths.items():
             projected = getattr(self, name)(x).unflatten(-1, (-1, width))
@@ -317,7 +344,10 @@ class RecurrentMixer(Mixer):
         return Inputs(query.unflatten(1, (-1, self.groups)), key, value, self.gates(x)), after
 
     def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
-        """The layer's output from what tokens x, with these inputs, read [batch, kv_heads, groups, tokens, width]."""
+        """Return the layer's output from what its tokens have read of the memory.
+
+        read: [B, H, G, T, V]; x: the tokens [T, B, hidden_size]; inputs: those of the memory. Returns: like x.
+        """
         read = self.norm(read.flatten(1, 2).permute(2, 0, 1, 3)).to(x.dtype).flatten(2)
         if self.gate is not None:
             read = read * F.silu(self.gate(x))

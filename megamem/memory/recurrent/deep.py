@@ -3,9 +3,13 @@
     M(x) = x + W1 gelu(W2 x), or x + W x;   S_t = e_t S_{t-1} - b_t grad l(M; k_t, v_t),   M_t = a_t M_{t-1} + S_t
     y_t = M_t(q_t)
 
-All gradients of an inner chunk are taken at the weights it starts from (`megamem/ops/deep_memory/`), so the inner
-chunk is a part of the definition; tokens of an unfinished one wait in an open buffer. The state is what has been added
-to the learned weights that every document starts from.
+The base of deep linear attention (`dla.py`), Titans (`titans.py`) and Memora (`memora.py`), which name their papers.
+`megamem/ops/deep_memory/` computes one inner chunk; the mixer here makes its inputs, keeps the tokens of an unfinished
+inner chunk in the state's open buffer, and writes the weights once the inner chunk ends. All gradients of an inner
+chunk are taken at the weights it starts from, so its length is a part of the definition. The state is what has been
+added to the learned weights that every document starts from.
+
+Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -20,15 +24,15 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
-from megamem.memory.recurrent.base import Inputs, Join, RecurrentConfig, RecurrentMixer, TokenGate
+from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, TokenGate
 from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_networks, shared_product
-from megamem.ops.deep_memory.network import Loss, Pace, Weights, deep_memory
+from megamem.ops.deep_memory.network import InnerRates, Join, Loss, Weights, deep_memory
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, declare, normal
 
 FIRST_DECAY = 4.6
-"""Before the sigmoid: a memory fades by 1 % per token."""
+"""Start value of the decay gate before its sigmoid: a memory fades by 1 % per token."""
 
 
 class DeepConfig(RecurrentConfig):
@@ -52,7 +56,7 @@ class DeepConfig(RecurrentConfig):
     normalize: bool = True
     """Divide queries and keys by their lengths."""
     decay: bool = False
-    """Fade the network's weights at a pace of each token and head."""
+    """Fade the network's weights at a rate of each token and head."""
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
@@ -63,7 +67,7 @@ class DeepConfig(RecurrentConfig):
             raise ValueError("start zero does not go with network mlp, whose gradients would be zero for ever")
 
     def gate_starts(self) -> dict[str, float]:
-        """The gates that each token has by projection: their value before the sigmoid at the start."""
+        """Name the gates that each token has by projection, with their start values before the sigmoid."""
         starts = {"rate": 0.0} if self.rate == "token" else {}
         return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
 
@@ -72,39 +76,43 @@ class DeepConfig(RecurrentConfig):
         return len(self.gate_starts())
 
     def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """What each gate is of a token and head: one number, ()."""
+        """Return the shape of each gate of one token and head: () for one number."""
         return ()
 
     def has_momentum(self) -> bool:
-        """Whether past gradients go on acting."""
+        """Return whether past gradients go on acting."""
         return False
 
     def matrices(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Shapes of a head's weights, by name, first to last."""
+        """Name the matrices of a head's network, first to last, with their shapes [outputs, inputs]."""
         width = model.resolved_head_dim
         if self.network == "linear":
             return {"matrix": (width, width)}
         return {"up": (self.expansion * width, width), "down": (width, self.expansion * width)}
 
     def memory_specs(self, model: ModelConfig) -> StateSpec:
-        """What was added to the weights, their momentum, and the open inner chunk."""
+        """Declare what was added to the weights, their momentum, and the tokens of the open inner chunk."""
         shapes = self.matrices(model)
         if self.has_momentum():
             shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
-        open_tokens = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
+        open_vectors = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
         gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
         gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
         return {
             **{
-                n: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads") for n, shape in shapes.items()
+                name: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads")
+                for name, shape in shapes.items()
             },
-            "open_key": open_tokens,
-            "open_value": open_tokens,
+            "open_key": open_vectors,
+            "open_value": open_vectors,
             **{f"open_{name}": gate for name in ("rate", *self.gate_starts())},
         }
 
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """The matrices; the second of two transposed, so that those of many memories stand one upon the other."""
+        """See `RecurrentConfig.snapshot_shapes`.
+
+        The second of two matrices is transposed, so that those of many memories can stand upon each other.
+        """
         shapes = self.matrices(model)
         return {name: shape[::-1] if name == "down" else shape for name, shape in shapes.items()}
 
@@ -113,7 +121,7 @@ class DeepConfig(RecurrentConfig):
         return self.inner_chunk
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Convolutions and norm, start values of the gates, and the weights that documents start from."""
+        """Count convolutions and norm, start values of the gates, and the weights that documents start from."""
         start = sum(rows * columns for rows, columns in self.matrices(model).values())
         learned = model.resolved_kv_heads * (self.token_gates() + (start if self.start == "learned" else 0))
         return super().extra_parameters(model) + learned
@@ -130,11 +138,13 @@ class DeepConfig(RecurrentConfig):
 def deep_flops(
     config: DeepConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int
 ) -> dict[str, Flops]:
-    """`memory_attention` within inner chunks, `memory_retrieval` and `memory_update` through the weights.
+    """Return the FLOPs per token of a deep memory, see `RecurrentConfig.memory_flops`.
 
-    The last inner chunk's update is read by nobody and has no backward pass; the momentum a memory begins with is zero
-    and has no gradient, and that it ends with is read by nobody. causal: a token counts itself and those before it in
-    its inner chunk.
+    `memory_attention` is what lies within inner chunks, `memory_retrieval` and `memory_update` what goes through the
+    weights. The update of the last inner chunk is read by nobody and has no backward pass; the momentum that a memory
+    begins with is zero and has no gradient, and the one that it ends with is read by nobody.
+
+    causal: a token counts itself and those before it in its inner chunk.
     """
     inner = min(config.inner_chunk, begun)
     newer, momentum = 1 - inner / sequence_length, 1 - inner / begun
@@ -143,11 +153,11 @@ def deep_flops(
     sides = [rows + columns for rows, columns in config.matrices(model).values()]
     through = 2 * model.heads * sum(sizes)
     within = 2 * model.heads * seen * sum(sides)
-    # of keys: all layers but the last forwards, the last one for the error of l2, and back through it for the slope
+    # each key passes all layers but the last, the last one too for the error of l2, and back through it for the slope
     last = len(sizes) - 1
     gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
     write = 2 * model.resolved_kv_heads * sum(sizes)
-    # weights of zeros that a memory begins with have no gradient
+    # weights that begin as zeros have no gradient
     taught = 2.0 if config.start == "learned" else 1 + momentum
     read, update = Flops(through, taught * through), Flops(gradients + write, taught * gradients + 2 * write * newer)
     attention = Flops(within, 2 * within)
@@ -161,7 +171,7 @@ def deep_flops(
 
 
 class StartWeights(nn.Module):
-    """The weights of each head's memory before a document's first token."""
+    """The learned weights of each head's network before a document's first token."""
 
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
@@ -172,12 +182,12 @@ class StartWeights(nn.Module):
             self.register_parameter(name, declare(start, normal(columns**-0.5), shard_axis=0, fan_in=2))
 
     def forward(self) -> dict[str, Tensor]:
-        """[local kv_heads, rows, columns] each."""
+        """Return each matrix by name, [H, outputs, inputs]."""
         return dict(self.named_parameters())
 
 
 class DeepMemory(RecurrentMixer):
-    """A small network per head that learns what it reads."""
+    """A small network per head that is trained on the keys and values it reads."""
 
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
@@ -192,15 +202,18 @@ class DeepMemory(RecurrentMixer):
         self.gate_shape = config.gate_shape(model)
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
-        """The projection that makes a gate of each token, of `DeepConfig.gate_shape`."""
+        """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
         return TokenGate(model, linears, start)
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `RecurrentMixer.prepare`."""
+        """See `RecurrentMixer.prepare` ([T, B, heads, D]): unit vectors with `normalize`, else as they are."""
         return (unit(query), unit(key)) if self.config.normalize else (query, key)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """`rate`; by others of the name, the logarithm of each gate's sigmoid."""
+        """Return `rate`, and the logarithm of the sigmoid of each other gate, of tokens x [T, B, hidden_size].
+
+        Each gate is [B, H, T, *gate_shape] in float32 (float64 for float64).
+        """
         found = {name: gate(x) for name, gate in self.token_gates.items()}
         if "rate" in found:
             rate = self.max_rate * found.pop("rate").sigmoid()
@@ -210,7 +223,7 @@ class DeepMemory(RecurrentMixer):
         return {"rate": rate, **{name: nn.functional.logsigmoid(value) for name, value in found.items()}}
 
     def learned(self, memory: State) -> Weights:
-        """Of a state: what the memory learns, [batch, local kv_heads, rows, columns] each."""
+        """Return what the inner steps change, the learned start plus the state: [B, H, outputs, inputs] each."""
         added = [memory[name] for name in self.names]
         if self.start is not None:
             start = self.start()
@@ -218,14 +231,14 @@ class DeepMemory(RecurrentMixer):
         return tuple(added)
 
     def weights(self, memory: State) -> Weights:
-        """Of a state: the network's."""
+        """Return the weights of the network that a state stands for, [B, H, outputs, inputs] each."""
         return self.learned(memory)
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
         reads = []
         for block_slice in block_slices(chunk.starts, inputs.tokens, self.config.inner_chunk):
-            read, memory = self._read_block_slice(
+            read, memory = self._read_inner_chunk(
                 inputs.part(slice(block_slice.begin, block_slice.end)), memory, block_slice, join
             )
             reads.append(read)
@@ -256,19 +269,22 @@ class DeepMemory(RecurrentMixer):
         matrices = kept[matrix] if matrix else kept[matrix].mT
         return shared_product(x.to(matrices.dtype), matrices, shares)
 
-    def _read_block_slice(
+    def _read_inner_chunk(
         self, inputs: Inputs, memory: State, block_slice: BlockSlice, join: Join | None
     ) -> tuple[Tensor, State]:
+        """Read and write tokens that lie in one inner chunk of each row."""
+        # open tokens of the inner chunk stand before the new ones: each step is computed anew from the chunk's start
         open_tokens = memory["open_key"].shape[2]
         new = {"key": inputs.key, "value": inputs.value, **inputs.gates}
-        whole = {
+        tokens = {
             name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if open_tokens else tensor
             for name, tensor in new.items()
         }
-        read, learned = self.learn(inputs.query, whole, memory, block_slice, open_tokens, join)
+        read, learned = self.learn(inputs.query, tokens, memory, block_slice, open_tokens, join)
         kept = block_slice.open_tokens_after
-        rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in whole.items()}
+        rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in tokens.items()}
         memory = {**memory, **rest}
+        # the weights change only where the inner chunk has ended
         if all(block_slice.closing):
             return read, {**memory, **learned}
         if any(block_slice.closing):
@@ -285,42 +301,56 @@ class DeepMemory(RecurrentMixer):
         open_tokens: int,
         join: Join | None,
     ) -> tuple[Tensor, State]:
-        """Of the tokens of one inner chunk, `open_tokens` ones first: what the queries read, the memory after them."""
+        """Read and write an inner chunk up to the tokens of the slice.
+
+        Args:
+            query: [B, H, G, T, D] of the slice's tokens.
+            tokens: `key` and `value` [B, H, open_tokens + T, D] and gates [B, H, open_tokens + T, *gate_shape], of the
+                inner chunk so far.
+            memory: the state as the inner chunk starts.
+            block_slice, open_tokens: where the tokens lie.
+            join: see `RecurrentMixer.recur`.
+        Returns: what the queries read, [B, H, G, T, D]; weights and momentum after the last token.
+        """
         weights = self.weights(memory)
         momentum = None
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
-        read, after, pushed = deep_memory(
-            query, tokens["key"], tokens["value"], weights, momentum, self._pace(tokens, block_slice, open_tokens),
+        read, after, last_momentum = deep_memory(
+            query, tokens["key"], tokens["value"], weights, momentum, self._rates(tokens, block_slice, open_tokens),
             self.config.loss, self.config.residual, join,
         )  # fmt: skip
-        pushed_by_name = zip(self.names, pushed or (), strict=pushed is not None)
+        momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         return read, {
             **self.added(memory, weights, after),
-            **{f"{name}_momentum": value for name, value in pushed_by_name},
+            **{f"{name}_momentum": value for name, value in momenta},
         }
 
     def added(self, memory: State, before: Weights, after: Weights) -> State:
-        """What was added to the learned start: the state so far and the change, which is small beside them."""
+        """Return what has been added to the learned start: so far, and by the change from `before` to `after`.
+
+        Summed in this order, as both are small beside the weights themselves.
+        """
         return {
             name: memory[name] + (last - first)
             for name, first, last in zip(self.names, before, after, strict=True)
         }  # fmt: skip
 
-    def _pace(self, tokens: dict[str, Tensor], block_slice: BlockSlice, open_tokens: int) -> Pace:
-        pace = Pace(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
-        seen = seen_tokens(block_slice, open_tokens, pace.rate)
+    def _rates(self, tokens: dict[str, Tensor], block_slice: BlockSlice, open_tokens: int) -> InnerRates:
+        """Return rate, decay and momentum [B, H, T] of the tokens, 0 for open tokens of another inner chunk."""
+        rates = InnerRates(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
+        seen = seen_tokens(block_slice, open_tokens, rates.rate)
         if seen is None:
-            return pace
-        decay, momentum = (None if gate is None else gate * seen for gate in (pace.log_decay, pace.log_momentum))
-        return Pace(pace.rate * seen, decay, momentum, seen.expand_as(pace.rate))
+            return rates
+        decay, momentum = (None if gate is None else gate * seen for gate in (rates.log_decay, rates.log_momentum))
+        return InnerRates(rates.rate * seen, decay, momentum, seen.expand_as(rates.rate))
 
 
 def seen_tokens(block_slice: BlockSlice, open_tokens: int, like: Tensor) -> Tensor | None:
     """Return which tokens, open ones first, belong to each row's inner chunk; None if all of them do.
 
-    like: [batch, heads, tokens, ...], `open_tokens` of the tokens open ones.
-    Returns: [batch, 1, tokens], ones and zeros in the dtype of `like`.
+    like: [B, H, T, ...], `open_tokens` of the tokens open ones.
+    Returns: [B, 1, T], ones and zeros in the dtype of `like`.
     """
     visible = open_visible(block_slice, open_tokens, like.device) if open_tokens else None
     if visible is None:
@@ -330,5 +360,8 @@ def seen_tokens(block_slice: BlockSlice, open_tokens: int, like: Tensor) -> Tens
 
 
 def _last(x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of [batch, heads, tokens, ...]; none of x's memory is kept alive for an empty answer."""
+    """Return the last `count` tokens of x [B, H, T, ...].
+
+    An empty result is a new tensor: an empty view would keep all of x's memory alive.
+    """
     return x[:, :, x.shape[2] - count :] if count else x.new_zeros((*x.shape[:2], 0, *x.shape[3:]))

@@ -1,7 +1,7 @@
 """DeltaNet: a matrix per head that takes back what it held for a key before it writes the key's new value.
 
-Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024; with `decay` Gated DeltaNet (Yang et al.,
-2025).
+Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024; with `decay` it is
+Gated DeltaNet (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, equation 10).
 
     S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T,   y_t = S_t^T q_t / sqrt(d),   |k_t| = |q_t| = 1
     b_t = sigmoid(w_b . x_t);   a_t = exp(-exp(A) softplus(w_a . x_t + c)), or 1
@@ -25,7 +25,7 @@ from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
 FIRST_DECAY = math.log(math.expm1(0.01))
-"""c at the start: with A = 0 a memory fades by 1 % per token."""
+"""Start value of c: with A = 0 a memory fades by 1 % per token."""
 
 
 @MIXERS.register
@@ -35,14 +35,14 @@ class DeltaNetConfig(MatrixConfig):
     kind: Literal["delta_net"] = "delta_net"
     """`delta_net`"""
     decay: bool = False
-    """Forget at a pace of each token and head: Gated DeltaNet."""
+    """Forget at a rate of each token and head: Gated DeltaNet."""
 
     def token_gates(self) -> int:
-        """Rate, and decay."""
+        """See `RecurrentConfig.token_gates`: rate, and decay."""
         return 2 if self.decay else 1
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Convolutions and norm, and the start values of the gates, with A of the decay."""
+        """Count convolutions and norm, and the start values of the gates, with A of the decay."""
         return super().extra_parameters(model) + model.resolved_kv_heads * (3 if self.decay else 1)
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
@@ -55,7 +55,7 @@ class DeltaNetConfig(MatrixConfig):
 
 
 class Decay(nn.Module):
-    """log a_t = -exp(A) softplus(w . x_t + c) per token and head, A and c per head."""
+    """The decay of each token and head: log a_t = -exp(A) softplus(w . x_t + c), A and c per head."""
 
     def __init__(self, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class Decay(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens]."""
+        """Map x [tokens, batch, hidden_size] to log a_t [batch, local kv_heads, tokens]."""
         token: Tensor = self.token(x)
         return -self.log_pace.to(token.dtype).exp()[:, None] * F.softplus(token)
 
 
 class DeltaNet(MatrixMixer):
-    """The delta rule, with or without decay."""
+    """A matrix memory written by the delta rule, with or without decay."""
 
     def __init__(self, config: DeltaNetConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
@@ -80,10 +80,10 @@ class DeltaNet(MatrixMixer):
         self.decay = Decay(model, linears) if config.decay else None
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `RecurrentMixer.prepare`."""
+        """See `RecurrentMixer.prepare`: unit vectors."""
         return super().prepare(unit(query), unit(key), chunk)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """`rate`, and `log_decay`."""
+        """Return `rate`, and `log_decay` [batch, local kv_heads, tokens] of tokens x [tokens, batch, hidden_size]."""
         found = {"rate": self.rate(x).sigmoid()}
         return found if self.decay is None else {**found, "log_decay": self.decay(x)}

@@ -1,7 +1,8 @@
 """Deep linear attention (DLA): a network per head that moves towards each value along the dot product.
 
-Paper 004 (Memory Caching), equation 10, with the loss -<M(k), v>: its sign there would unlearn. With a matrix of zeros
-for a network, no residual and rate 1 it is linear attention.
+Behrouz et al., "Memory Caching: RNNs with Growing Memory", equation 10, with the loss -<M(k), v>: the sign that is
+printed there would unlearn. With a matrix of zeros for a network, no residual and rate 1 it is linear attention
+(equation 11).
 """
 
 from __future__ import annotations

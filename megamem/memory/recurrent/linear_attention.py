@@ -1,7 +1,7 @@
 """Linear attention: a matrix per head, the sum of k v^T over all tokens so far.
 
-Katharopoulos et al., "Transformers are RNNs", 2020; without their normalizer, as paper 004 compares it: the norm of
-what is read takes its place.
+Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention", 2020, equations
+16 to 20; without their normalizer, in the form that Memory Caching compares: the norm of what is read takes its place.
 
     S_t = S_{t-1} + f(k_t) v_t^T,   y_t = S_t^T f(q_t) / sqrt(d)
 """
@@ -27,7 +27,7 @@ class LinearAttentionConfig(MatrixConfig):
     """`linear_attention`"""
     mergeable: ClassVar[bool] = True
     features: Literal["identity", "elu"] = "identity"
-    """Of queries and keys: themselves, or ELU + 1, which keeps every weight positive."""
+    """Feature map f of queries and keys: the identity, or ELU + 1, which keeps every weight positive."""
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> LinearAttention:
         """See `MixerConfig.build`."""
@@ -35,14 +35,14 @@ class LinearAttentionConfig(MatrixConfig):
 
 
 class LinearAttention(MatrixMixer):
-    """The sum of all k v^T."""
+    """A matrix memory that is the sum of all k v^T."""
 
     def __init__(self, config: LinearAttentionConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.positive = config.features == "elu"
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `RecurrentMixer.prepare`."""
+        """See `RecurrentMixer.prepare`: the feature map."""
         if self.positive:
             query, key = F.elu(query) + 1, F.elu(key) + 1
         return super().prepare(query, key, chunk)

@@ -2,7 +2,8 @@
 
     S_t = a_t S_{t-1} + k_t w_t^T,   y_t = S_t^T q_t
 
-Tokens are read one by one by definition: inner chunks change the order of sums alone.
+The base of linear attention, RetNet, DeltaNet and SSD, which differ in a_t and w_t. Tokens are read one by one by
+definition: inner chunks change the order of sums alone.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import Inputs, Join, RecurrentConfig, RecurrentMixer
+from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.deep_memory.network import Join
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import Linears
@@ -36,12 +38,12 @@ class MatrixConfig(RecurrentConfig):
         return self.expand_v * model.resolved_head_dim
 
     def memory_specs(self, model: ModelConfig) -> StateSpec:
-        """S."""
+        """See `RecurrentConfig.memory_specs`: S."""
         shape = ("batch", "kv_heads", model.resolved_head_dim, self.values(model))
         return {"memory": TensorSpec(shape, "float32", shard="kv_heads")}
 
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """S."""
+        """See `RecurrentConfig.snapshot_shapes`: S."""
         return {"memory": (model.resolved_head_dim, self.values(model))}
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
@@ -52,14 +54,17 @@ class MatrixConfig(RecurrentConfig):
 def matrix_flops(
     config: MatrixConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int, delta: bool = False
 ) -> dict[str, Flops]:
-    """`memory_attention` within inner chunks; `memory_retrieval` and `memory_update` of the matrix between them.
+    """Return the FLOPs per token of a matrix memory, see `RecurrentConfig.memory_flops`.
 
-    The matrix a memory begins with is zero and has no gradient, nor has what the last inner chunk writes.
+    `memory_attention` is what lies within inner chunks; `memory_retrieval` and `memory_update` are those of the matrix
+    between them. The matrix that a memory begins with is zero and has no gradient, nor has what the last inner chunk
+    writes.
+
     causal: a token counts itself and those before it in its inner chunk, the triangular solve of the delta rule alike.
     """
     inner = min(config.inner_chunk, model.chunk_size, begun)
     seen = (inner + 1) / 2 if causal else inner
-    # shares of inner chunks: those that have one before them, those whose writing somebody reads
+    # shares of the inner chunks: those with one before them, those whose matrix is read afterwards
     older, newer = 1 - inner / begun, 1 - inner / sequence_length
     keys, values = model.resolved_head_dim, config.values(model)
     within = 2 * model.heads * seen * (keys + values)
@@ -77,7 +82,7 @@ def matrix_flops(
 
 
 class MatrixMixer(RecurrentMixer):
-    """A matrix per head, written by `linear_recurrence` with the gates of that name."""
+    """A matrix per head, written by `linear_recurrence` with the gates `log_decay` and `rate` of each token."""
 
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)

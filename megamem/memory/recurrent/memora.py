@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import State, state_dtype, to_device
-from megamem.memory.recurrent.base import Join
 from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, seen_tokens
 from megamem.memory.shared.blocks import BlockSlice
-from megamem.ops.deep_memory.network import Loss, Weights
-from megamem.ops.deep_memory.simplex import ChannelPace, on_simplex, simplex_memory
+from megamem.ops.deep_memory.network import Join, Loss, Weights
+from megamem.ops.deep_memory.simplex import ChannelRates, on_simplex, simplex_memory
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -33,7 +32,7 @@ class MemoraConfig(DeepConfig):
     """`memora`"""
     loss: ClassVar[Loss] = "l2"
     decay: bool = True
-    """Flatten the distributions at a pace of each token and channel."""
+    """Flatten the distributions at a rate of each token and channel."""
     gate_rank: PositiveInt = 8
     """Numbers per head through which a token's rates, or decays, of all channels of the head pass."""
     scale: PositiveFloat | None = None
@@ -46,15 +45,15 @@ class MemoraConfig(DeepConfig):
             raise ValueError("start zero is not for memora, whose rows would be alike for ever; use learned")
 
     def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """A number per channel."""
+        """See `DeepConfig.gate_shape`: one number per channel."""
         return (model.resolved_head_dim,)
 
     def token_gates(self) -> int:
-        """Numbers of the low ranks."""
+        """See `RecurrentConfig.token_gates`: the numbers of the low ranks."""
         return self.gate_rank * len(self.gate_starts())
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """As of the other deep memories, and from the low rank to channels, with a start value of each."""
+        """Count what other deep memories have, and from the low rank to each channel, with a start value."""
         gates, per_gate = (
             len(self.gate_starts()),
             model.resolved_kv_heads * (self.gate_rank + 1) * model.resolved_head_dim,
@@ -62,7 +61,7 @@ class MemoraConfig(DeepConfig):
         return super().extra_parameters(model) - model.resolved_kv_heads * self.token_gates() + gates * per_gate
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
-        """See `deep_flops`; also the low ranks, and the first token of each inner chunk, which is written twice."""
+        """See `deep_flops`; added are the low ranks and the second write of each inner chunk's first token."""
         parts = super().memory_flops(model, sequence_length, causal, begun)
         sizes = sum(rows * columns for rows, columns in self.matrices(model).values())
         parts["memory_update"] += product(2 * model.resolved_kv_heads * sizes / min(self.inner_chunk, begun))
@@ -75,7 +74,7 @@ class MemoraConfig(DeepConfig):
 
 
 class ChannelGate(nn.Module):
-    """A number per token and channel: a projection of the input through a few numbers per head, with start values."""
+    """A gate per token and channel: a projection of the token through a few numbers per head, with start values."""
 
     def __init__(self, model: ModelConfig, linears: Linears, rank: int, start: float) -> None:
         super().__init__()
@@ -87,14 +86,14 @@ class ChannelGate(nn.Module):
         self.start = declare(nn.Parameter(torch.empty(local, model.resolved_head_dim)), constant(start), shard_axis=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, hidden_size] -> [batch, local kv_heads, tokens, width], float32 (float64 of float64)."""
+        """Map x [T, B, hidden_size] to [B, local kv_heads, T, head_dim], in float32 (float64 for float64)."""
         exact = state_dtype(x.dtype)
         low = self.weight(x).to(exact).unflatten(-1, (self.channels.shape[0], -1)).permute(1, 2, 0, 3)
         return low @ self.channels.to(exact) + self.start[:, None].to(exact)
 
 
 class Memora(DeepMemory):
-    """Distributions that follow the text."""
+    """A network of distributions per head that is trained on the keys and values it reads."""
 
     config: MemoraConfig
 
@@ -116,16 +115,17 @@ class Memora(DeepMemory):
         open_tokens: int,
         join: Join | None,
     ) -> tuple[Tensor, State]:
-        """See `DeepMemory.learn`."""
+        """See `DeepMemory.learn`; what is learned are the logarithms of the weights."""
         rate = tokens["rate"]
         decay = tokens.get("log_decay", torch.zeros_like(rate))
         seen = seen_tokens(block_slice, open_tokens, rate)
         if seen is not None:
             rate, decay = rate * seen[..., None], decay * seen[..., None]
+        # open tokens before a row's own inner chunk are not its first
         first = to_device([open_tokens - offset for offset in block_slice.offsets], rate.device)
         logs = self.learned(memory)
         read, after = simplex_memory(
-            query, tokens["key"], tokens["value"], logs, ChannelPace(rate, decay, first),
+            query, tokens["key"], tokens["value"], logs, ChannelRates(rate, decay, first),
             self.config.scale, self.config.residual, join,
         )  # fmt: skip
         return read, self.added(memory, logs, after)

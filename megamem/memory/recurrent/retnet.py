@@ -1,6 +1,7 @@
-"""RetNet's retention: linear attention that forgets, each head at its own fixed pace.
+"""RetNet's retention: linear attention that forgets, each head at its own fixed rate.
 
-Sun et al., "Retentive Network", 2023, with the rotation of queries and keys for its complex exponential.
+Sun et al., "Retentive Network: A Successor to Transformer for Large Language Models", 2023, equations 6 and 8, with
+the rotation of queries and keys for its complex exponential.
 
     S_t = a_h S_{t-1} + k_t v_t^T,   y_t = S_t^T q_t / sqrt(d),   a_h = 1 - 2^(-5 - h), h = 0, 1, ...
 """
@@ -45,17 +46,20 @@ class RetNet(MatrixMixer):
         super().__init__(config, model, linears)
         self.theta = model.rope_theta
         local = model.resolved_kv_heads // linears.tp_size
-        # of all heads, wherever they are: rank 1 does not begin with the first decay again
+        # the index among all heads: a second tensor-parallel rank does not begin with the first decay again
         self.first = linears.tp_rank * local
         self.local = local
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `RecurrentMixer.prepare`; rotated_query by their positions in the document."""
+        """See `RecurrentMixer.prepare`: queries and keys rotated by their positions in the document."""
         tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
         return super().prepare(apply_rotary(query, *tables), apply_rotary(key, *tables), chunk)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """The logarithm of each head's decay, the same for every token: [1, local kv_heads, tokens]."""
+        """Return the logarithm of each head's decay, the same for every token of x [tokens, batch, hidden_size].
+
+        `log_decay` is [1, local kv_heads, tokens].
+        """
         heads = range(self.first, self.first + self.local)
         logs = torch.log1p(-torch.exp2(torch.tensor([-5.0 - head for head in heads], dtype=torch.float64)))
         decay = to_device(logs, x.device, state_dtype(x.dtype))

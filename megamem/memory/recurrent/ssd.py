@@ -1,7 +1,7 @@
-"""SSD, the layer of Mamba-2: a matrix per head that fades at a pace each token chooses, with a skip past the memory.
+"""SSD, the layer of Mamba-2: a matrix per head that fades at a rate each token chooses, with a skip past the memory.
 
-Dao and Gu, "Transformers are SSMs", 2024, with keys B and queries C of each head's own (no sharing over groups), and
-the norm and gate of the other recurrent memories.
+Dao and Gu, "Transformers are SSMs", 2024, with each head's own keys (B there) and queries (C there), not shared over
+groups, and the norm and gate of the other recurrent memories.
 
     S_t = exp(-d_t exp(A)) S_{t-1} + d_t k_t v_t^T,   y_t = S_t^T q_t / sqrt(w) + D v_t,   d_t = softplus(w_d . x_t + c)
 """
@@ -17,27 +17,28 @@ from torch import Tensor, nn
 
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, State
-from megamem.memory.recurrent.base import Inputs, Join, TokenGate
+from megamem.memory.recurrent.base import Inputs, TokenGate
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
+from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare
 
 FIRST_STEP = math.log(math.expm1(0.01))
-"""c at the start: with A = 0 a memory fades by 1 % per token, and takes in 1 % of it."""
+"""Start value of c: with A = 0 a memory fades by 1 % per token, and takes in 1 % of it."""
 
 
 @MIXERS.register
 class SSDConfig(MatrixConfig):
-    """SSD (Mamba-2): outer products that fade at a pace of each token and head, with a skip from value to output."""
+    """SSD (Mamba-2): outer products that fade at a rate of each token and head, with a skip from value to output."""
 
     kind: Literal["ssd"] = "ssd"
     """`ssd`"""
 
     def token_gates(self) -> int:
-        """The step."""
+        """See `RecurrentConfig.token_gates`: the step."""
         return 1
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Convolutions and norm; start value of the step, A and D."""
+        """Count convolutions and norm; start value of the step, A and D."""
         return super().extra_parameters(model) + 3 * model.resolved_kv_heads
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> SSD:
@@ -55,12 +56,12 @@ class HeadValue(nn.Module):
         )
 
     def forward(self, like: Tensor) -> Tensor:
-        """[local kv_heads] in the dtype of `like`."""
+        """Return the numbers [local kv_heads], in the dtype of `like` [..., tokens]."""
         return self.value.to(like.dtype)
 
 
 class SSD(MatrixMixer):
-    """State space duality: linear attention with a step and a decay of each token."""
+    """A matrix memory with a step and a decay of each token."""
 
     def __init__(self, config: SSDConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
@@ -69,18 +70,18 @@ class SSD(MatrixMixer):
         self.skip = HeadValue(model, linears, 1.0)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
-        """`step` and `log_decay`."""
+        """Return `step` and `log_decay` [batch, local kv_heads, tokens] of tokens x [tokens, batch, hidden_size]."""
         step = F.softplus(self.token_step(x))
         return {"step": step, "log_decay": -self.log_pace(step).exp()[:, None] * step}
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
-        """See `RecurrentMixer.recur`."""
+        """See `RecurrentMixer.recur`; each value is scaled by its token's step."""
         gates = dict(inputs.gates)
         value = inputs.value.to(memory["memory"].dtype)
         stepped = Inputs(inputs.query, inputs.key, value * gates.pop("step")[..., None], gates)
         return super().recur(stepped, memory, chunk, join)
 
     def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
-        """See `RecurrentMixer.finish`; the skip passes by whatever is kept of the memory, too."""
+        """See `RecurrentMixer.finish`; D v_t joins what was read, also where kept memories were read too."""
         value = inputs.value.to(read.dtype)
         return super().finish(read + (self.skip(value)[:, None, None] * value)[:, :, None], x, inputs)

@@ -1,7 +1,8 @@
 """Titans' long-term memory module (LMM): a network per head that learns each value from its key, with momentum.
 
-Behrouz, Zhong and Mirrokni, "Titans: Learning to Memorize at Test Time", 2024, with l = |M(k) - v|^2,
-S_t = e_t S_{t-1} - b_t grad l and M_t = a_t M_{t-1} + S_t: rate, momentum and decay of each token and head.
+Behrouz, Zhong and Mirrokni, "Titans: Learning to Memorize at Test Time", 2024, equations 11 to 15: l = |M(k) - v|^2,
+S_t = e_t S_{t-1} - b_t grad l and M_t = a_t M_{t-1} + S_t, with rate b, momentum e and decay a (the paper's 1 - alpha)
+of each token and head.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from megamem.memory.recurrent.deep import DeepConfig
 from megamem.ops.deep_memory.network import Loss
 
 FIRST_MOMENTUM = 0.0
-"""Before the sigmoid: half of a step's direction goes on in the next."""
+"""Start value of the momentum gate before its sigmoid: half of a step's direction goes on in the next."""
 
 
 @MIXERS.register
@@ -25,9 +26,9 @@ class TitansConfig(DeepConfig):
     mergeable: ClassVar[bool] = True
     loss: ClassVar[Loss] = "l2"
     momentum: bool = True
-    """Let past gradients go on acting, at a pace of each token and head."""
+    """Let past gradients go on acting, with a momentum of each token and head."""
     decay: bool = True
-    """Fade the network's weights at a pace of each token and head."""
+    """Fade the network's weights at a rate of each token and head."""
 
     def gate_starts(self) -> dict[str, float]:
         """See `DeepConfig.gate_starts`."""

@@ -1,1 +1,1 @@
-"""What several families of mechanisms are built from."""
+"""Parts from which several families of mechanisms are built: blocks, gates, queues."""

@@ -91,7 +91,7 @@ def row_rotary_tables(starts: tuple[int, ...], tokens: int, width: int, theta: f
     Args:
         width: width of a head.
         theta: base of the frequencies.
-        like: a tensor of any shape [...], whose dtype and device the tables get.
+        like: a tensor [tokens, ...] whose dtype and device the tables get.
     """
     if len(set(starts)) == 1:
         return consecutive_rotary_tables(starts[0], tokens, width, theta, like.dtype, like.device)
@@ -102,7 +102,7 @@ def row_rotary_tables(starts: tuple[int, ...], tokens: int, width: int, theta: f
 def block_rotary_tables(
     block_slice: BlockSlice, open_tokens: int, width: int, theta: float, like: Tensor
 ) -> RotaryTables:
-    """Return the rotary tables of `positions_in_block`; like: any shape [...], gives dtype and device."""
+    """Return the rotary tables of `positions_in_block`, in the dtype and on the device of `like` [tokens, ...]."""
     starts = tuple(offset - open_tokens for offset in block_slice.offsets)
     return row_rotary_tables(starts, open_tokens + block_slice.tokens, width, theta, like)
 

@@ -4,6 +4,8 @@ torch's fused CPU kernel knows a causal mask only for as many keys as queries; w
 fall back to a full rectangular mask. One causal call for the own keys and one unmasked call per past part do no
 wasted work. Softmax parts merge as out = sum_p exp(lse_p - lse) out_p with lse = logsumexp_p lse_p; and the kernel's
 backward, given the merged `out` and `lse`, recomputes exactly the merged probabilities of its own part.
+
+Letters of shapes: B batch rows, H heads, T queries, K keys of a part, D width of a head.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _Merged(torch.autograd.Function):
+    """Attention over several parts, merged forward by the log-sum-exp, backward by giving it to each part."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, *parts: Tensor) -> Tensor:
+        """Attend from query [B, H, T, D] to parts: key and value [B, H, K, D] of each part, the causal one last."""
         last = len(parts) // 2 - 1
         outs, lses = [], []
         for i in range(last + 1):
@@ -35,6 +40,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of query and parts, from that of the output, [B, H, T, D]."""
         query, out, lse, *parts = ctx.saved_tensors
         last = len(parts) // 2 - 1
         grads: list[Tensor] = []
@@ -50,9 +56,13 @@ class _Merged(torch.autograd.Function):
 
 
 def merged_attention(query: Tensor, parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """Softmax attention on CPU over `parts` = [(key, value), ...]; the last part is causal, the others are seen whole.
+    """Attend on the CPU from every query to all parts, in one softmax.
 
-    Shapes [batch, heads, tokens, width]; the last part has as many keys as there are queries.
+    Args:
+        query: [B, H, T, D].
+        parts: (key, value), [B, H, K, D] each. The last part is causal and has as many keys as there are queries; the
+            others are seen whole.
+    Returns: [B, H, T, D].
     """
     out: Tensor = _Merged.apply(query, *(tensor for part in parts for tensor in part))
     return out

@@ -1,4 +1,4 @@
-"""Attention to the nearest keys of a past only: an exact search by matrix products and `torch.topk`.
+"""Attention to the nearest keys of a past alone, found by an exact search: matrix products and `torch.topk`.
 
 The search decides which keys a query may see and has no gradient of its own; gradients flow through the scores and
 values of the keys that were chosen. On the CPU and on CUDA devices alike it costs one product of queries by keys, half
@@ -14,14 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from megamem.ops.attention.softmax import Past, past_attention
 
 SCORES = 2**25
-"""Most scores (rows x heads x queries x keys) held at once; beyond, queries are taken in parts."""
+"""Scores (rows x heads x queries x keys) that are held at once at most; more queries are taken in parts."""
 
 
 @torch.no_grad()
 def nearest(query: Tensor, past: Past, count: int) -> Past:
-    """The past of which each query sees the `count` keys with the largest product; all it may see if those are fewer.
+    """Return the past with a mask: each query sees the `count` keys with the largest product, or all if they are fewer.
 
-    past.visible: None, [batch] or [keys, batch]. Of keys with equal products any may be taken, `count` in all.
+    Args:
+        query: [tokens, batch, heads, width].
+        past: with `visible` None, [batch] or [keys, batch].
+        count: keys of each query and head. Of keys with equal products any may be taken, `count` in all.
     """
     keys, batch = past.key.shape[:2]
     if count >= keys:
@@ -30,20 +33,22 @@ def nearest(query: Tensor, past: Past, count: int) -> Past:
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     q = query.to(compute).permute(1, 2, 0, 3)
     k = past.key.to(compute).permute(1, 2, 3, 0).repeat_interleave(query.shape[2] // past.key.shape[2], dim=1)
+    # [batch, heads, tokens, keys]
     scores = q @ k
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     if past.visible is None:
         return Past(past.key, past.value, chosen.scatter_(-1, scores.topk(count, sorted=False).indices, True))
     allowed = past.visible.expand(keys, batch).T[:, None, None]
+    # rows with fewer visible keys than `count` get invisible ones too, which the last mask takes out again
     best = scores.masked_fill(~allowed, -torch.inf).topk(count, sorted=False).indices
     return Past(past.key, past.value, chosen.scatter_(-1, best, True) & allowed)
 
 
 def nearest_attention(query: Tensor, past: Past, count: int, backend: str = "sdpa") -> Tensor:
-    """`past_attention` of each query to its `count` nearest keys.
+    """Attend from each query to its `count` nearest keys; arguments and result as in `past_attention` and `nearest`.
 
-    Many queries are taken in parts that the backward pass computes again, so that the table of queries by keys never
-    exists as a whole.
+    query: [tokens, batch, heads, width]. Many queries are taken in parts that the backward pass computes again, so that
+    the table of queries by keys never exists as a whole.
     """
 
     def attend(queries: Tensor, key: Tensor, value: Tensor) -> Tensor:

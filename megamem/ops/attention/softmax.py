@@ -1,13 +1,16 @@
-"""Softmax attention over a visible past and a causal present: the one attention every mixer calls.
+"""Softmax attention to a past that every query sees, and causally to the queries' own keys.
 
     keys =  [ past 1 | past 2 | ... | own ]
              seen by every query      causal: query i sees own keys 0..i
 
-Retrieved memory tokens, a cache of earlier chunks and the unfinished block of token-by-token decoding are all pasts.
-Backends: `eager` materializes the scores (tests, odd masks), `sdpa` is torch's fused kernel (on CPU one call per part,
-merged exactly, see `megamem.ops.attention.merged`), `flex` is FlexAttention, `flash_attn` the package.
+Every mixer with attention calls this. Memory tokens, a cache of earlier chunks and the unfinished block of
+token-by-token decoding are all pasts. Kernels (`model.attention_kernel`): `eager` computes the scores as a tensor (for
+tests), `sdpa` is torch's fused kernel (on the CPU one call per part, merged exactly, see
+`megamem.ops.attention.merged`), `flex` is FlexAttention, `flash_attn` the package of that name. A past that is visible
+in part goes to `sdpa` with a mask, whichever of the fused kernels is configured.
 
-Shapes: query [tokens, batch, heads, width]; keys and values [keys, batch, kv_heads, width].
+Letters of shapes: T queries, K keys, B batch rows, H query heads, G key/value heads, D width of a head. Queries come as
+[T, B, H, D], keys and values as [K, B, G, D]; kernels want [B, H, T, D].
 """
 
 from __future__ import annotations
@@ -27,31 +30,36 @@ from megamem.errors import ConfigError
 from megamem.ops.attention.merged import merged_attention
 
 FLEX_SHAPES = 64
-"""Shapes FlexAttention may be compiled for: chunks of a document, with and without a graph."""
+"""Number of shapes that FlexAttention may be compiled for: chunks of a document, with and without a graph."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """Keys and values that every query may see, [keys, batch, kv_heads, width], unless `visible` says otherwise.
-
-    `visible`: None (all), [batch] bool (whole rows), [keys, batch] bool, or [batch, heads, tokens, keys] bool (each
-    query its own).
-    """
+    """Keys and values that every query may see, unless `visible` says otherwise."""
 
     key: Tensor
+    """[K, B, G, D]"""
     value: Tensor
+    """[K, B, G, D]"""
     visible: Tensor | None = None
+    """Which keys are seen, bool: [B] (whole rows), [K, B], or [B, H, T, K] (each query its own); None: all."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = (), backend: str = "sdpa") -> Tensor:
-    """Attend from each query to the past and, causally, to its own keys; scale 1 / sqrt(width).
+    """Attend from each query to the past and, causally, to the queries' own keys; scores are divided by sqrt(D).
 
-    Returns: [tokens, batch, heads, width] in the query's dtype.
+    Args:
+        query: [T, B, H, D].
+        key, value: the own ones, [T, B, G, D].
+        past: what lies before them.
+        backend: one of `model.attention_kernel`.
+    Returns: [T, B, H, D] in the query's dtype.
     """
     past = [part for part in past if part.key.shape[0]]
     masked = any(part.visible is not None for part in past)
     if backend == "eager" or masked:
         return _masked(query, key, value, past, fused=backend != "eager")
+    # torch's CPU kernel has no causal mask for more keys than queries: one call per part
     if backend == "sdpa" and past and query.device.type == "cpu":
         groups = query.shape[2] // key.shape[2]
         parts = [*((p.key, p.value) for p in past), (key, value)]
@@ -65,10 +73,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = 
 
 
 def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdpa") -> Tensor:
-    """Attend from each query to everything visible in `parts`; scale 1 / sqrt(width).
+    """Attend from each query to everything visible in `parts`, in one softmax; scores are divided by sqrt(D).
 
-    For few queries: every backend but `eager` is torch's fused kernel here.
-    Returns: [tokens, batch, heads, width] in the query's dtype.
+    It is meant for few queries: every backend but `eager` is torch's fused kernel here.
+
+    Args: query [T, B, H, D]; parts and backend as in `attention`.
+    Returns: [T, B, H, D] in the query's dtype.
     """
     if backend == "eager" or any(part.visible is not None for part in parts):
         none = parts[0].key[:0]
@@ -79,14 +89,18 @@ def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdp
 
 
 def _heads_first(x: Tensor) -> Tensor:
+    """Reorder [T, B, H, D] to [B, H, T, D]."""
     return x.permute(1, 2, 0, 3)
 
 
 def _heads_last(x: Tensor) -> Tensor:
+    """Reorder [B, H, T, D] to [T, B, H, D]."""
     return x.permute(2, 0, 1, 3)
 
 
 def _repeated(groups: int) -> Callable[[Tensor], Tensor]:
+    """Return a function from keys or values [K, B, G, D] to [B, H, K, D], each repeated for its group of queries."""
+
     def repeat(x: Tensor) -> Tensor:
         x = _heads_first(x)
         return x if groups == 1 else x.repeat_interleave(groups, dim=1)
@@ -95,16 +109,16 @@ def _repeated(groups: int) -> Callable[[Tensor], Tensor]:
 
 
 def past_attention(query: Tensor, past: Past, backend: str = "sdpa") -> Tensor:
-    """Attend from each query to the past alone, a softmax of its own; every query must see a key of it.
+    """Attend from each query [T, B, H, D] to the past alone; every query must see at least one of its keys.
 
-    Returns: as `attention`.
+    Returns: [T, B, H, D] in the query's dtype.
     """
     mask = None if past.visible is None else _seen(past, query)
     return _rectangle(query, past.key, past.value, mask, fused=backend != "eager")
 
 
 def _seen(part: Past, query: Tensor) -> Tensor:
-    """`visible` as boolean [batch, heads or 1, tokens, keys]."""
+    """Return `part.visible` as boolean [B, H or 1, T, K], for query [T, B, H, D]."""
     tokens, batch = query.shape[:2]
     seen = torch.ones((), dtype=torch.bool, device=query.device) if part.visible is None else part.visible
     if seen.ndim == 4:
@@ -113,7 +127,7 @@ def _seen(part: Past, query: Tensor) -> Tensor:
 
 
 def _mask(query: Tensor, own: int, past: Sequence[Past]) -> Tensor:
-    """Boolean [batch, heads or 1, tokens, keys]: True where a query may look."""
+    """Return where a query [T, B, H, D] may look among the keys of the past and `own` ones: bool [B, H or 1, T, K]."""
     tokens, batch = query.shape[:2]
     causal = torch.ones(tokens, own, dtype=torch.bool, device=query.device).tril(own - tokens)
     parts = [*(_seen(part, query) for part in past), causal[None, None]]
@@ -122,6 +136,7 @@ def _mask(query: Tensor, own: int, past: Sequence[Past]) -> Tensor:
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fused: bool) -> Tensor:
+    """Attend with an explicit mask; query [T, B, H, D], own key and value [T, B, G, D], result like the query."""
     mask = _mask(query, key.shape[0], past)
     key = torch.cat([*(part.key for part in past), key])
     value = torch.cat([*(part.value for part in past), value])
@@ -129,7 +144,10 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fus
 
 
 def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fused: bool) -> Tensor:
-    """Attend where `mask` [batch, heads or 1, tokens, keys] allows it; everywhere if it is None."""
+    """Attend where the mask allows it, everywhere if it is None.
+
+    query [T, B, H, D]; key, value [K, B, G, D]; mask [B, H or 1, T, K] bool; result like the query.
+    """
     groups = query.shape[2] // key.shape[2]
     q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
     if fused:
@@ -142,6 +160,7 @@ def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, f
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with torch's fused kernel from query [T, B, H, D] to key, value [K, B, G, D], causal to the last key."""
     groups = query.shape[2] // key.shape[2]
     q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
     if q.shape[2] == k.shape[2]:
@@ -152,11 +171,18 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
-    """torch's attention; on CUDA its fused kernels want widths in multiples of 8 (a head of 90 is padded to 96)."""
+    """Call torch's attention with q [B, H, T, D] and k, v [B, H, K, D].
+
+    On CUDA its fused kernels need widths in multiples of 8: a head of 90 is padded to 96.
+    """
     return _padded(q, k, v, **mask) if q.is_cuda else F.scaled_dot_product_attention(q, k, v, **mask)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, multiple: int = 8, **mask: Any) -> Tensor:
+    """Call torch's attention with D filled up by zeros, which change neither scores nor the first D channels.
+
+    q [B, H, T, D]; k, v [B, H, K, D]; result like q.
+    """
     width = q.shape[-1]
     if width % multiple:
         q, k, v = (F.pad(x, (0, -width % multiple)) for x in (q, k, v))
@@ -164,7 +190,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, multiple: int = 8, **mask: Any) -> 
 
 
 @lru_cache(maxsize=64)
-def _flex_mask(tokens: int, keys: int, device: torch.device) -> Any:
+def _flex_mask(tokens: int, keys: int, device: torch.device) -> object:
+    """Return FlexAttention's mask for `tokens` queries whose last one stands at the last of `keys` keys."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     past = keys - tokens
@@ -177,11 +204,12 @@ def _flex_mask(tokens: int, keys: int, device: torch.device) -> Any:
 
 @lru_cache(maxsize=1)
 def _flex_kernel(compiled: bool) -> Callable[..., Tensor]:
+    """Return FlexAttention, compiled or plain."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if not compiled:
         return flex_attention
-    # each length of the past is a shape of its own; beyond the limit, attention would materialize its scores
+    # each length of the past is a shape of its own; with more shapes than the limit, attention would compute all scores
     limits: Any = importlib.import_module("torch._dynamo").config
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
     setattr(limits, name, max(getattr(limits, name), FLEX_SHAPES))
@@ -189,6 +217,7 @@ def _flex_kernel(compiled: bool) -> Callable[..., Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with FlexAttention from query [T, B, H, D] to key, value [K, B, G, D], causal to the last key."""
     mask = _flex_mask(query.shape[0], key.shape[0], query.device)
     kernel = _flex_kernel(query.is_cuda)
     q, k, v = (_heads_first(x) for x in (query, key, value))
@@ -196,9 +225,10 @@ def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with flash-attn from query [T, B, H, D] to key, value [K, B, G, D], causal to the last key."""
     from flash_attn import flash_attn_func
 
-    # [batch, tokens, heads, width]; its causal mask is aligned to the last key, as ours
+    # it wants [B, T, H, D]; its causal mask is aligned to the last key, as ours
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     out: Tensor = flash_attn_func(q, k, v, causal=True)
     return out.transpose(0, 1)

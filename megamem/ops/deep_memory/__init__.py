@@ -1,1 +1,1 @@
-"""Memories that are small networks, trained while they read."""
+"""Memories that are small networks, trained on the text while they read it."""

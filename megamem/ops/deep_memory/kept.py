@@ -1,6 +1,7 @@
-"""What memories that are kept answer: many matrices, or many small networks, per head, and a share of each per query.
+"""Reading many memories at once: what kept matrices, or kept small networks, answer to queries that weigh them.
 
-Queries [batch, heads, groups, tokens, in], shares [batch, heads, groups, tokens, memories].
+Letters of shapes: B batch rows, H key/value heads, G query heads that share one of them, T tokens, N kept memories, D
+width of a head. Each query has a share (a weight, 0 for memories it does not read) for each memory: [B, H, G, T, N].
 """
 
 from __future__ import annotations
@@ -14,36 +15,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Matrix = Sequence[Tensor]
-"""The same matrix of every memory: of each list of memories [memories, in, out]."""
+"""The same matrix of every memory, as lists of memories: [memories, in, out] for each list."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries sorted by the memory they are for."""
+    """Which memory each of some queries reads; the queries stand in the order of their memories."""
 
     counts: list[Tensor]
-    """Of each list: how many each of its memories is asked, int64."""
+    """How many queries each memory has, [memories] int64 for each list of memories."""
 
     @cached_property
     def on_host(self) -> list[list[int]]:
-        """The same numbers; the host waits for them once."""
+        """The counts as host integers; the host waits for them once."""
         sizes = [len(part) for part in self.counts]
         return [part.tolist() for part in torch.cat(self.counts).cpu().split(sizes)]
 
     def times(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """Rows x [rows, in], each times its own memory's matrix."""
+        """Multiply each row of x [rows, in] by its own memory's matrix: [rows, out]."""
         return self.padded(x, matrix) if x.is_cuda else self.one_by_one(x, matrix)
 
     def one_by_one(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """A product for each memory that is asked."""
+        """See `times` ([rows, in] -> [rows, out]); one product for each memory that has queries."""
         every = [own for part in matrix for own in part.unbind(0)]
         counts = [count for part in self.on_host for count in part]
-        asked = [own for own, count in zip(every, counts, strict=True) if count]
-        rows_of = x.split([count for count in counts if count])  # empty ones would get gradients too
-        return torch.cat([rows @ own for rows, own in zip(rows_of, asked, strict=True)])
+        # memories without queries are left out: autograd would give them gradients too
+        read = [own for own, count in zip(every, counts, strict=True) if count]
+        rows_of = x.split([count for count in counts if count])
+        return torch.cat([rows @ own for rows, own in zip(rows_of, read, strict=True)])
 
     def padded(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """A product for each list: its memories are given as many rows as the most asked one of them."""
+        """See `times` ([rows, in] -> [rows, out]); one batched product for each list.
+
+        Every memory of a list is given as many rows as that of its memories with the most queries.
+        """
         rows_of = x.split([sum(part) for part in self.on_host])
         products = []
         for rows, own, counts, (owner, place) in zip(rows_of, matrix, self.on_host, self._places, strict=True):
@@ -53,7 +58,7 @@ class Rows:
 
     @cached_property
     def _places(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each list's rows: their memory, and which of its rows they are."""
+        """The index of each row's memory in its list, and the row's index among that memory's rows."""
         found = []
         for counts, hosted in zip(self.counts, self.on_host, strict=True):
             owner = torch.repeat_interleave(counts, output_size=sum(hosted))
@@ -62,17 +67,33 @@ class Rows:
 
 
 AnswerRows = Callable[[Tensor, Sequence[Matrix], Rows], Tensor]
-"""(x [rows, width], the memories' matrices, whose rows they are) -> answers [rows, width]."""
+"""(x [rows, D], the memories' matrices, which memory each row reads) -> answers [rows, D]."""
 
 
 def shared_product(x: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
-    """sum_i shares_i x A_i, one product: A [batch, heads, memories, in, out] stands as one tall matrix."""
+    """Return sum_n shares_n x A_n in one product.
+
+    The matrices stand upon each other as one tall matrix, and x is repeated beside itself, times the shares.
+
+    Args:
+        x: [B, H, G, T, in].
+        matrices: A [B, H, N, in, out].
+        shares: [B, H, G, T, N].
+    Returns: [B, H, G, T, out].
+    """
     spread = shares[..., :, None] * x[..., None, :]
     return spread.flatten(-2) @ matrices.flatten(2, 3)[:, :, None]
 
 
 def shared_networks(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tensor:
-    """sum_i shares_i gelu(x U_i^T) D_i; up and down [batch, heads, memories, inner, in or out]."""
+    """Return sum_n shares_n gelu(x U_n^T) V_n in two products.
+
+    Args:
+        x: [B, H, G, T, D].
+        up, down: U and V [B, H, N, inner width, D].
+        shares: [B, H, G, T, N].
+    Returns: [B, H, G, T, D].
+    """
     hidden = F.gelu(x @ up.flatten(2, 3).mT[:, :, None]).unflatten(-1, up.shape[2:4])
     return (shares[..., None] * hidden).flatten(-2) @ down.flatten(2, 3)[:, :, None]
 
@@ -80,20 +101,25 @@ def shared_networks(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tens
 def selected_answer(
     answer: AnswerRows, query: Tensor, kept: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]
 ) -> Tensor:
-    """The memories' answers times their shares, computed for the pairs of query and memory whose share is not 0 alone:
-    grouped by memory, as experts are. How many there are is read by the host.
+    """Return the sum of the memories' answers times their shares, computing no answer whose share is 0.
+
+    Pairs of query and memory are grouped by memory, as tokens of a mixture of experts are by expert. The host reads how
+    many there are.
 
     Args:
-        query: [batch, heads, groups, tokens, width].
-        kept: of each list of memories, the matrices [batch, heads, memories, ...].
-        shares: of each list, [batch, heads, groups, tokens, memories].
+        answer: what a memory answers.
+        query: [B, H, G, T, D].
+        kept: for each list of memories, the matrices [B, H, N, ...].
+        shares: for each list, [B, H, G, T, N].
+    Returns: [B, H, G, T, D].
     """
-    # by list, batch row, head and memory, then by query: so `nonzero` finds what each memory is asked in one stretch
+    # sorted by list, batch row, head and memory, then by query: `nonzero` finds the queries of a memory in one stretch
     by_memory = [share.movedim(-1, 2) for share in shares]
     chosen = [part.detach() != 0 for part in by_memory]
     pairs = torch.cat([part.flatten() for part in chosen]).nonzero()[:, 0]
     if not len(pairs):
         return kept[0][-1].new_zeros(*query.shape[:-1], kept[0][-1].shape[-1])
+    # the query and the share of each pair; a query's number counts through [B, H, G, T]
     numbers = torch.arange(query[..., 0].numel(), device=query.device).view(*query.shape[:2], 1, *query.shape[2:4])
     of_query = torch.cat([numbers.expand_as(part).flatten() for part in by_memory])[pairs]
     share = torch.cat([part.flatten() for part in by_memory]).index_select(0, pairs)
@@ -101,5 +127,6 @@ def selected_answer(
     matrices = [[matrix.flatten(0, 2) for matrix in lists] for lists in zip(*kept, strict=True)]
     queries = query.flatten(0, -2)
     weighted = share[:, None] * answer(queries.index_select(0, of_query), matrices, rows)
+    # a query adds up the answers of all its pairs
     out = weighted.new_zeros(len(queries), weighted.shape[-1]).index_add(0, of_query, weighted)
     return out.unflatten(0, query.shape[:-1])

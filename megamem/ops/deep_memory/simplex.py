@@ -1,6 +1,6 @@
-"""A memory that is a small network whose weights are distributions, one inner chunk in matrix products.
+"""A memory that is a small network whose weights are distributions: one inner chunk in matrix products.
 
-Memora (Behrouz et al., "It's All Connected" (Miras), 2025): rows of the matrices are softmaxes of logarithms, and a
+Memora (Behrouz et al., "It's All Connected" (Miras), 2025): each row of each matrix is a softmax of logarithms, and a
 step down the gradient of l = |M(k) - v|^2 is taken in the logarithms, which is gradient descent with a penalty on the
 Kullback-Leibler divergence from the weights before. With rate b and decay a of each token and channel
 
@@ -13,6 +13,9 @@ at the weights W_0 it starts from; its first token's W_1 is exact, and from ther
 
 while the logarithms L gather all of them for the next inner chunk. With inner chunks of one token nothing is
 approximated.
+
+Letters of shapes: B batch rows, H key/value heads, G query heads that share one of them, T tokens of the inner chunk so
+far, Q the last tokens of them, which have queries, D width of a head, I inner width of the network.
 """
 
 from __future__ import annotations
@@ -26,32 +29,43 @@ from torch import Tensor
 from megamem.ops.deep_memory.network import Join, Weights, gelu_slope
 
 
-class ChannelPace(NamedTuple):
-    """Of each token, head and channel [batch, heads, tokens, width]; 0 for tokens that are not to be seen."""
+class ChannelRates(NamedTuple):
+    """Learning rate and decay of each token, head and channel, [B, H, T, D]; 0 for tokens that do not count."""
 
     rate: Tensor
+    """b"""
     log_decay: Tensor
+    """log a"""
     first: Tensor
-    """Number of each row's first token that is seen [batch], int64."""
+    """Index of each row's first token that counts, [B] int64."""
 
 
 def on_simplex(logs: Weights, scale: float | None) -> Weights:
-    """c softmax over the inputs of each unit; c the root of their number if not given."""
+    """Return c softmax(L) of each matrix L [B, H, out, in], over the inputs of each output.
+
+    scale: c; the square root of the number of inputs if None.
+    """
     return tuple((matrix.shape[-1] ** 0.5 if scale is None else scale) * matrix.softmax(-1) for matrix in logs)
 
 
 def simplex_memory(
-    query: Tensor, key: Tensor, value: Tensor, logs: Weights, pace: ChannelPace, scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, scale: float | None,
     residual: bool = True, join: Join | None = None,
 ) -> tuple[Tensor, Weights]:  # fmt: skip
     """Read and write the tokens of one inner chunk, in the dtype of `logs`.
 
-    Args: as those of `deep_memory`; logs: L as the inner chunk starts, [batch, heads, inner, width] and
-        [batch, heads, width, inner], or [batch, heads, width, width] of a single matrix. Rates and decays belong to the
-        channels of a head: what the first matrix reads, what the last one answers.
-    Returns: y [batch, heads, groups, asking, width]; L after the last token.
+    Args:
+        query: [B, H, G, Q, D], of the last Q tokens.
+        key, value: [B, H, T, D], of all tokens since the inner chunk's start.
+        logs: L as the inner chunk starts, [B, H, I, D] and [B, H, D, I], or [B, H, D, D] of a single matrix.
+        rates: of the channels of a head, which are the inputs of the first matrix and the outputs of the last one.
+        scale: c, see `on_simplex`.
+        residual: whether M(x) has the term x.
+        join: lets other memories take part in what each matrix answers.
+    Returns: y [B, H, G, Q, D]; L after the last token.
     """
     query, key, value = (x.to(logs[0].dtype) for x in (query, key, value))
+    # all gradients, at the weights W_0 of the inner chunk's start
     begin = on_simplex(logs, scale)
     up, down = begin[0], begin[-1]
     active = key
@@ -60,50 +74,61 @@ def simplex_memory(
         active = F.gelu(hidden)
     predicted = active @ down.mT
     wrong = 2 * ((predicted + key if residual else predicted) - value)
-    # (of a unit's output, of its inputs) whose outer products are the gradients; channels on one side of each
+    # the two factors of each matrix's gradient change_i inputs_i^T; the head's channels are on one side of each
     changes, inputs = [wrong], [active]
     if len(logs) == 2:
         changes, inputs = [(wrong @ down) * gelu_slope(hidden), wrong], [key, active]
-    asking, tokens = query.shape[-2], key.shape[-2]
-    here = pace.first[:, None, None, None]
+    query_tokens, tokens = query.shape[-2], key.shape[-2]
+    first_token = rates.first[:, None, None, None]
 
-    def first(x: Tensor) -> Tensor:
-        return x.gather(2, here.expand(*x.shape[:2], 1, x.shape[-1]))
+    def of_first_token(x: Tensor) -> Tensor:
+        """Return [B, H, 1, width] of x [B, H, T, width]."""
+        return x.gather(2, first_token.expand(*x.shape[:2], 1, x.shape[-1]))
 
-    alone = [first(x) for x in changes], [first(x) for x in inputs]
-    started = on_simplex(_moved(logs, first(pace.log_decay)[:, :, 0], first(pace.rate), *alone), scale)
-    # what joins W_1 token by token
-    later = torch.arange(tokens, device=key.device)[:, None] != here
-    rated = _rated(later * pace.rate, changes, inputs)
-    causal = torch.ones(asking, tokens, dtype=torch.bool, device=key.device).tril(tokens - asking)
+    # W_1, exact: the first token's step in the logarithms
+    log_decay, rate = of_first_token(rates.log_decay)[:, :, 0], of_first_token(rates.rate)
+    steps = [of_first_token(x) for x in changes], [of_first_token(x) for x in inputs]
+    after_first = on_simplex(_stepped(logs, log_decay, rate, *steps), scale)
+    # the steps that W_1 moves by: those of every token but the first
+    is_later = torch.arange(tokens, device=key.device)[:, None] != first_token
+    rated = _rated(is_later * rates.rate, changes, inputs)
+    causal = torch.ones(query_tokens, tokens, dtype=torch.bool, device=key.device).tril(tokens - query_tokens)
 
-    def through(matrix: int, x: Tensor) -> Tensor:
+    def product(matrix: int, x: Tensor) -> Tensor:
+        """Return x_t W_t^T [B, H, G, Q, out] of x [B, H, G, Q, in], without making W_t."""
         change, read = rated[matrix]
         scores = (x @ read.mT[:, :, None]).masked_fill(~causal, 0.0)
-        answered = x @ started[matrix].mT[:, :, None] - scores @ change[:, :, None]
+        answered = x @ after_first[matrix].mT[:, :, None] - scores @ change[:, :, None]
         return answered if join is None else join(matrix, x, answered)
 
-    asked = query if len(logs) == 1 else F.gelu(through(0, query))
-    read = through(len(logs) - 1, asked)
-    total = pace.log_decay.cumsum(-2)
-    until = (total[..., -1:, :] - total).exp()
-    after = _moved(logs, total[..., -1, :], until * pace.rate, changes, inputs)
+    last_inputs = query if len(logs) == 1 else F.gelu(product(0, query))
+    read = product(len(logs) - 1, last_inputs)
+    # L after the last token: each step fades by the decays of the tokens after it
+    total = rates.log_decay.cumsum(-2)
+    until_end = (total[..., -1:, :] - total).exp()
+    after = _stepped(logs, total[..., -1, :], until_end * rates.rate, changes, inputs)
     return (query + read if residual else read), after
 
 
 def _rated(rate: Tensor, changes: list[Tensor], inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Changes and inputs, the rates multiplied into the side of the head's channels."""
+    """Return the factors of each matrix's gradient, rates multiplied into the side of the head's channels.
+
+    rate: [B, H, T, D]; changes [B, H, T, out] and inputs [B, H, T, in], one of each per matrix.
+    """
     if len(changes) == 1:
         return [(rate * changes[0], inputs[0])]
     return [(changes[0], rate * inputs[0]), (rate * changes[1], inputs[1])]
 
 
-def _moved(logs: Weights, log_decay: Tensor, rate: Tensor, changes: list[Tensor], inputs: list[Tensor]) -> Weights:
-    """a L - sum_i b_i grad_i: log_decay [batch, heads, width], rate [batch, heads, tokens, width]."""
-    kept = log_decay.exp()
-    # channels are the columns of the first of two matrices, and the rows of the last
-    kepts = [kept[..., :, None]] if len(logs) == 1 else [kept[..., None, :], kept[..., :, None]]
+def _stepped(logs: Weights, log_decay: Tensor, rate: Tensor, changes: list[Tensor], inputs: list[Tensor]) -> Weights:
+    """Return a L - sum_i b_i grad_i for each matrix L.
+
+    log_decay: log a [B, H, D]; rate: b [B, H, T, D]; changes [B, H, T, out] and inputs [B, H, T, in] per matrix.
+    """
+    decay = log_decay.exp()
+    # the head's channels are the columns of the first of two matrices, and the rows of the last
+    decays = [decay[..., :, None]] if len(logs) == 1 else [decay[..., None, :], decay[..., :, None]]
     return tuple(
         fraction * matrix - change.mT @ read
-        for fraction, matrix, (change, read) in zip(kepts, logs, _rated(rate, changes, inputs), strict=True)
+        for fraction, matrix, (change, read) in zip(decays, logs, _rated(rate, changes, inputs), strict=True)
     )

@@ -1,4 +1,4 @@
-"""`linear_recurrence` by the Triton kernels of flash-linear-attention (Yang and Zhang, 2024), where it is installed.
+"""`linear_recurrence` by the Triton kernels of the package flash-linear-attention (Yang and Zhang, 2024).
 
 Factors of products and the states between inner chunks are BF16 there; sums, decays and the last state FP32.
 """
@@ -21,7 +21,7 @@ def fla_recurrence(
     log_decay: Tensor | None = None,
     rate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `linear_recurrence`; BF16 query, key and value on CUDA, an FP32 state."""
+    """See `linear_recurrence`; query, key and value are BF16 on CUDA, the state is FP32."""
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.simple_gla import chunk_simple_gla
@@ -29,7 +29,10 @@ def fla_recurrence(
     rows, heads, groups = query.shape[:3]
 
     def tokens_first(x: Tensor) -> Tensor:
-        """[batch or 1, heads, tokens, ...] -> [batch, tokens, heads * groups, ...]: each query has a memory there."""
+        """Reorder [batch or 1, heads, tokens, ...] to [batch, tokens, heads * groups, ...].
+
+        The kernels have a memory for each query head, so that keys and values of a group are repeated.
+        """
         x = x.expand(rows, *x.shape[1:])[:, :, None].expand(-1, -1, groups, *x.shape[2:])
         return x.flatten(1, 2).transpose(1, 2).contiguous()
 

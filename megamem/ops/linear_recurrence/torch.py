@@ -8,6 +8,9 @@ Within an inner chunk, with g_t = a_1 ... a_t from its start and D[t, i] = g_t /
 
     y = g Q S_0 + (Q K^T * D) W,   S = g_L S_0 + (g_L / g * K)^T W
     delta: W solves (I + strictly lower part of b K K^T * D) W = b (V - g K S_0)
+
+Here * is elementwise, L the tokens of the inner chunk, and rows of Q, K, V and W its tokens. This is the chunkwise form
+of Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, section 3.
 """
 
 from __future__ import annotations
@@ -53,29 +56,41 @@ def linear_recurrence(
 
 
 def decay_ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithms of the products over l <= t, [..., tokens]; products over i < l <= t, lower triangular [..., t, i]."""
+    """Return the products of a series of numbers up to each token, and between each two tokens.
+
+    logs: the logarithms, [..., tokens].
+    Returns: the logarithms of the products over l <= t, [..., tokens]; the products over i < l <= t, which are lower
+        triangular, [..., t, i].
+    """
     total = logs.cumsum(-1)
     tokens = logs.shape[-1]
     lower = torch.ones(tokens, tokens, dtype=torch.bool, device=logs.device).tril()
-    # the difference first: a product alone may underflow
+    # differences of logarithms: the products up to t and to i may both underflow, though their ratio does not
     return total, (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
 
 
 def _inner_chunk(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, rate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Read and write the tokens of one inner chunk.
+
+    Shapes are those of `linear_recurrence`, but rate is [batch, heads, tokens, 1].
+    Returns: y [batch, heads, groups, tokens, value width]; S after the last token.
+    """
     tokens = key.shape[-2]
+    # reading = g Q, writing = g_L / g K, erasing = g K, kept = g_L S_0, between = D; g = 1 without decay
     reading, writing, kept = query, key, state
     if log_decay is None:
         between = torch.ones(tokens, tokens, dtype=key.dtype, device=key.device).tril()
         erasing = key
     else:
         total, between = decay_ratios(log_decay)
-        since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-        reading, writing, erasing = query * since[..., None, :, :], key * until, key * since
-        kept = state * since[..., -1:, :]
+        since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+        reading, writing, erasing = query * since_start[..., None, :, :], key * until_end, key * since_start
+        kept = state * since_start[..., -1:, :]
     new = value
     if rate is not None:
+        # the delta rule: what earlier tokens of the inner chunk wrote for similar keys is taken back
         overlap = rate * (key @ key.mT) * between
         new = torch.linalg.solve_triangular(
             overlap.tril(-1), rate * (value - erasing @ state), upper=False, unitriangular=True
