@@ -331,5 +331,5 @@ def _measure_chunk(
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Return a state tensor, of any shape, as a leaf of autograd: a chunk reads so what the one before wrote."""
+    """Return a state tensor [N, ...] as a leaf of autograd: a chunk reads so what the one before wrote."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

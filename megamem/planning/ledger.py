@@ -80,7 +80,7 @@ class Ledger(TorchDispatchMode):
         return out
 
     def enter_storage(self, tensor: Tensor, counted: bool = True) -> None:
-        """Know the storage of `tensor` (any shape) from now on; if not `counted`, it costs nothing."""
+        """Know the storage of `tensor` [N, ...] from now on; if not `counted`, it costs nothing."""
         storage = tensor.untyped_storage()
         # the address of torch's own object: two Python objects may stand for one storage
         key = storage._cdata

@@ -7,6 +7,7 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.ops import rotary
 from megamem.pipeline.window import Window
