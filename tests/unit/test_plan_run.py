@@ -194,7 +194,7 @@ def test_a_search_finds_the_best_that_fits():
     found = search.run(top=5)
     fits = []
     for layout in search._layouts():
-        made = make_plan(layout.config, layout.dp_size, small, found=search.activations)
+        made = make_plan(layout.config, layout.dp_size, small, activations=search.activations)
         if made.total <= small.memory and layout.config.bptt_chunks == config.bptt_chunks:
             fits.append(made.time.total)
     assert found.best
