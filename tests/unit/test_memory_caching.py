@@ -122,8 +122,8 @@ def test_segments_of_one_token_are_attention_to_products() -> None:
     x = hidden()
     state = cached.initial_state(ROWS, x.device, x.dtype)
     inputs, _ = cached.memory.inputs(x, state, Chunk((0,) * ROWS))
-    asking = cached.router(x).unflatten(-1, (-1, 4)).permute(1, 2, 0, 3).unflatten(1, (-1, 2))
-    scores = asking @ inputs.key[:, :, None].mT
+    router_query = cached.router(x).unflatten(-1, (-1, 4)).permute(1, 2, 0, 3).unflatten(1, (-1, 2))
+    scores = router_query @ inputs.key[:, :, None].mT
     past = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     shares = scores.masked_fill(~past, -torch.inf).softmax(-1)
     read = (shares * (inputs.query @ inputs.key[:, :, None].mT)) @ inputs.value[:, :, None]

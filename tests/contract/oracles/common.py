@@ -1,4 +1,4 @@
-"""What the oracles share: projections, rotary positions and softmax attention, one token at a time."""
+"""Parts that oracles share: projections, rotary positions and softmax attention, one token at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from torch import Tensor
 
 @dataclass
 class Answer:
-    """output [tokens, hidden_size]; state in the declared layout with one batch row; auxiliary losses, summed."""
+    """What an oracle gives for one document."""
 
     output: Tensor
+    """[tokens, hidden_size]"""
     state: dict[str, Any]
+    """The state after the last token, in the declared layout with one batch row."""
     losses: dict[str, Tensor] = field(default_factory=dict)
+    """Auxiliary losses by name, summed."""
 
 
 def heads(hidden: Tensor, weight: Tensor, width: int) -> Tensor:
-    """[tokens, heads, width] = hidden W^T."""
+    """Return hidden W^T [tokens, heads, width], of hidden [tokens, hidden_size] and W [heads * width, hidden_size]."""
     return torch.stack([weight @ token for token in hidden]).reshape(len(hidden), -1, width)
 
 
 def rotary(vector: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE: the pair (i, i + width/2) turned by position * theta^(-2i/width)."""
+    """Rotate each pair (i, i + width/2) of a vector [width] by position * theta^(-2i/width) (RoFormer)."""
     half = len(vector) // 2
     out = vector.clone()
     for i in range(half):
@@ -37,12 +40,12 @@ def rotary(vector: Tensor, position: int, theta: float) -> Tensor:
 
 
 def attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """softmax(q . k / sqrt(width)) v for one query of one head."""
+    """Return softmax(q . k / sqrt(width)) v for one query of one head; vectors [width], like `query`."""
     scores = [math.exp(float(query @ key) / math.sqrt(len(query))) for key in keys]
     total = sum(scores)
     return sum((score / total * value for score, value in zip(scores, values, strict=True)), torch.zeros_like(query))
 
 
 def columns(rows: Tensor, first: int, last: int) -> Tensor:
-    """Tokens first..last-1 of [tokens, heads, width] as [tokens, 1, heads, width]."""
+    """Return tokens first .. last-1 of rows [tokens, heads, width] as [tokens, 1, heads, width]."""
     return rows[first:last].unsqueeze(1)

@@ -16,12 +16,13 @@ from tests.contract.oracles.common import Answer, columns
 
 
 def gelu(vector: Tensor) -> Tensor:
+    """Return the exact GELU of a hidden vector [inner width]."""
     return vector * 0.5 * (1 + torch.erf(vector / math.sqrt(2)))
 
 
 @dataclass
 class Network:
-    """Matrices and momentum now, and at the start of the open inner chunk."""
+    """A head's matrices and their momentum, now and at the start of the open inner chunk."""
 
     now: list[Tensor]
     carried: list[Tensor]
@@ -30,9 +31,10 @@ class Network:
 
 
 class Memory:
-    """Networks of all heads."""
+    """The networks of all heads."""
 
     def __init__(self, mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> None:
+        """Start from weights by name and hidden [tokens, hidden_size]."""
         self.mixer, self.model, self.weights, self.hidden = mixer, model, weights, hidden
         self.names = ["matrix"] if mixer.network == "linear" else ["up", "down"]
         self.momentum = getattr(mixer, "momentum", False)
@@ -45,16 +47,18 @@ class Memory:
         self.gates: dict[tuple[int, int], dict[str, float]] = {}
 
     def prepare(self, vector: Tensor, t: int) -> Tensor:
+        """Return a query or key [width] as the memory gets it, like `vector`."""
         return recurrence.unit(vector) if self.mixer.normalize else vector
 
     ask = prepare
 
     def begin(self, h: int) -> Network:
+        """Return the network of head h before the first token."""
         start, zero = [w[h] for w in self.starts], [w[h] for w in self.zeros]
         return Network(start, zero, start, zero)
 
     def token_gates(self, t: int, h: int) -> dict[str, float]:
-        """Rate, decay and momentum of a token and head."""
+        """Return rate, decay and momentum of a token and head."""
 
         def gate(name: str) -> float:
             projected = self.weights[f"token_gates.{name}.weight.weight"][h] @ self.hidden[t]
@@ -68,39 +72,46 @@ class Memory:
         }
 
     def answer(self, weights: list[Tensor], x: Tensor) -> Tensor:
+        """Return M(x) of a vector x [width]."""
         read = weights[0] @ x if len(weights) == 1 else weights[1] @ gelu(weights[0] @ x)
         return x + read if self.mixer.residual else read
 
     def write(self, memory: Network, t: int, h: int, key: Tensor, value: Tensor) -> Network:
+        """Return the network after token t was learned; key and value [width]."""
         if t % self.mixer.inner_chunk == 0:
             memory = replace(memory, first=memory.now, first_carried=memory.carried)
         start = [w.clone().requires_grad_() for w in memory.first]
         predicted = self.answer(start, key)
-        wrong = -(predicted @ value) if self.mixer.kind == "dla" else (predicted - value).square().sum()
-        pace = self.gates[t, h] = self.token_gates(t, h)
-        steps = torch.autograd.grad(wrong, start)
-        carried = [pace["momentum"] * s - pace["rate"] * g for s, g in zip(memory.carried, steps, strict=True)]
-        now = [pace["decay"] * w + s for w, s in zip(memory.now, carried, strict=True)]
+        loss = -(predicted @ value) if self.mixer.kind == "dla" else (predicted - value).square().sum()
+        rates = self.gates[t, h] = self.token_gates(t, h)
+        steps = torch.autograd.grad(loss, start)
+        carried = [rates["momentum"] * s - rates["rate"] * g for s, g in zip(memory.carried, steps, strict=True)]
+        now = [rates["decay"] * w + s for w, s in zip(memory.now, carried, strict=True)]
         return replace(memory, now=now, carried=carried)
 
     def read(self, memory: Network, query: Tensor) -> Tensor:
+        """Return M(query) of a query [width]."""
         return self.answer(memory.now, query)
 
     def beside(self, value: Tensor, h: int) -> float:
-        """What passes by the memory."""
+        """Return what passes by the memory; value [width]."""
         return 0.0
 
     def mixture(self, parts: list[tuple[float, Network]]) -> Network:
+        """Return the network whose matrices are the weighted sums of these."""
         mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
         return Network(mixed, [], [], [])
 
     def closed(self, memory: Network) -> Network:
+        """Return the network as it is read once its segment has ended."""
         return memory
 
     def kept(self, memory: Network) -> dict[str, Tensor]:
+        """Return what is kept of it at the end of a segment."""
         return {name: w.T if name == "down" else w for name, w in zip(self.names, memory.now, strict=True)}
 
     def state(self, memories: list[Network], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Return the state of all heads after all tokens; keys, values [tokens, kv_heads, width]."""
         tokens = len(self.hidden)
         done = tokens - tokens % self.mixer.inner_chunk
         whole = done == tokens
@@ -123,4 +134,5 @@ class Memory:
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     return recurrence.run(mixer, model, weights, hidden, Memory)

@@ -11,10 +11,14 @@ from tests.contract.oracles.common import Answer
 
 
 class Memory(recurrence.Matrix):
+    """Matrix memories written by the delta rule."""
+
     def prepare(self, vector: Tensor, t: int) -> Tensor:
+        """See `recurrence.Matrix.prepare`."""
         return recurrence.unit(vector)
 
     def write(self, S: Tensor, t: int, h: int, key: Tensor, value: Tensor) -> Tensor:
+        """See `recurrence.Matrix.write`."""
         weights, token = self.weights, self.hidden[t]
         rate = recurrence.sigmoid(float(weights["rate.weight.weight"][h] @ token + weights["rate.start"][h]))
         fades = 1.0
@@ -27,4 +31,5 @@ class Memory(recurrence.Matrix):
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     return recurrence.run(mixer, model, weights, hidden, Memory)

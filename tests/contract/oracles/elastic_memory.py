@@ -20,7 +20,7 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def transition(rule: str, order: int, k: int) -> tuple[Tensor, Tensor]:
-    """Abar_k [order, order], Bbar_k [order]."""
+    """Return Abar_k [order, order] and Bbar_k [order] of a rule."""
     if k == 0:
         first = torch.zeros(order, dtype=torch.float64)
         first[0] = 1.0
@@ -45,7 +45,7 @@ def transition(rule: str, order: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def points(mixer, t: int) -> list[float]:
-    """The sampled moments of a history of t tokens."""
+    """Return the sampled moments of a history of t tokens."""
     count = mixer.samples or min(mixer.order, 512)
     if mixer.sampling == "custom":
         return [min(t * point + mixer.sample_offset, t) for point in mixer.points]
@@ -58,7 +58,7 @@ def points(mixer, t: int) -> list[float]:
 
 
 def read(mixer, coefficients: Tensor, t: int) -> Tensor:
-    """Memory tokens [samples, 2, kv_heads, width] of coefficients [order, 2, kv_heads, width]."""
+    """Return memory tokens [samples, 2, kv_heads, width] of coefficients [order, 2, kv_heads, width]."""
     rows = []
     for x in points(mixer, t):
         basis = [
@@ -69,6 +69,7 @@ def read(mixer, coefficients: Tensor, t: int) -> Tensor:
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
     query, key, value = (
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")

@@ -9,11 +9,12 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     chunk = model.chunk_size
     query, key, value = (
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
     )
-    turned = torch.stack([torch.stack([rotary(k, t, model.rope_theta) for k in key[t]]) for t in range(len(hidden))])
+    rotated = torch.stack([torch.stack([rotary(k, t, model.rope_theta) for k in key[t]]) for t in range(len(hidden))])
     output = []
     for t in range(len(hidden)):
         first = 0 if mixer.max_chunks is None else max(0, (t // chunk - mixer.max_chunks) * chunk)
@@ -21,17 +22,17 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         for h in range(model.heads):
             g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t, model.rope_theta)
-            mixed.append(attend(q, list(turned[first : t + 1, g]), list(value[first : t + 1, g])))
+            mixed.append(attend(q, list(rotated[first : t + 1, g]), list(value[first : t + 1, g])))
         output.append(weights["output.weight"] @ torch.cat(mixed))
     done = len(hidden) // chunk
     kept = range(0 if mixer.max_chunks is None else max(0, done - mixer.max_chunks), done)
     past = [
-        {"keys": columns(turned, c * chunk, (c + 1) * chunk), "values": columns(value, c * chunk, (c + 1) * chunk)}
+        {"keys": columns(rotated, c * chunk, (c + 1) * chunk), "values": columns(value, c * chunk, (c + 1) * chunk)}
         for c in kept
     ]
     state = {
         "past": past,
-        "open_keys": columns(turned, done * chunk, len(hidden)),
+        "open_keys": columns(rotated, done * chunk, len(hidden)),
         "open_values": columns(value, done * chunk, len(hidden)),
     }
     return Answer(torch.stack(output), state)

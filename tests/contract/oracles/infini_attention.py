@@ -17,18 +17,19 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def sigma(vector: Tensor) -> list[float]:
-    """ELU + 1."""
+    """Return ELU + 1 of a vector [width]."""
     return [x + 1 if x > 0 else math.exp(x) for x in vector.tolist()]
 
 
 def read(vector: Tensor, M: Tensor, z: Tensor) -> Tensor:
-    """What M [width, width] and z [width] hold for a query or key."""
+    """Return what M [width, width] and z [width] hold for a query or key, a vector like `z`."""
     s = sigma(vector)
     above = sum((a * row for a, row in zip(s, M, strict=True)), torch.zeros_like(vector))
     return above / sum(a * float(b) for a, b in zip(s, z, strict=True))
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
     query, key, value = (
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")

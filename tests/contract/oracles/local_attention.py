@@ -9,6 +9,7 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
     query, key, value = (
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")

@@ -18,7 +18,7 @@ from tests.contract.oracles.common import Answer
 
 
 def cut(segments: int, levels: int) -> list[tuple[int, int, int]]:
-    """(level, first segment, one beyond the last) of each stretch, the oldest first."""
+    """Return (level, first segment, one beyond the last) of each stretch, the oldest first."""
     largest = 2 ** (levels - 1)
     stretches, done = [], segments // largest * largest
     if done:
@@ -31,18 +31,20 @@ def cut(segments: int, levels: int) -> list[tuple[int, int, int]]:
 
 
 class Changes:
-    """What a memory adds to the one that documents start from, as a list of tensors; and back."""
+    """The difference of a memory to the one that documents start from, as a list of tensors; and the way back."""
 
     def __init__(self, memory) -> None:
         self.memory = memory
         self.deep = hasattr(memory, "starts")
 
     def of(self, kept, h: int) -> list[Tensor]:
+        """Return what has been added to the memory of head h."""
         if not self.deep:
             return [kept]
         return [now - start[h] for now, start in zip(kept.now, self.memory.starts, strict=True)]
 
     def undone(self, changes: list[Tensor], h: int):
+        """Return the memory of head h to which this was added; changes like `of`."""
         if not self.deep:
             return changes[0]
         fresh = copy(self.memory.begin(h))
@@ -51,6 +53,7 @@ class Changes:
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
     memory = importlib.import_module(f"tests.contract.oracles.{inner.kind}").Memory(inner, model, own, hidden)
     made, state = recurrence.projections(inner, model, own, hidden)
@@ -64,6 +67,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     keys, output, count = torch.zeros_like(made["key"]), [], mixer.levels + 1
 
     def stretch(h: int, first: int, last: int) -> tuple[list[Tensor], float]:
+        """Return what segments first .. last-1 of head h have written, merged, and the logarithm of their decays."""
         total, logs = None, 0.0
         for change, log in segments[h][first:last]:
             before = total or [torch.zeros_like(c) for c in change]

@@ -2,9 +2,9 @@
 
 Read:   a token sees the vectors of the memory m (keys W_k m_s and values W_v m_s, no positions) and its block up to
         itself, at positions 0, 1, ... of the block; the first block of a document has no memory.
-Write:  when a block of L tokens is finished, summary token s asks as W_q n_s with n_s = u_s / rms(u_s), at position L,
-        and sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and summaries got
-        from their heads,
+Write:  when a block of L tokens is finished, the query of summary token s is W_q n_s with n_s = u_s / rms(u_s), at
+        position L; it sees the old memory, the L tokens and all summary tokens. With z_t and z_s what tokens and
+        summaries got from their heads,
         m_s = v / rms(v),  v = u_s + W_o (z_s + sum_t M[t, s] z_t + sum_r M[L + r, s] z_r).
 Long:   a new memory m leaves entries e_j = v / rms(v), v = sum_s N[s, j] m_s, as keys W_k e_j and values W_v e_j in a
         list from which the oldest are removed. Tokens and summary tokens look at it with the query before rotation;
@@ -22,12 +22,13 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def normed(vector: Tensor, eps: float) -> Tensor:
+    """Return a vector [width] divided by its root mean square."""
     mean = sum(float(x) ** 2 for x in vector) / len(vector)
     return vector / math.sqrt(mean + eps)
 
 
 def look(model, query: Tensor, position: int, memory, keys, values) -> Tensor:
-    """What all heads of one query get, joined; keys and values are lists of (position, [kv_heads, width])."""
+    """Return what all heads of one query [heads, width] get, joined; keys, values: lists of (position, vectors)."""
     mixed = []
     for h in range(model.heads):
         g = h // (model.heads // model.resolved_kv_heads)
@@ -40,7 +41,7 @@ def look(model, query: Tensor, position: int, memory, keys, values) -> Tensor:
 
 
 def look_long(model, query: Tensor, got: Tensor, bias: Tensor, entries: list) -> Tensor:
-    """`got` of all heads of one query, joined with what they read from the long memory."""
+    """Return `got` [heads * width] of a query [heads, width], mixed with what it reads of the long memory."""
     if not entries:
         return got
     got = got.clone().view(model.heads, model.resolved_head_dim)
@@ -54,6 +55,7 @@ def look_long(model, query: Tensor, got: Tensor, bias: Tensor, entries: list) ->
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     block, count = mixer.block or model.chunk_size, mixer.summaries
     u, mixing, back = weights["summaries.weight"], weights["mixing.weight"], weights["output.weight"]
     query, key, value = (

@@ -17,7 +17,7 @@ from tests.contract.oracles.common import Answer, columns
 
 @dataclass
 class Network:
-    """Weights and logarithms now, and the logarithms at the start of the open inner chunk."""
+    """A head's weights and logarithms, and the logarithms at the start of the open inner chunk."""
 
     now: list[Tensor]
     logs: list[Tensor]
@@ -25,9 +25,10 @@ class Network:
 
 
 class Memory(deep.Memory):
-    """Networks of all heads."""
+    """The networks of all heads."""
 
     def on_simplex(self, logs: list[Tensor]) -> list[Tensor]:
+        """Return scale * softmax of each row of matrices [outputs, width]."""
         out = []
         for matrix in logs:
             size = matrix.shape[1] ** 0.5 if self.mixer.scale is None else self.mixer.scale
@@ -36,10 +37,13 @@ class Memory(deep.Memory):
         return out
 
     def begin(self, h: int) -> Network:
+        """See `deep.Memory.begin`."""
         logs = [w[h] for w in self.starts]
         return Network(self.on_simplex(logs), logs, logs)
 
     def token_gates(self, t: int, h: int) -> dict[str, Tensor]:
+        """Return rate and decay of each channel of a token and head."""
+
         def gate(name: str) -> Tensor:
             rank, prefix = self.mixer.gate_rank, f"token_gates.{name}"
             low = self.weights[f"{prefix}.weight.weight"][h * rank : (h + 1) * rank] @ self.hidden[t]
@@ -56,15 +60,16 @@ class Memory(deep.Memory):
         }
 
     def write(self, memory: Network, t: int, h: int, key: Tensor, value: Tensor) -> Network:
+        """See `deep.Memory.write`."""
         starting = t % self.mixer.inner_chunk == 0
         first = memory.logs if starting else memory.first
         weights = [w.clone().requires_grad_() for w in self.on_simplex(first)]
         steps = torch.autograd.grad((self.answer(weights, key) - value).square().sum(), weights)
-        pace = self.gates[t, h] = self.token_gates(t, h)
+        rates = self.gates[t, h] = self.token_gates(t, h)
 
         def of(gate: str, i: int) -> Tensor:
-            """Channels are the inputs of the first of two matrices, and the outputs of the last."""
-            return pace[gate][None, :] if i < len(steps) - 1 else pace[gate][:, None]
+            """Return a gate as matrix i has it: on its inputs if it is the first of two, on its outputs if the last."""
+            return rates[gate][None, :] if i < len(steps) - 1 else rates[gate][:, None]
 
         taken = [of("rate", i) * step for i, step in enumerate(steps)]
         logs = [of("decay", i) * w - step for i, (w, step) in enumerate(zip(memory.logs, taken, strict=True))]
@@ -72,17 +77,20 @@ class Memory(deep.Memory):
         return Network(now, logs, first)
 
     def mixture(self, parts: list[tuple[float, Network]]) -> Network:
+        """See `deep.Memory.mixture`."""
         return Network([sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))], [], [])
 
     def closed(self, memory: Network) -> Network:
-        """As every inner chunk that follows would see it."""
+        """Return the network as every inner chunk that follows would see it."""
         return Network(self.on_simplex(memory.logs), memory.logs, memory.logs)
 
     def kept(self, memory: Network) -> dict[str, Tensor]:
+        """See `deep.Memory.kept`."""
         weights = zip(self.names, self.on_simplex(memory.logs), strict=True)
         return {name: w.T if name == "down" else w for name, w in weights}
 
     def state(self, memories: list[Network], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See `deep.Memory.state`."""
         tokens = len(self.hidden)
         done = tokens - tokens % self.mixer.inner_chunk
         state = {}
@@ -102,4 +110,5 @@ class Memory(deep.Memory):
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     return recurrence.run(mixer, model, weights, hidden, Memory)

@@ -18,7 +18,7 @@ from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
 
 
 def normalized(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Every query and key [tokens, heads, width], such that q . k / sqrt(width) = e^s cos."""
+    """Scale queries and keys [tokens, heads, width] such that q . k / sqrt(width) = e^s cos; log_scale: s [heads]."""
     width = query.shape[-1]
     query, key = query.clone(), key.clone()
     for t in range(len(query)):
@@ -31,13 +31,14 @@ def normalized(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, T
 
 
 def best(mixer, query: Tensor, entries: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of the queue that a query reads."""
+    """Return the keys and values of the queue that a query [width] reads."""
     if mixer.retrieval == "topk":
         entries = sorted(entries, key=lambda entry: -float(query @ entry[0]))[: mixer.top_k]
     return [key for key, _ in entries], [value for _, value in entries]
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
     query, key, value = (
         heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")

@@ -12,11 +12,14 @@ from tests.contract.oracles import recurrence
 from tests.contract.oracles.common import Answer, heads
 
 
-def shares_of(mixer, asking: Tensor, pools: list[Tensor]) -> list[float]:
-    """Of each kept segment that may be read, the oldest first, and of the open one, which stands last."""
+def shares_of(mixer, router_query: Tensor, pools: list[Tensor]) -> list[float]:
+    """Return the shares of the kept segments that may be read, the oldest first, and of the open one.
+
+    router_query: u [width]; pools: of the same segments, like `router_query`.
+    """
     if mixer.combine == "residual":
         return [1.0] * len(pools)
-    scores = [float(asking @ pool) for pool in pools]
+    scores = [float(router_query @ pool) for pool in pools]
     chosen = set(range(len(pools)))
     if mixer.combine == "ssc":
         best = sorted(range(len(pools) - 1), key=lambda i: -scores[i])[: mixer.top_k]
@@ -29,6 +32,7 @@ def shares_of(mixer, asking: Tensor, pools: list[Tensor]) -> list[float]:
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
     memory = importlib.import_module(f"tests.contract.oracles.{inner.kind}").Memory(inner, model, own, hidden)
     made, state = recurrence.projections(inner, model, own, hidden)
@@ -53,10 +57,10 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         reads = []
         for h in range(model.heads):
             g, query = h // groups, memory.ask(made["query"][t, h], t)
-            asking = query if routed is None else routed[t, h]
+            router_query = query if routed is None else routed[t, h]
             readable = closed[g][first:]
             pool = total[g] / count if mixer.pooling == "mean" else total[g]
-            shares = shares_of(mixer, asking, [*(p for _, p in readable), pool])
+            shares = shares_of(mixer, router_query, [*(p for _, p in readable), pool])
             memories = [*(m for m, _ in readable), now[g]]
             if mixer.combine == "soup":
                 reads.append(memory.read(memory.mixture(list(zip(shares, memories, strict=True))), query))
@@ -84,9 +88,10 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
 
 
 def kept_state(mixer, model, memory, closed) -> dict:
-    """The list of whole chunks within reach, and the segments of the open one."""
+    """Return the list of whole chunks within reach, and the segments of the open one."""
 
     def columns(part: slice) -> dict[str, Tensor]:
+        """Return some segments of all heads as one entry."""
         heads = [[{**memory.kept(m), "pool": pool} for m, pool in head[part]] for head in closed]
         names = [*memory.kept(memory.begin(0)), "pool"]
         count = len(heads[0])

@@ -1,4 +1,4 @@
-"""Recurrent memories, one token and one head at a time: what their oracles share.
+"""Parts that the oracles of recurrent memories share, one token and one head at a time.
 
 y_t = norm(read) * silu(gate); before it, each channel of q, k, v is silu(sum_j w_j x_{t-j}) of its own last tokens.
 """
@@ -14,23 +14,27 @@ from tests.contract.oracles.common import Answer, heads
 
 
 def silu(vector: Tensor) -> Tensor:
+    """Return SiLU of a vector [heads * width]."""
     return torch.tensor([x / (1 + math.exp(-x)) for x in vector.tolist()], dtype=vector.dtype)
 
 
 def sigmoid(x: float) -> float:
+    """Return 1 / (1 + e^-x)."""
     return 1 / (1 + math.exp(-x))
 
 
 def softplus(x: float) -> float:
+    """Return log(1 + e^x)."""
     return math.log1p(math.exp(x))
 
 
 def unit(vector: Tensor) -> Tensor:
+    """Return a vector [width] divided by its length."""
     return vector / math.sqrt(sum(x * x for x in vector.tolist()))
 
 
 def convolved(mixer, weights: dict[str, Tensor], name: str, projected: Tensor) -> Tensor:
-    """[tokens, heads, width] after the short convolution, if there is one."""
+    """Return `projected` [tokens, heads, width] after the short convolution, if there is one."""
     if mixer.convolution == 1:
         return projected
     taps = weights[f"convolutions.{name}.weight"]
@@ -45,7 +49,7 @@ def convolved(mixer, weights: dict[str, Tensor], name: str, projected: Tensor) -
 
 
 def projections(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> tuple[dict, dict]:
-    """Query, key and value after their convolutions, and the `before_` tensors of the state."""
+    """Return query, key and value of hidden [tokens, hidden_size], convolved, and the `before_` tensors."""
     widths = {
         "query": model.resolved_head_dim,
         "key": model.resolved_head_dim,
@@ -62,7 +66,7 @@ def projections(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> tup
 
 
 def finished(mixer, model, weights: dict[str, Tensor], token: Tensor, reads: list[Tensor]) -> Tensor:
-    """One token's output from what its heads read."""
+    """Return the output of one token [hidden_size] from what its heads read, reads [width] each."""
     out = []
     width = len(reads[0])
     for h, read in enumerate(reads):
@@ -76,55 +80,57 @@ def finished(mixer, model, weights: dict[str, Tensor], token: Tensor, reads: lis
 
 
 class Matrix:
-    """Memories [keys, values] of all heads: `write` is what a mechanism adds."""
+    """Matrix memories S [width, values] of all heads; a mechanism overrides what it does otherwise."""
 
     def __init__(self, mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> None:
+        """Start from weights by name and hidden [tokens, hidden_size]."""
         self.mixer, self.model, self.weights, self.hidden = mixer, model, weights, hidden
 
     def prepare(self, vector: Tensor, t: int) -> Tensor:
-        """What the memory gets of a query or key."""
+        """Return a query or key [width] as the memory gets it, without the scale of queries."""
         return vector
 
     def ask(self, vector: Tensor, t: int) -> Tensor:
-        """What the memory gets of a query."""
+        """Return a query [width] as the memory gets it."""
         return self.prepare(vector, t) / math.sqrt(self.model.resolved_head_dim)
 
     def begin(self, h: int) -> Tensor:
-        """Before the first token."""
+        """Return S of head h before the first token."""
         return torch.zeros(
             self.model.resolved_head_dim, self.model.resolved_head_dim * self.mixer.expand_v, dtype=torch.float64
         )
 
     def write(self, S: Tensor, t: int, h: int, key: Tensor, value: Tensor) -> Tensor:
-        """After token t."""
+        """Return S after token t, of S before it and key, value [width]."""
         return S + key[:, None] * value[None, :]
 
     def read(self, S: Tensor, query: Tensor) -> Tensor:
-        """S^T q."""
+        """Return S^T q of a query [width]."""
         return sum(x * row for x, row in zip(query.tolist(), S, strict=True))
 
     def beside(self, value: Tensor, h: int) -> Tensor | float:
-        """What passes by the memory."""
+        """Return what passes by the memory; value [width]."""
         return 0.0
 
     def mixture(self, parts: list[tuple[float, Tensor]]) -> Tensor:
-        """The memory whose weights are the sum of these."""
+        """Return the memory whose weights are the weighted sum of these S [width, values]."""
         return sum(share * S for share, S in parts)
 
     def closed(self, S: Tensor) -> Tensor:
-        """The memory as it is read once its segment has ended."""
+        """Return the memory as it is read once its segment has ended, like `S`."""
         return S
 
     def kept(self, S: Tensor) -> dict[str, Tensor]:
-        """What is kept of it at the end of a segment."""
+        """Return what is kept of S [width, values] at the end of a segment."""
         return {"memory": S}
 
     def state(self, memories: list[Tensor], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """Of all heads, after all tokens."""
+        """Return the state of all heads after all tokens; keys, values [tokens, kv_heads, width]."""
         return {"memory": torch.stack(memories)[None]}
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor, kind: type = Matrix) -> Answer:
+    """Run a document of hidden [tokens, hidden_size] through the memories of class `kind`."""
     memory = kind(mixer, model, weights, hidden)
     made, state = projections(mixer, model, weights, hidden)
     groups = model.heads // model.resolved_kv_heads

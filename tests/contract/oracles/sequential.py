@@ -12,6 +12,7 @@ from tests.contract.oracles.common import Answer
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
+    """See the package's docstring; hidden [tokens, hidden_size]."""
     total = torch.zeros_like(hidden)
     answer = Answer(total, {})
     for i, part in enumerate(mixer.mixers):
