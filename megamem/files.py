@@ -33,7 +33,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; DataError in one line where it is missing or damaged."""
+    """Return a JSON object from a file; DataError in one line where it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

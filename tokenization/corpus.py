@@ -172,7 +172,7 @@ def _documents(wheel_file: Path, wheel: Wheel) -> Iterator[tuple[str, str]]:
 
 
 def _capped(text: str, limit: int) -> str:
-    """The first paragraphs of `text`, at most `limit` characters."""
+    """Return the first paragraphs of `text`, at most `limit` characters."""
     return text if len(text) <= limit else text[: text.rindex("\n\n", 0, limit)] + "\n"
 
 

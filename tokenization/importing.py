@@ -83,7 +83,7 @@ def _from_bpe_files(folder: Path) -> FastTokenizer:
 
 
 def _declared_eos(folder: Path) -> str | None:
-    """The eos token named in `tokenizer_config.json`, as Hugging Face writes it."""
+    """Return the eos token named in `tokenizer_config.json`, as Hugging Face writes it."""
     path = folder / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.is_file() else None
     return token.get("content") if isinstance(token, dict) else token

@@ -24,18 +24,18 @@ class SentencePieceBackend:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, control pieces left out."""
+        """Return the text of token ids, control pieces left out."""
         text: str = self.processor.decode(ids)
         return text
 
     def pieces(self) -> list[str]:
-        """The piece of every id; control pieces as an empty string."""
+        """Return the piece of every id; control pieces as an empty string."""
         sp = self.processor
         return ["" if sp.is_control(i) else sp.id_to_piece(i) for i in range(sp.get_piece_size())]
 
 
 def converted(data: bytes) -> FastTokenizer | None:
-    """The model as a `tokenizers` tokenizer, or None where it is not a BPE with spaces spelt as a prefix.
+    """Return the model as a `tokenizers` tokenizer, or None where it is not a BPE with spaces spelt as a prefix.
 
     Whether it encodes the same must still be checked: the two libraries order equal merges differently.
     """

@@ -61,7 +61,7 @@ class ShardIndex:
     format_version: int = FORMAT_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object of `index.json`."""
+        """Return the JSON object of `index.json`."""
         return asdict(self)
 
     @classmethod
@@ -95,7 +95,7 @@ def key_of(document: int) -> str:
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smaller type that holds every id of a vocabulary."""
+    """Return the smaller type that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 

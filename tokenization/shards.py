@@ -126,7 +126,7 @@ def write_shards(
 
 
 def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
-    """The index of a finished folder; None for a new one or one to continue. DataError for any other."""
+    """Return the index of a finished folder; None for a new one or one to continue. DataError for any other."""
     index_file, writing_file = folder / INDEX_FILE, folder / WRITING_FILE
     if index_file.exists():
         index = ShardIndex.parse(index_file.read_bytes(), str(index_file))
@@ -160,7 +160,7 @@ def _write_all(
     shard_text_bytes: int,
     on_progress: Callable[[int], None],
 ) -> list[ShardRecord]:
-    """Records of all shards in order; at most two tasks per worker are in memory."""
+    """Yield the records of all shards in order; at most two tasks per worker are in memory."""
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     records: list[ShardRecord] = []
     waiting: deque[tuple[ShardTask, Future[ShardRecord]]] = deque()
@@ -255,7 +255,7 @@ def _shard(task: ShardTask, folder: Path) -> ShardRecord:
 
 
 def _kept(folder: Path, value: dict[str, Any], content: str) -> ShardRecord | None:
-    """The record of a finished shard whose bytes and texts are still the same."""
+    """Return the record of a finished shard whose bytes and texts are still the same."""
     record = ShardRecord(FileRecord(**value["tar"]), value["content"], value["rows"])
     path = folder / record.tar.file
     same = record.content == content and path.is_file() and sha256_file(path) == record.tar.sha256

@@ -46,10 +46,10 @@ class Backend(Protocol):
         """Token ids of a text, nothing added."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, special tokens left out."""
 
     def pieces(self) -> list[str]:
-        """The piece of every id; special tokens as an empty string."""
+        """Return the piece of every id; special tokens as an empty string."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Tokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """The text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
+        """Return the text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
         return self.backend.decode([int(i) for i in ids])
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
@@ -164,7 +164,7 @@ def load_meta(folder: Path) -> TokenizerMeta:
 
 
 def open_backend(path: Path) -> Backend:
-    """The backend of a tokenizer file, by its suffix."""
+    """Return the backend of a tokenizer file, by its suffix."""
     try:
         if path.suffix == ".model":
             from tokenization.sentencepiece_model import SentencePieceBackend
