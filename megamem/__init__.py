@@ -22,5 +22,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The names above too, for completion."""
+    """List the names above too, for completion."""
     return sorted([*globals(), *__all__])

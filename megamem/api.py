@@ -1,14 +1,14 @@
 """megamem as a library: what `import megamem` offers. Everything heavy is imported when it is first used.
 
-    import megamem
+import megamem
 
-    config = megamem.load_config("configs/recipes/demo.yaml", ["model.layers=2"])
-    model = megamem.build_model(config)                      # weights drawn from the run's seed
-    model = megamem.load_model("runs/my-run")                # a trained run, a checkpoint or an export
-    print(megamem.evaluate("runs/my-run").losses.perplexity)
-    print(megamem.generate("runs/my-run", "It was"))
-    print(megamem.plan("configs/recipes/demo.yaml", devices=2, device="cpu").days)
-    memory = megamem.mixer("titans", hidden_size=512, heads=8, chunk_size=256)   # for your own model
+config = megamem.load_config("configs/recipes/demo.yaml", ["model.layers=2"])
+model = megamem.build_model(config)                      # weights drawn from the run's seed
+model = megamem.load_model("runs/my-run")                # a trained run, a checkpoint or an export
+print(megamem.evaluate("runs/my-run").losses.perplexity)
+print(megamem.generate("runs/my-run", "It was"))
+print(megamem.plan("configs/recipes/demo.yaml", devices=2, device="cpu").days)
+memory = megamem.mixer("titans", hidden_size=512, heads=8, chunk_size=256)   # for your own model
 """
 
 from __future__ import annotations
@@ -184,11 +184,11 @@ def generate(
 
     from checkpoints.trained import open_run
     from megamem.evaluation.generate import Sampling
-    from megamem.evaluation.stream_text import run_tokenizer, stream_text
+    from megamem.evaluation.stream_text import stream_text, trained_tokenizer
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     run = open_run(Path(path))
-    tokenizer = run_tokenizer(run.config, str(path))
+    tokenizer = trained_tokenizer(run.config, str(path))
     parts: list[str] = []
     dtype, where = dtype or torch.float32, torch.device(device)
     stream_text(run.load(dtype, where), tokenizer, prompt, max_new_tokens, sampling, parts.append, where, dtype)

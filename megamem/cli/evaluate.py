@@ -59,27 +59,11 @@ def _held_out(
     """Evaluate on the held-out text of the run, print the table and return its figures."""
     from checkpoints.trained import open_run
     from megamem.evaluation.report import finite, result_table
-    from megamem.evaluation.run import final_evaluation
-    from megamem.parallel.topology import Topology
-    from megamem.training.build import held_out_documents, open_tokenizer
+    from megamem.training.held_out import evaluate_run
 
     run = open_run(model).changed(overrides)
-    config = run.config
-    if not config.data.validation:
-        raise ConfigError(f"{model}: its run names no held-out text; give data.validation='[SHARDS]'")
-    topology = Topology.start(device=str(device))
-    stage = run.load(dtype, topology.device)
-    report = final_evaluation(
-        stage,
-        lambda: held_out_documents(config),
-        open_tokenizer(config),
-        config,
-        topology,
-        dtype=dtype,
-        console=console,
-    )
-    figures: dict[str, float | int | str | None] = finite(report.figures())
-    console.print(result_table(figures, title=f"{config.name}, step {run.checkpoint.step}"))
+    figures: dict[str, float | int | str | None] = finite(evaluate_run(run, dtype, device, console).figures())
+    console.print(result_table(figures, title=f"{run.config.name}, step {run.checkpoint.step}"))
     return figures
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from megamem.cli.compute import compute_device, compute_dtype
 from megamem.cli.options import Device, Precision, TrainedModel
 from megamem.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from tokenization.tokenizer import Tokenizer
 
 
 def generate(
@@ -45,10 +42,10 @@ def generate(
         stream_from_export(model, text, max_new_tokens, sampling, torch_dtype, torch_device)
         return
     from checkpoints.trained import open_run
-    from megamem.evaluation.stream_text import stream_text
+    from megamem.evaluation.stream_text import stream_text, trained_tokenizer
 
     run = open_run(model)
-    words = _tokenizer(model, tokenizer or run.config.data.tokenizer, run.config.model.vocab_size)
+    words = trained_tokenizer(run.config, str(model), tokenizer)
     stage = run.load(torch_dtype, torch_device)
     stream_text(stage, words, text, max_new_tokens, sampling, _show, torch_device, torch_dtype)
     _show("\n")
@@ -73,18 +70,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
-
-
-def _tokenizer(model: Path, folder: Path | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer, which must not have more tokens than the model. Raises ConfigError or DataError."""
-    from tokenization.tokenizer import Tokenizer
-
-    if folder is None:
-        raise ConfigError(f"{model}: its run names no tokenizer; give --tokenizer")
-    words = Tokenizer.load(folder)
-    if words.vocab_size > vocab_size:
-        raise DataError(f"{folder}: has {words.vocab_size:,} tokens, the model {vocab_size:,}")
-    return words
 
 
 def _show(text: str) -> None:

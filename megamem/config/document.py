@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
-from megamem.config.model import MIXERS, MixerConfig
+from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES, MixerConfig
 from megamem.config.registry import Registry
 from megamem.config.run import RunConfig
 
@@ -43,6 +43,8 @@ def configuration_markdown() -> str:
     for path, model in _sections(RunConfig, ""):
         blocks += _section(path, model, path)
     blocks += _kinds("Mixers", "`model.mixer` and `model.memory[].mixer` take", "a mixer", MIXERS)
+    blocks += _kinds("Architectures", "`model.architecture` takes", "an architecture", ARCHITECTURES)
+    blocks += _kinds("Objectives", "`training.objective` takes", "an objective", OBJECTIVES)
     blocks += _kinds("Callbacks", "Each entry of `training.callbacks` is", "a callback", CALLBACKS)
     blocks += _kinds("Sinks", "Each entry of `logging.sinks` is", "a sink", SINKS)
     return "\n".join(blocks)

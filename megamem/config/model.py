@@ -91,7 +91,7 @@ class ArchitectureConfig(ConfigModel):
         return 0
 
     def unread_places(self, model: ModelConfig) -> range:
-        """The places of each chunk whose tokens the model never reads, only predicts."""
+        """Return the places of each chunk whose tokens the model never reads, only predicts."""
         return range(0)
 
     def training_window(self, model: ModelConfig) -> int:

@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
-from megamem.evaluation.baselines import LzmaReport, lzma_baseline
+from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, evaluate_losses
 from megamem.evaluation.probe import MemoryReport, memory_use

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from megamem.config.run import RunConfig
+from megamem.errors import ConfigError, DataError
 from megamem.evaluation.generate import Sampling, generate
 from megamem.model.stage import Stage
 from tokenization.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
 """What a decoder puts in the place of a character whose last bytes are still to come."""
+
+
+def trained_tokenizer(config: RunConfig, origin: str, folder: Path | None = None) -> Tokenizer:
+    """Return the tokenizer that a model was trained with, or the one in `folder`.
+
+    origin: what messages call the model. Raises: ConfigError where there is none, DataError where it has more tokens
+    than the model.
+    """
+    folder = folder or config.data.tokenizer
+    if folder is None:
+        raise ConfigError(f"{origin}: its run names no tokenizer; give --tokenizer")
+    words = Tokenizer.load(folder)
+    if words.vocab_size > config.model.vocab_size:
+        raise DataError(f"{folder}: has {words.vocab_size:,} tokens, the model {config.model.vocab_size:,}")
+    return words
 
 
 def stream_text(

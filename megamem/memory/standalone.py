@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megamem.config.load import parse_config
@@ -27,11 +26,11 @@ class MixerState:
     """The mechanism's auxiliary losses of the last call by name; most have none."""
 
     def detach(self) -> MixerState:
-        """The same state without its history: gradients end here."""
+        """Return the same state without its history: gradients end here."""
         return MixerState(detach(self.tensors), self.positions)
 
     def with_new_documents(self, rows: Mapping[int, bool] | list[bool]) -> MixerState:
-        """The state after the documents of some rows have ended: their next token begins another one."""
+        """Return the state after the documents of some rows have ended: their next token begins another one."""
         ended = rows if isinstance(rows, Mapping) else dict(enumerate(rows))
         return MixerState(self.tensors, tuple(0 if ended.get(row) else p for row, p in enumerate(self.positions)))
 

@@ -1,0 +1,98 @@
+"""The library: `import megamem` and what its functions give; the snippets of docs/library.md run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megamem
+from megamem.config.model import MIXERS
+from megamem.errors import ConfigError
+from megamem.model.stage import Stage
+from tests.contract.cases import ALL_CASES, CHUNK
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "recipes" / "demo.yaml"
+SMALL = ["model.layers=2", "model.memory=[]", "model.hidden_size=24", "model.heads=2", "model.vocab_size=64"]
+
+
+def test_importing_it_loads_nothing_heavy():
+    code = (
+        "import sys, megamem; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'pydantic', 'yaml', 'rich')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_name_is_there_and_others_are_not():
+    assert set(megamem.__all__) <= set(dir(megamem))
+    assert all(callable(getattr(megamem, name)) for name in megamem.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = megamem.trian
+
+
+@pytest.mark.parametrize("path", [DEMO, str(DEMO)], ids=["Path", "str"])
+def test_a_model_has_weights_that_the_seed_gives(path):
+    config = megamem.load_config(path, SMALL)
+    model = megamem.build_model(config)
+    assert isinstance(model, Stage)
+    assert all(parameter.isfinite().all() and parameter.abs().sum() > 0 for parameter in model.parameters())
+    same, other = megamem.build_model(config, seed=config.training.seed), megamem.build_model(config, seed=7)
+    assert torch.equal(model.embedding.weight, same.embedding.weight)
+    assert not torch.equal(model.embedding.weight, other.embedding.weight)
+    assert megamem.build_model(config.model, dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", sorted(MIXERS.kinds()))
+def test_every_mechanism_stands_alone(kind):
+    """The first case of each: calls of any length give what one call gives, and row 1 can begin a new document."""
+    case = next(case for case in ALL_CASES if case.kind == kind)
+    sizes = {"hidden_size": 16, "heads": 4, "kv_heads": 4 // case.queries_per_key, "chunk_size": CHUNK}
+    layer = megamem.mixer(kind, **sizes, dtype=torch.float64, **case.options)
+    x = torch.randn(2, 3 * CHUNK, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole, state = layer(x)
+    first, partly = layer(x[:, :5])
+    rest, again = layer(x[:, 5:], partly)
+    # float64, the same sums in another order, as for the law of streaming
+    assert (torch.cat((first, rest), 1) - whole).abs().max() < 1e-12
+    assert state.positions == again.positions == (3 * CHUNK, 3 * CHUNK)
+    after, _ = layer(x[:, :CHUNK], state.with_new_documents([False, True]))
+    assert (after[1] - whole[1, :CHUNK]).abs().max() < 1e-12
+    assert not any(t.requires_grad for t in _tensors(state.detach().tensors))
+
+
+def _tensors(value):
+    from megamem.memory.base import state_tensors
+
+    return state_tensors(value)
+
+
+def test_what_is_wrong_is_named():
+    with pytest.raises(ConfigError, match="did you mean 'titans'"):
+        megamem.mixer("titan", hidden_size=16, heads=4, chunk_size=8)
+    with pytest.raises(ConfigError, match="inner_chunk 3 does not divide"):
+        megamem.mixer("titans", hidden_size=16, heads=4, chunk_size=8, inner_chunk=3)
+    layer = megamem.mixer("retnet", hidden_size=16, heads=4, chunk_size=8)
+    _, state = layer(torch.randn(2, 8, 16))
+    with pytest.raises(ValueError, match="3 rows cannot continue a state of 2"):
+        layer(torch.randn(3, 8, 16), state)
+
+
+def test_plan():
+    report = megamem.plan(DEMO, devices=2, device="cpu")
+    assert report.devices == 2
+    assert report.days > 0
+
+
+def test_snippets_of_the_page_run(monkeypatch):
+    """All of them, top to bottom, as one program."""
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.S)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/library.md", "exec"), names)
+    assert names["logits"].shape == (256, 2, 4096)
+    assert names["more"].shape == (2, 1, 64)
