@@ -160,7 +160,7 @@ def _write_all(
     shard_text_bytes: int,
     on_progress: Callable[[int], None],
 ) -> list[ShardRecord]:
-    """Yield the records of all shards in order; at most two tasks per worker are in memory."""
+    """Write all shards and return their records in order; at most two tasks per worker are in memory."""
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     records: list[ShardRecord] = []
     waiting: deque[tuple[ShardTask, Future[ShardRecord]]] = deque()
