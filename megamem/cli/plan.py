@@ -107,7 +107,7 @@ def _print_plan(
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
-    from megamem.planning.show import show_found, show_plan
+    from megamem.planning.show import show_plan, show_search
     from megamem.planning.step_time import EFFICIENCY
 
     efficiency = efficiency or EFFICIENCY
@@ -117,25 +117,13 @@ def _print_plan(
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")
-        looking = Search(settings, devices, machine(device, devices), efficiency, activations)
-        found = looking.run()
-        figures = {
-            "name": settings.name,
-            "devices": devices,
-            "device": looking.machine.name,
-            "usable_bytes": looking.machine.usable,
-            "efficiency": efficiency,
-            "possible": found.possible,
-            "tried": found.tried,
-            "layouts": [candidate.as_dict() for candidate in found.best],
-            "least": found.least.as_dict() if found.least else None,
-        }
-        shown = show_found(looking, found)
+        found = Search(settings, devices, machine(device, devices), efficiency, activations).run()
+        figures, shown = found.to_dict(), show_search(found)
     else:
         dp_size = data_parallel(settings, devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
         made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
-        figures, shown = made.as_dict(), show_plan(made)
+        figures, shown = made.to_dict(), show_plan(made)
     if as_json:
         write_json(figures)
         return

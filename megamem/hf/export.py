@@ -108,7 +108,7 @@ def to_hf(
 
 
 def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
-    """The configuration under which transformers' Llama computes the same."""
+    """Return the configuration under which transformers' Llama computes the same."""
     return LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,

@@ -29,7 +29,7 @@ class ScheduleReport:
         return [self.ours.peak_units(stage) for stage in range(self.stages)]
 
     def one_f_one_b_peaks(self) -> list[int]:
-        """The same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
+        """Return the same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
         return [self.chunks * self.one_f_one_b.peak_units(stage) for stage in range(self.stages)]
 
     def as_dict(self) -> dict[str, Any]:
