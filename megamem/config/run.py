@@ -205,7 +205,7 @@ class RunConfig(ConfigModel):
 
     @property
     def interleaved(self) -> bool:
-        """True where chunks of several micro-batches alternate in a pipeline, as a memory goes from its end to its start."""
+        """True where chunks of micro-batches alternate in a pipeline, as a memory goes from its end to its start."""
         return bool(self.model.architecture.state_specs(self.model))
 
     @property
