@@ -126,6 +126,7 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
         """Return the bytes of all parameters at `each` bytes, divided among data-parallel ranks or not."""
         return -(-parameters * each // (dp_size if divided else 1))
 
+    # ZeRO divides the optimizer from stage 1 on, gradients from 2 on, weights at 3
     return RankBytes(
         parameters=parameters,
         weights=share(zero == 3, dtype.itemsize),

@@ -136,6 +136,7 @@ class Queue:
     def _run(self, planned: Sequence[tuple[Task, list[Task]]]) -> Outcome:
         """Start tasks whenever there is room, until none is left; see `run`."""
         total = sum(1 + len(after) for _, after in planned)
+        # a training waits, and after it its evaluations: those of a run that is trained already wait at once
         following = defaultdict(list, {id(training): after for training, after in planned})
         waiting: deque[Task] = deque()
         for training, after in planned:
@@ -144,6 +145,7 @@ class Queue:
         running: dict[Task, Job] = {}
         with self._signals(running):
             while running or (waiting and not self.stopping):
+                # start tasks while there is room
                 while self._room(len(running)) and not self.stopping and (task := self._next(waiting)):
                     if task.done:  # by the process that was waited for
                         waiting.extendleft(reversed(self._remaining([task]) or self._remaining(following[id(task)])))
@@ -153,6 +155,7 @@ class Queue:
                     if self.stopping:  # the signal came while it was started
                         running[task][0].send_signal(signal.SIGTERM)
                 time.sleep(0.2)
+                # what has ended makes room: its evaluations go next, or itself once more if that may help
                 for task in [task for task, (job, _) in running.items() if job.poll() is not None]:
                     job, log = running.pop(task)
                     log.close()

@@ -75,6 +75,7 @@ def places(study: StudyConfig, table: TableConfig, runs: Sequence[PlannedRun]) -
             labels = {**run.labels, EVALUATION: evaluation}
             if matches(where, labels):
                 grouped.setdefault((labels[table.rows], labels[table.columns]), []).append((run, labels))
+    # a cell holds seeds of one configuration
     for group in grouped.values():
         for axis in (*study.axes, EVALUATION):
             if len(mixed := sorted({labels[axis] for _, labels in group})) > 1:

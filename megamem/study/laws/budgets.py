@@ -93,6 +93,7 @@ def best_size(curves: Sequence[Parabola], resamples: int = RESAMPLES, seed: int 
     budgets = np.log([curve.budget for curve in curves])
     exponents = []
     for _ in range(resamples):
+        # one sign for each run, at all budgets
         signs, best = generator.choice([-1.0, 1.0], len(runs)), []
         for curve, residuals, mine in zip(curves, widened, members, strict=True):
             losses = curve(curve.sizes) + signs[mine] * residuals

@@ -229,6 +229,7 @@ def log_loss(theta: Array, logs: Array) -> tuple[Array, Array]:
         logs: [points, variables], logarithms of x over the center.
     """
     count = logs.shape[1]
+    # logarithms of the floor and of each term at the points; their sum in the logarithm is a logsumexp
     parts = np.column_stack([np.full(len(logs), theta[0]), theta[1 : 1 + count] - theta[1 + count :] * logs])
     total = logsumexp(parts, axis=1)
     shares = np.exp(parts - total[:, None])
@@ -245,6 +246,7 @@ def polish(theta: Array, logs: Array, target: Array, bend: float) -> tuple[Array
     """
     count = logs.shape[1]
     low, high = np.array([LOG_BOUNDS] * (1 + count) + [EXPONENT_BOUNDS] * count).T
+    # scipy's Huber loss with f_scale: quadratic up to `bend`, linear beyond
     found = least_squares(
         lambda at: log_loss(at, logs)[0] - target,
         np.minimum(np.maximum(theta, low + 1e-9), high - 1e-9),
@@ -265,6 +267,7 @@ def _best(logs: Array, loss: Array) -> tuple[Array, float]:
     """Return the minimum over all starts, and the bend, from the residuals' deviation in a least-squares fit."""
     target, starts = np.log(loss), _starts(logs, loss)
     plain = min((polish(start, logs, target, bend=1.0) for start in starts), key=lambda found: found[1])[0]
+    # a robust estimate of their standard deviation: the median over that of a normal distribution
     residuals = np.abs(target - log_loss(plain, logs)[0]) * np.sqrt(len(loss) / (len(loss) - len(plain)))
     bend = max(HUBER * float(np.median(residuals)) / float(normal.ppf(0.75)), LEAST_BEND)
     found = [polish(start, logs, target, bend) for start in [plain, *starts]]

@@ -192,6 +192,7 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
     """Fit parabolas of loss over log size at each budget, and a power law through their minima."""
     law = result.config
     growth: dict[str, tuple[list[Parabola], BestSize | None]] = {}
+    # points by budget, a parabola at each budget, then the law through their minima
     for group, these in _by_group(study, law, kept).items():
         found = []
         try:
@@ -296,9 +297,11 @@ def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record
     values = list(_by_group(study, law, kept))
     compared = [value for value in values if law.against in values and value != law.against]
     result.heads = ["", "loss", *values, *(f"{value} / {law.against}" for value in compared)]
+    # a row for each combination of the other axes
     for labels in places.values():
         here = [record for record in kept if row_labels(study, law, record) == labels]
         known = {value: loss_curves(law, these) for value, these in _by_group(study, law, here).items()}
+        # the least loss that all of the curves reach
         least = max(min(curve.values()) for seeds in known.values() for curve in seeds.values())
         target = law.target or least
         taken = {
@@ -312,6 +315,7 @@ def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record
             _bound(reached_at_once.get(v, False), False) + _spread(list(taken.get(v, {}).values()), ",.0f")
             for v in values
         ]
+        # a ratio is a bound where either side was at the loss from its first point on
         for value in compared:
             sign = _bound(reached_at_once.get(value, False), reached_at_once.get(law.against or "", False))
             cells.append(sign + _spread(ratios[value], ".2f"))
