@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from tests.contract.cases import CASES, CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
 from tests.distributed.training_cases import run_config
 
-KINDS = {case.kind: case for case in reversed(CASES)}
-"""The first case of every mechanism: what every run of the tests exports; the others are slow tests."""
+EXPORTED = [*CASES, *ARCHITECTURES]
+KINDS = {case.kind: case for case in reversed(EXPORTED)}
+"""The first case of every mechanism and architecture: what every run of the tests exports; the others are slow tests."""
 LAYOUTS = {"tp1": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 """World size and `parallel` section."""
 HEADS, CHUNKS, PROMPT = 4, 4, 5
@@ -52,7 +53,7 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
     for layout, parallel in payload["layouts"].items():
         topology = Topology.start(parallel.get("tp", 1), pp=parallel.get("pp", 1), device="cpu")
         group = cpu_group(60)
-        for case in (case for case in CASES if case.id in payload["cases"]):
+        for case in (case for case in EXPORTED if case.id in payload["cases"]):
             config = configured(case, parallel)
             engine = build_engine(config, topology)
             folder = Path(payload["folder"]) / f"{case.id}-{layout}"

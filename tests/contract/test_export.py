@@ -11,9 +11,9 @@ from checkpoints.folder import folder_name, open_checkpoint
 from checkpoints.read import read_weights
 from megamem.hf.export import to_hf
 from megamem.hf.importing import from_hf
-from tests.contract.cases import CASES, PATIENCE_S
+from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import within
-from tests.contract.export import CHUNK, KINDS, LAYOUTS, NEW_TOKENS, PROMPT, tokens, world
+from tests.contract.export import CHUNK, EXPORTED, KINDS, LAYOUTS, NEW_TOKENS, PROMPT, tokens, world
 from tests.distributed.harness import PARALLEL, run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
@@ -32,7 +32,7 @@ def every(layouts):
             pytest.param(
                 case, layout, marks=[] if case in KINDS.values() else pytest.mark.slow, id=f"{case.id}-{layout}"
             )
-            for case in CASES
+            for case in EXPORTED
             for layout in layouts
         ],
     )
@@ -52,7 +52,7 @@ class Exports:
 
     def _run(self, first, size):
         """All cases that are the first of their mechanism, or all others, under all layouts of a world."""
-        cases = [case for case in CASES if (case in KINDS.values()) == first]
+        cases = [case for case in EXPORTED if (case in KINDS.values()) == first]
         layouts = {name: parallel for name, (world_size, parallel) in LAYOUTS.items() if world_size == size}
         payload = {"folder": str(self.folder), "layouts": layouts, "cases": [case.id for case in cases]}
         results = run_distributed(size, f"{world.__module__}:world", payload, preload=PARALLEL, timeout_s=PATIENCE_S)
