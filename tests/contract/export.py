@@ -13,7 +13,7 @@ from tests.distributed.training_cases import run_config
 
 EXPORTED = [*CASES, *ARCHITECTURES]
 KINDS = {case.kind: case for case in reversed(EXPORTED)}
-"""The first case of every mechanism and architecture: what every run of the tests exports; the others are slow tests."""
+"""The first case of each mechanism and architecture, exported in every run of the tests; the others are slow tests."""
 LAYOUTS = {"tp1": (1, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 """World size and `parallel` section."""
 HEADS, CHUNKS, PROMPT = 4, 4, 5

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megamem.data.batch import Batch
+from megamem.memory.base import TensorSpec
 from megamem.model.objectives.next_token import NextToken
+from megamem.model.stage import ModelMemory
 from megamem.parallel.topology import Topology
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
@@ -43,17 +45,27 @@ class Nap(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Behaves like a `Stage` without layers; units take `chunks` chunks' time."""
+    """Behaves like a `Stage` without layers; units take `chunks` chunks' time.
 
-    def __init__(self, topology: Topology, chunks: float) -> None:
+    spanning: a memory leaves the last stage and enters the first one, which waits for it and adds nothing of it.
+    """
+
+    def __init__(self, topology: Topology, chunks: float, spanning: bool) -> None:
         super().__init__()
         self.first, self.last = topology.first_stage, topology.last_stage
         self.weight = nn.Parameter(torch.ones(()))
         self.seconds = chunks * FORWARD_S, chunks * BACKWARD_S
+        declared = {"memory": TensorSpec((1, "batch", "hidden"))}
+        self.model_memories = {"memory": ModelMemory(declared, {"hidden": 1})} if spanning else {}
 
     def read_chunk(self, x, states, chunk):
         hidden = x[..., None] * self.weight if self.first else x
-        return Nap.apply(hidden, *self.seconds), states, {}
+        if self.first and states:
+            hidden = hidden + 0.0 * states["memory"]["memory"]
+        hidden = Nap.apply(hidden, *self.seconds)
+        if self.last and self.model_memories:
+            states = {"memory": {"memory": 0.0 * hidden[-1:]}}
+        return hidden, states, {}
 
     def token_losses(self, hidden, labels):
         return hidden.sum(-1)
@@ -62,17 +74,19 @@ class SleepingStage(nn.Module):
         pass
 
 
-def timed_run(topology, chunks, bptt_chunks, duration):
+def timed_run(topology, chunks, bptt_chunks, duration, spanning):
     """One step of SEQUENCES sequences in `chunks` units each, of `duration` chunks' time: events, peak, result."""
-    stage = SleepingStage(topology, duration)
+    stage = SleepingStage(topology, duration, spanning)
     executor = StageExecutor(stage, NextToken(None), topology.pp_rank, 1, bptt_chunks)
     executor.events = []
     starts = np.arange(chunks)[:, None]
     batches = [Batch(torch.ones(chunks, 1), torch.zeros(chunks, 1), starts, (0,)) for _ in range(SEQUENCES)]
-    order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks)
-    borders = Borders(topology, [(1, 1, 1)] * (SEQUENCES * chunks), torch.float32, backward=True)
+    order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks, spanning)
+    memories, units = executor.memory_shapes(1, torch.float32), SEQUENCES * chunks
+    borders = Borders(topology, [(1, 1, 1)] * units, torch.float32, True, memories, units)
+    fresh = {"memory": {"memory": torch.zeros(1, 1, 1)}} if spanning and stage.first else {}
     torch.distributed.barrier()
-    executor.run(order, batches, lambda micro_batch: {}, torch.ones(()), borders)
+    executor.run(order, batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
     timeline = Timeline(STAGES, tuple(executor.events))
     return {
         "events": timeline.as_dict(),
@@ -88,8 +102,8 @@ def world(payload):
     results = {}
     for name, units in payload.items():
         for attempt in range(ATTEMPTS):
-            chunks, bptt_chunks, duration = units
-            run = timed_run(topology, chunks, bptt_chunks, duration * 2**attempt)
+            chunks, bptt_chunks, duration, spanning = units
+            run = timed_run(topology, chunks, bptt_chunks, duration * 2**attempt, spanning)
             if name not in results or run["bubble"] < results[name]["bubble"]:
                 results[name] = run
             if run["bubble"] < 1.08 * bubble(STAGES, SEQUENCES, units[0]):
@@ -110,7 +124,12 @@ def bubble_of(timeline):
 @pytest.fixture(scope="module")
 def measured():
     # 1F1B's units are whole sequences; a quarter of the time is long enough for its large bubble
-    cases = {"bptt1": (CHUNKS, 1, 1), "bptt8": (CHUNKS, CHUNKS, 1), "1f1b": (1, 1, CHUNKS / 4)}
+    cases = {
+        "bptt1": (CHUNKS, 1, 1, False),
+        "bptt8": (CHUNKS, CHUNKS, 1, False),
+        "1f1b": (1, 1, CHUNKS / 4, False),
+        "spanning": (CHUNKS, CHUNKS, 1, True),
+    }
     ranks = run_distributed(STAGES, "tests.distributed.test_bubble:world", cases)
     results = {}
     for name in cases:
@@ -136,6 +155,16 @@ def test_the_measured_bubble_is_the_simulated_one(measured, bptt_chunks):
     found = measured[f"bptt{bptt_chunks}"].timeline.bubble
     assert found == pytest.approx(expected, rel=0.1)
     assert found < measured["1f1b"].timeline.bubble / 4
+
+
+def test_a_memory_from_the_last_stage_to_the_first_costs_no_more(measured):
+    """Micro-batches take turns: as many as stages keep all stages busy."""
+    orders = chunk_schedule(STAGES, SEQUENCES, CHUNKS, CHUNKS, interleaved=True)
+    expected = simulate(orders, CHUNKS, even_cost(FORWARD_S, BACKWARD_S), last_to_first=True).bubble
+    assert expected == pytest.approx(bubble(STAGES, SEQUENCES, CHUNKS))
+    assert measured["spanning"].timeline.bubble == pytest.approx(expected, rel=0.1)
+    formula = [peak_units(stage, STAGES, SEQUENCES, CHUNKS, CHUNKS, interleaved=True) for stage in range(STAGES)]
+    assert measured["spanning"].peaks == formula
 
 
 def test_1f1b_measured_the_same_way(measured):
