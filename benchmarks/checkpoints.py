@@ -27,7 +27,7 @@ IDEAL_BYTES = 12
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
     """One rank's part."""
     from checkpoints.folder import checkpoints_in
-    from checkpoints.resume import load
+    from checkpoints.resume import load_training_state
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
@@ -68,7 +68,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         plain += times
     begun = time.perf_counter()
     (checkpoint,) = checkpoints_in(folder)
-    load(engine, checkpoint, group)
+    load_training_state(engine, checkpoint, group)
     loading = time.perf_counter() - begun
     step = median(plain)
     return {

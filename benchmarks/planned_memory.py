@@ -26,7 +26,7 @@ from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.pipeline.balancing import place
 from megamem.planning.activations import Activations
-from megamem.planning.plan import rank_plans
+from megamem.planning.plan import rank_reports
 from megamem.planning.step_time import Layout
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -158,7 +158,7 @@ def compare(name: str) -> list[dict[str, Any]]:
     config = LAYOUTS[name].config()
     dp_size = LAYOUTS[name].world // config.parallel.pp // config.parallel.tp
     found = Activations(config.model, config.training.precision, config.chunks)
-    planned = [rank.total for rank in rank_plans(Layout(config, dp_size, tuple(place(config))), found)]
+    planned = [rank.total for rank in rank_reports(Layout(config, dp_size, tuple(place(config))), found)]
     baseline = {rank["rank"]: rank["bytes"] for rank in measure(name, small=True)}
     records = []
     for rank in measure(name, small=False):

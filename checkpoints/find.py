@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints.folder import FOLDER, Checkpoint, at, checkpoints_in
+from checkpoints.folder import FOLDER, Checkpoint, checkpoints_in, open_checkpoint
 from megamem.errors import CheckpointError
 
 
@@ -18,7 +18,7 @@ def checkpoints_folder(path: Path) -> Path:
 def find_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest complete one of the run folder there. Raises CheckpointError."""
     if path.name.startswith("step-"):
-        return at(path)
+        return open_checkpoint(path)
     found = [checkpoint for checkpoint in checkpoints_in(checkpoints_folder(path)) if checkpoint.complete]
     if not found:
         raise CheckpointError(f"{path}: no complete checkpoint in it")

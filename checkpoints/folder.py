@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, what is in them, whether it is still what was written.
+"""The folders of checkpoints: which are complete, what is in them, whether it is still what was written.
 
     checkpoints/step-00000020/     a checkpoint
         rank-00000.safetensors     one file per writing rank
@@ -27,9 +27,28 @@ from megamem.errors import CheckpointError
 from megamem.files import sha256_file
 
 FOLDER = "checkpoints"
-"""Where a run folder has them."""
+"""Name of the folder of checkpoints in a run folder."""
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
+"""Names of files in a checkpoint, and what the name of an unfinished one ends in."""
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class FileEntry(TypedDict):
+    """What the manifest says of one file."""
+
+    bytes: int
+    """Size of the file."""
+    sha256: str
+    """Hash of the file as it lay on the disk."""
+
+
+class Manifest(TypedDict):
+    """The contents of manifest.json."""
+
+    format: int
+    """Version of the format."""
+    files: dict[str, FileEntry]
+    """Every other file by name, but for the marker."""
 
 
 class RunIdentity(TypedDict):
@@ -99,31 +118,32 @@ class Checkpoint:
         saved: SavedRun = read_json(self.path / RUN)  # type: ignore[assignment]  # as a checkpoint writes it
         return saved
 
-    def manifest(self) -> dict[str, Any]:
-        """Sizes and hashes by file name. Raises CheckpointError."""
-        return read_json(self.path / MANIFEST)
+    def manifest(self) -> Manifest:
+        """Read sizes and hashes by file name. Raises CheckpointError naming the file."""
+        manifest: Manifest = read_json(self.path / MANIFEST)  # type: ignore[assignment]  # as a checkpoint writes it
+        return manifest
 
     @property
     def bytes(self) -> int:
-        """On disk."""
+        """Bytes of all files together."""
         return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
 
 
 def folder_name(step: int) -> str:
-    """Of a checkpoint after `step` optimizer steps."""
+    """Return the name of a checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """All folders named like checkpoints, complete or not, by step."""
+    """Return all folders named like checkpoints, complete or not, by step."""
     if not folder.is_dir():
         return []
     found = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return sorted((Checkpoint(path, int(match[1])) for path, match in found), key=lambda c: c.step)
 
 
-def at(path: Path) -> Checkpoint:
-    """The checkpoint at `path`. Raises CheckpointError if there is none."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`. Raises CheckpointError if there is none."""
     match = _NAME.fullmatch(path.name)
     if not path.is_dir() or match is None:
         raise CheckpointError(f"{path}: no checkpoint (a folder called {folder_name(0)[:5]}NNNNNNNN)")
@@ -131,16 +151,19 @@ def at(path: Path) -> Checkpoint:
 
 
 def begun_from(folder: Path, start: str) -> bool:
-    """Whether the newest complete checkpoint in `folder` is of a run whose `checkpoint.resume` was `start`.
+    """Return whether the newest complete checkpoint in `folder` is of a run whose `checkpoint.resume` was `start`.
 
-    Such a run, started again by the same command, goes on from its own checkpoints. Raises: CheckpointError.
+    Such a run, started again by the same command, resumes from its own checkpoints.
+
+    Raises:
+        CheckpointError: that checkpoint cannot be read.
     """
     own = [c for c in checkpoints_in(folder) if c.complete]
     return bool(own) and own[-1].run()["config"]["checkpoint"]["resume"] == start
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError naming the file."""
+    """Read a JSON object. Raises CheckpointError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -161,6 +184,7 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def _verify(checkpoint: Checkpoint) -> None:
+    """See `verify`; a file that cannot be read raises OSError."""
     path = checkpoint.path
     if not checkpoint.complete:
         raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
@@ -196,44 +220,54 @@ def write_text(path: Path, text: str) -> None:
     sync(path)
 
 
-def complete(partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+def mark_complete(partial: Path, final: Path, files: dict[str, FileEntry]) -> None:
     """Write manifest and marker and give the folder its final name, which makes it a checkpoint at once.
 
-    All other files must be on the disk.
+    Args:
+        partial: the folder as it was written; all other files must be on the disk.
+        final: its name as a checkpoint.
+        files: size and hash of each file, for the manifest.
     """
     manifest = partial / MANIFEST
     write_text(manifest, json.dumps({"format": 1, "files": files}, indent=1) + "\n")
     write_text(partial / MARKER, sha256_file(manifest) + "\n")
     sync(partial)
-    if final.exists():  # of an earlier attempt that never got its marker, or that is being repeated
+    # an earlier attempt that never got its marker, or a checkpoint that is being written again
+    if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
     sync(final.parent)
 
 
-def kept(
-    checkpoints: Iterable[Checkpoint], last: int, every: int | None, best: int, scores: dict[int, float]
+def steps_to_keep(
+    checkpoints: Iterable[Checkpoint], last: int, every: int | None, best: int, losses: dict[int, float]
 ) -> set[int]:
-    """Steps to keep: the `last` newest, each multiple of `every`, and the `best` of lowest score (loss)."""
+    """Return the steps to keep: the `last` newest, each multiple of `every`, and the `best` of lowest loss.
+
+    losses: validation losses by step, where there was a validation.
+    """
     steps = sorted(c.step for c in checkpoints if c.complete)
     keep = set(steps[-last:])
     keep |= {step for step in steps if every and step % every == 0}
-    return keep | set(sorted((step for step in steps if step in scores), key=lambda step: scores[step])[:best])
+    return keep | set(sorted((step for step in steps if step in losses), key=lambda step: losses[step])[:best])
 
 
 def prune(
     folder: Path, last: int, every: int | None = None, best: int = 0, newest: int | None = None
 ) -> list[Checkpoint]:
-    """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; returns the removed.
+    """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; return the removed.
 
     The marker goes first, so that a half-removed folder is not taken for a checkpoint.
 
-    newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do not
-        count.
+    Args:
+        folder: holds the checkpoints of a run.
+        last, every, best: as in `steps_to_keep`.
+        newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do
+            not count.
     """
     found = [c for c in checkpoints_in(folder) if newest is None or c.step <= newest]
-    scores = {c.step: score for c in found if c.complete and (score := _score(c)) is not None}
-    keep = kept(found, last, every, best, scores)
+    losses = {c.step: loss for c in found if c.complete and (loss := _validation_loss(c)) is not None}
+    keep = steps_to_keep(found, last, every, best, losses)
     removed = [c for c in found if c.step not in keep]
     for checkpoint in removed:
         (checkpoint.path / MARKER).unlink(missing_ok=True)
@@ -241,9 +275,10 @@ def prune(
     return removed
 
 
-def _score(checkpoint: Checkpoint) -> float | None:
+def _validation_loss(checkpoint: Checkpoint) -> float | None:
+    """Return the validation loss of a checkpoint's step, where there is one that is finite."""
     try:
-        score = checkpoint.run().get("val_loss")
+        loss = checkpoint.run().get("val_loss")
     except CheckpointError:
         return None
-    return float(score) if score is not None and math.isfinite(score) else None
+    return float(loss) if loss is not None and math.isfinite(loss) else None

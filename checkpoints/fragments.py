@@ -1,4 +1,4 @@
-"""A rank's pieces of a global tensor, as torch's distributed checkpoint wants them: rectangles with offsets.
+"""The pieces of a global tensor that a rank holds, in the form torch's distributed checkpoint (DCP) reads and writes.
 
 Tensor parallelism gives a rank a slice along one axis; ZeRO then gives it a run of that slice's elements in flat order,
 which is a few rectangles. Every piece is a view of the rank's own memory: saving reads it, loading writes it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +17,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Sizes = tuple[int, ...]
+"""One number per axis of a tensor."""
 
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a rectangle in the tensor it is a part of."""
+    """Return the index of a rectangle in the tensor it is a part of."""
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[Sizes, Sizes]]:
-    """(offsets, sizes) of the rectangles that elements start..stop-1 of a row-major tensor make up, in flat order."""
+    """Return offsets and sizes of the rectangles that a run of a tensor's elements makes up, in the elements' order.
+
+    Args:
+        shape: of the tensor, whose elements lie in row-major order.
+        start: first element.
+        stop: element after the last one.
+    """
     if start >= stop:
         return []
     if not shape:
@@ -34,9 +40,11 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[Sizes,
     rest = tuple(shape[1:])
     inner = prod(rest)
     first, last = start // inner, (stop - 1) // inner
+    # all within one row
     if first == last and (start % inner or stop % inner):
         return _in_row(first, rectangles(rest, start - first * inner, stop - first * inner))
     found: list[tuple[Sizes, Sizes]] = []
+    # the end of the first row, whole rows, the beginning of the last row
     if start % inner:
         found += _in_row(first, rectangles(rest, start - first * inner, inner))
         first += 1
@@ -49,6 +57,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[tuple[Sizes,
 
 
 def _in_row(row: int, parts: list[tuple[Sizes, Sizes]]) -> list[tuple[Sizes, Sizes]]:
+    """Return rectangles of one row as rectangles of the tensor."""
     return [((row, *offsets), (1, *sizes)) for offsets, sizes in parts]
 
 
@@ -57,14 +66,22 @@ class Piece:
     """A rectangle of a global tensor in this rank's memory."""
 
     offsets: Sizes
+    """Its first element in the global tensor, axis by axis."""
     tensor: Tensor
+    """Its values, a view of the memory that training uses."""
 
 
 class Fragments:
     """This rank's pieces of one global tensor; torch.distributed.checkpoint calls the methods in underscores."""
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[Piece], writes: bool = True) -> None:
-        """writes: False where another rank holds and writes the same."""
+        """Describe a global tensor.
+
+        Args:
+            shape: of the global tensor.
+            pieces: what this rank holds of it.
+            writes: False where another rank holds and writes the same.
+        """
         self.shape = torch.Size(shape)
         self.pieces = list(pieces)
         self.writes = writes
@@ -73,12 +90,16 @@ class Fragments:
     def of_flat(
         flat: Tensor, start: int, local_shape: Sequence[int], axis: int | None, tp_size: int, tp_rank: int
     ) -> Fragments:
-        """Elements start.. of a rank's slice of a parameter, contiguous in `flat`.
+        """Make the pieces that a run of elements of a parameter's shard makes up.
 
         Args:
-            local_shape: of the slice.
-            axis: along which tensor-parallel ranks split the global tensor; None if all hold it whole: the first
-                rank writes.
+            flat: [N] the elements, of any dtype.
+            start: place of the first one in the shard, whose elements lie in row-major order.
+            local_shape: shape of this tensor-parallel rank's shard.
+            axis: axis along which tensor-parallel ranks split the global tensor; None if all hold it whole, and the
+                first of them writes it.
+            tp_size: number of tensor-parallel ranks.
+            tp_rank: this rank among them.
         """
         shape, corner = list(local_shape), [0] * len(local_shape)
         if axis is not None:
@@ -93,7 +114,7 @@ class Fragments:
         return Fragments(shape, pieces, writes=axis is not None or tp_rank == 0)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item per piece."""
+        """Return one item per piece."""
         if not self.writes:
             return []
         return [
@@ -108,11 +129,11 @@ class Fragments:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What a load should fill."""
+        """Return what a load should fill."""
         return [_chunk(piece) for piece in self.pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The piece an item speaks of."""
+        """Return the values of the piece that an item names."""
         return next(piece.tensor for piece in self.pieces if piece.offsets == tuple(index.offset or ()))
 
 
@@ -120,10 +141,11 @@ class SavePlanner(DefaultSavePlanner):
     """DCP's planner for a flat dict of `Fragments`."""
 
     def __init__(self) -> None:
+        """Leave the dict as it is: its keys are global names."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The piece an item speaks of."""
+        """Return the values of the piece that an item names."""
         fragments: Fragments = self.state_dict[index.fqn]
         return fragments.__get_tensor_shard__(index)
 
@@ -132,14 +154,14 @@ class LoadPlanner(DefaultLoadPlanner):
     """DCP's planner for a flat dict of `Fragments`, which are filled in place."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Fragments], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the fragments as they are."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The piece an item speaks of."""
+        """Return the memory of the piece that an item names."""
         fragments: Fragments = self.state_dict[index.fqn]
         return fragments.__get_tensor_shard__(index)
 

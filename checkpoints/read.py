@@ -1,34 +1,34 @@
-"""Checkpoints read in one process, tensor by tensor: compared, merged, listed."""
+"""The reading of checkpoints in one process, tensor by tensor: to compare, to merge, to list."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from checkpoints.folder import Checkpoint
 from checkpoints.fragments import region
-from checkpoints.storage import pieces_of, read_index
+from checkpoints.storage import TensorEntry, pieces_of, read_index
 from checkpoints.weights import write_weights
 from megamem.errors import CheckpointError
 
 MASTER = "master/"
+"""What the names of the FP32 weights begin with."""
 
 
-def whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """One tensor put together. Raises CheckpointError if a file is missing or damaged."""
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return one global tensor, put together from its pieces. Raises CheckpointError for a missing or damaged file."""
     entry = read_index(checkpoint.path).get(name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.path}: holds no tensor {name}")
     return _assembled(checkpoint, name, entry)
 
 
-def _assembled(checkpoint: Checkpoint, name: str, entry: dict[str, Any]) -> Tensor:
-    """`whole` where the tensor's index entry is known: the index is not read again for every tensor."""
+def _assembled(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> Tensor:
+    """See `read_tensor`; where the tensor's index entry is known, the index need not be read again."""
     value = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     for offsets, part in pieces_of(checkpoint.path, name, entry):
         value[region(offsets, part.shape)] = part
@@ -37,23 +37,28 @@ def _assembled(checkpoint: Checkpoint, name: str, entry: dict[str, Any]) -> Tens
 
 @dataclass(frozen=True)
 class Difference:
-    """What one tensor of a checkpoint has that the other's has not."""
+    """A difference between two checkpoints in one tensor."""
 
     name: str
-    what: str
+    """Global name of the tensor."""
+    description: str
+    """What differs, in words."""
 
     def __str__(self) -> str:
-        """For people."""
-        return f"{self.name}: {self.what}"
+        """Return the difference in one line for people."""
+        return f"{self.name}: {self.description}"
 
 
 def compare(a: Checkpoint, b: Checkpoint) -> tuple[int, Iterator[Difference]]:
-    """Number of tensors of both, and every difference in value, shape or dtype, bit by bit."""
+    """Return the number of tensors of both, and every difference in value, shape or dtype, bit by bit."""
     ours, theirs = read_index(a.path), read_index(b.path)
     return len({*ours, *theirs}), _differences(a, b, ours, theirs)
 
 
-def _differences(a: Checkpoint, b: Checkpoint, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Difference]:
+def _differences(
+    a: Checkpoint, b: Checkpoint, ours: dict[str, TensorEntry], theirs: dict[str, TensorEntry]
+) -> Iterator[Difference]:
+    """Yield the differences between checkpoints whose indices are `ours` and `theirs`."""
     for name in sorted({*ours, *theirs}):
         if name not in ours or name not in theirs:
             yield Difference(name, f"only in {a.path if name in ours else b.path}")
@@ -67,18 +72,22 @@ def _differences(a: Checkpoint, b: Checkpoint, ours: dict[str, Any], theirs: dic
             yield Difference(name, f"{wrong:,} of {x.numel():,} values differ, by {largest:.3g} at most")
 
 
-def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The FP32 weights by global name, put together one after the other."""
+def read_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Yield the FP32 weights by global name, put together one after the other. Raises CheckpointError."""
     for name, entry in read_index(checkpoint.path).items():
         if name.startswith(MASTER):
             yield name.removeprefix(MASTER), _assembled(checkpoint, name, entry)
 
 
-def merge(checkpoint: Checkpoint, path: Path) -> int:
-    """Write the FP32 weights as one safetensors file of whole tensors by global name; returns their number."""
+def merge_weights(checkpoint: Checkpoint, path: Path) -> int:
+    """Write the FP32 weights as one safetensors file of whole tensors by global name; return their number.
+
+    Raises:
+        CheckpointError: `path` exists or cannot be written, or the checkpoint cannot be read.
+    """
     if path.exists():
         raise CheckpointError(f"{path}: exists already; choose another file")
-    merged = dict(weights(checkpoint))
+    merged = dict(read_weights(checkpoint))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_weights(merged, path)

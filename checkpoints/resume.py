@@ -1,4 +1,4 @@
-"""Where a run goes on from: which checkpoint, whether it fits, and its tensors back into memory."""
+"""How a run resumes: which checkpoint it takes, whether that fits, and its tensors back into memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import Checkpoint, RunIdentity, SavedRun, at, begun_from, checkpoints_in, verify
+from checkpoints.folder import Checkpoint, RunIdentity, SavedRun, begun_from, checkpoints_in, open_checkpoint, verify
 from checkpoints.fragments import Fragments, LoadPlanner, region
 from checkpoints.states import Lanes
-from checkpoints.storage import SafeReader, read_index
+from checkpoints.storage import SafeReader, TensorEntry, read_index
 from checkpoints.training_state import (
     as_fragments,
     optimizer_fragments,
     random_states,
     set_optimizer_steps,
     set_random_states,
-    spread_masters,
+    update_model_weights,
 )
 from checkpoints.weights import new_parameter_names
 from megamem.config.checkpoint import CheckpointConfig
@@ -35,16 +35,20 @@ from megamem.model.stage import meta_stage
 from megamem.pipeline.base import TrainingEngine
 
 
-def choose(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from, and lines about those that were skipped.
+def choose_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint to resume from, None for a fresh start, and lines about those that were skipped.
 
-    Raises: CheckpointError where `folder` holds checkpoints but none can be used, or the newest is damaged and
-        fallback is off.
+    Args:
+        config: says how a run starts.
+        folder: holds the run's own checkpoints.
+
+    Raises:
+        CheckpointError: `folder` holds checkpoints but none can be used, or the newest is damaged and fallback is off.
     """
     if config.resume == "none":
         return None, []
     if config.resume != "auto" and not begun_from(folder, config.resume):
-        chosen = at(Path(config.resume))
+        chosen = open_checkpoint(Path(config.resume))
         verify(chosen)
         return chosen, []
     found = checkpoints_in(folder)
@@ -70,13 +74,13 @@ def choose(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, l
 
 
 MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "sequence_length")
-"""Parts of run.json that a run cannot change: the others' meaning depends on them."""
+"""Parts of run.json that a run cannot change, as the meaning of all others depends on them."""
 
 
-def identity(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunIdentity:
+def run_identity(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunIdentity:
     """Return what makes a checkpoint one of this run."""
     return {
-        "model": _shape(config.model.model_dump(mode="json")),
+        "model": _trained_part(config.model.model_dump(mode="json")),
         "data_fingerprint": data_fingerprint,
         "tokenizer_sha256": tokenizer_sha256,
         "batch_tokens": config.training.batch_tokens,
@@ -84,9 +88,15 @@ def identity(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | N
     }
 
 
-def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError naming the first field of the run that is not that of the checkpoint."""
-    before = {**saved, "model": _shape(saved.get("model"))}
+def check_identity(checkpoint: Checkpoint, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raise CheckpointError naming the first field of the run that is not that of the checkpoint.
+
+    Args:
+        checkpoint: for the message.
+        saved: what its run.json says.
+        now: the same of the run that would resume.
+    """
+    before = {**saved, "model": _trained_part(saved.get("model"))}
     for name in MUST_AGREE:
         if difference := _difference(name, before.get(name), now[name]):
             raise CheckpointError(
@@ -95,19 +105,21 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
             )
 
 
-def _shape(model: Any) -> Any:
-    """What of a model's configuration its weights and states depend on, fields that came later at their defaults.
+def _trained_part(model: object) -> dict[str, Any]:
+    """Return the part of a model's configuration that its weights and states depend on.
 
-    How attention and recurrences are computed and what the weights once were drawn from may change between two halves
-    of a run.
+    Fields that came with a later version have their defaults. How attention and recurrences are computed and what the
+    weights once were drawn from may change between two parts of a run.
     """
-    with contextlib.suppress(ValidationError):  # of another version: compared as it stands
+    # a configuration of another version, which may not be valid now, is compared as it stands
+    with contextlib.suppress(ValidationError):
         model = ModelConfig.model_validate(model).model_dump(mode="json")
     free = ("attention_kernel", "recurrence_kernel", "init_std")
-    return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else model
+    return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else {}
 
 
-def _difference(name: str, saved: Any, now: Any) -> str | None:
+def _difference(name: str, saved: object, now: object) -> str | None:
+    """Return the first difference between two trees of plain data, in words; None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now}):
             if found := _difference(f"{name}.{key}", saved.get(key), now.get(key)):
@@ -116,12 +128,14 @@ def _difference(name: str, saved: Any, now: Any) -> str | None:
     return None if saved == now else f"{name} was {saved!r} and is {now!r}"
 
 
-def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
-    """Weights from a safetensors file of whole tensors by global name, as a run leaves at its end; nothing else.
+def load_initial_weights(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
+    """Load weights, and nothing else, from a safetensors file of whole tensors by global name.
 
-    Parameters that the file lists as new keep their initial values.
+    A run leaves such a file at its end. Parameters that the file lists as new keep their initial values. A collective
+    call of all ranks of `group`.
 
-    A collective call of all ranks of `group`. Raises: CheckpointError naming file and tensor.
+    Raises:
+        CheckpointError: the file cannot be read or is of another model; the message names file and tensor.
     """
     whole = meta_stage(engine.config.model)
     shapes = {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
@@ -132,11 +146,11 @@ def start_from(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
             kind, name = key.split("/", 1)
             for piece in fragments.pieces if kind == "master" and name in held else []:
                 piece.tensor.copy_(file.get_slice(name)[region(piece.offsets, piece.tensor.shape)])
-    spread_masters(engine)
+    update_model_weights(engine)
 
 
 def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
-    """Why a file cannot be the weights of a model with parameters of these shapes."""
+    """Return why a file cannot be the weights of a model with parameters of these shapes; None if it can."""
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
@@ -152,8 +166,8 @@ def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
     return None
 
 
-def _misfit(checkpoint: Checkpoint, index: Mapping[str, Any], tensors: Mapping[str, Fragments]) -> str | None:
-    """What of `tensors` the checkpoint does not have as it should."""
+def _mismatch(checkpoint: Checkpoint, index: Mapping[str, TensorEntry], tensors: Mapping[str, Fragments]) -> str | None:
+    """Return which of `tensors` a checkpoint lacks or has in another shape; None if it has them all."""
     for name, fragments in tensors.items():
         if name not in index:
             return f"{checkpoint.path}: {name} is missing; the checkpoint belongs to another model"
@@ -170,22 +184,27 @@ def _all_agree(error: str | None, group: ProcessGroup) -> None:
         raise CheckpointError(found)
 
 
-def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> SavedRun:
+def load_training_state(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> SavedRun:
     """Put weights, moments, memory states and random generators back, whatever layout saved them.
 
-    A collective call of all ranks of `group`. Returns run.json.
-    Raises: CheckpointError naming what does not fit.
+    A collective call of all ranks of `group`.
+
+    Returns:
+        The contents of run.json.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another shape; the message names it.
     """
     index, run, lanes = read_index(checkpoint.path), checkpoint.run(), Lanes.of(engine)
     carried = lanes.empty(set(index))
     generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
     tensors = {**optimizer_fragments(engine), **lanes.fragments(carried), **as_fragments(generators)}
-    _all_agree(_misfit(checkpoint, index, tensors), group)
+    _all_agree(_mismatch(checkpoint, index, tensors), group)
     read_tensors(checkpoint.path, tensors, group)
     set_optimizer_steps(engine, run["optimizer_steps"])
-    spread_masters(engine)
+    update_model_weights(engine)
     set_random_states(engine.topology, generators)
-    lanes.drop_filling(carried, tensors)
+    lanes.drop_padding(carried, tensors)
     engine.carried = carried
     dist.barrier(group=group)
     return run
@@ -194,7 +213,8 @@ def load(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) ->
 def read_tensors(folder: Path, tensors: Mapping[str, Fragments], group: ProcessGroup) -> None:
     """Fill this rank's fragments from a checkpoint that has them all. A collective call of all ranks of `group`.
 
-    Raises: CheckpointError with the cause.
+    Raises:
+        CheckpointError: a file cannot be read; the message has the cause.
     """
     try:
         state_dict_loader.load(

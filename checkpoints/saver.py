@@ -1,7 +1,7 @@
-"""Saves checkpoints while the run goes on: a copy at the step's border, everything else in a thread of its own.
+"""The saving of checkpoints while training continues: a copy between two steps, all else in a thread of its own.
 
 The thread's collectives have a process group of their own, on the CPU. A save that fails on one rank fails on all; the
-run is told at its next step border and ends with the cause.
+run learns of it after its next step and ends with the cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import PARTIAL, RUN, SavedRun, complete, folder_name, prune, sync
+from checkpoints.folder import PARTIAL, RUN, FileEntry, SavedRun, folder_name, mark_complete, prune, sync
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.storage import INDEX, SafeWriter, data_file
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError, MegamemError
 from megamem.files import sha256_file
 
+T = TypeVar("T")
 THREAD = "checkpoint"
 """Name of the thread that writes."""
 WAITING = "waiting for the checkpoint to be written"
-"""What a run is at that waits for this thread."""
+"""The action of a run that waits for this thread."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,24 @@ class SaveTimes:
     """Seconds of one save on this rank."""
 
     waited: float
-    """For the save before to end."""
+    """Seconds until the save before had ended."""
     copied: float
-    """For the copy, which the step waits for."""
+    """Seconds of the copy, which the step waits for."""
     written: float
-    """In the background."""
+    """Seconds of writing, in the background."""
 
 
 class Saver:
     """Writes checkpoints of one run into `folder`. All ranks make the same calls."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, group: ProcessGroup) -> None:
-        """group: of all ranks, on gloo, used by nobody else."""
+        """Prepare to save; remains of an earlier process that was killed while it wrote are removed.
+
+        Args:
+            folder: the run's folder of checkpoints.
+            config: which checkpoints are kept, and whether saves are asynchronous.
+            group: all ranks, on gloo, used by nobody else.
+        """
         self.folder, self.config, self.group = folder, config, group
         self.rank = group.rank()
         self.times: list[SaveTimes] = []
@@ -61,7 +68,7 @@ class Saver:
         self._error: MegamemError | None = None
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         if self.rank == 0 and folder.is_dir():
-            for remains in folder.glob(f"*{PARTIAL}"):  # of a process that was killed while it wrote
+            for remains in folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(remains)
 
     def save(
@@ -72,16 +79,19 @@ class Saver:
         wait: bool = False,
         watch: Callable[[str], None] = lambda action: None,
     ) -> None:
-        """Begin a save; returns once the tensors are copied, or written if `wait` or the configuration says so.
+        """Begin a save; return once the tensors are copied, or written if `wait` or the configuration says so.
 
-        What is waited for is written from where it lies, without a copy.
+        A save that is waited for is written from where the tensors lie, without a copy.
 
         Args:
             step: finished optimizer steps.
-            tensors: this rank's fragments by name; may change as soon as the call returns.
-            run: what run.json holds; rank 0's counts.
+            tensors: this rank's fragments by name; they may change as soon as the call returns.
+            run: the contents of run.json; rank 0's are written.
+            wait: return only once the checkpoint is complete.
             watch: as in `wait`.
-        Raises: as `wait`, for this save or the one before.
+
+        Raises:
+            MegamemError: as `wait` does, for this save or the one before.
         """
         begun = time.monotonic()
         self.wait(watch)
@@ -100,24 +110,27 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def failed(self) -> bool:
-        """Whether a save has failed on this rank; costs nothing."""
+        """Return whether a save has failed on this rank; costs nothing."""
         return self._error is not None
 
     def wait(self, watch: Callable[[str], None] = lambda action: None) -> None:
-        """Until nothing is being written.
+        """Wait until nothing is being written.
 
-        watch: told at first, then each second in which the thread has read or written something: a disk that does not
+        watch: called at first, then each second in which the thread has read or written something: a disk that does not
             answer is no progress.
-        Raises: CheckpointError with the cause if a save failed, MegamemError if that was because a rank was lost.
+
+        Raises:
+            CheckpointError: a save failed; the message has the cause.
+            MegamemError: a save failed because a rank was lost.
         """
-        moved = None
+        bytes_before = None
         while self._thread is not None:
-            if (now := _moved(self._thread)) != moved:
-                moved = now
+            if (bytes_now := _bytes_transferred(self._thread)) != bytes_before:
+                bytes_before = bytes_now
                 watch(WAITING)
             self._thread.join(1.0)
             if not self._thread.is_alive():
@@ -130,7 +143,7 @@ class Saver:
         self._buffers.clear()
 
     def _copied(self, tensors: dict[str, Fragments]) -> dict[str, Fragments]:
-        """A copy in CPU memory, in buffers that are used again by the next save: one copy at most exists."""
+        """Copy tensors to CPU memory, into buffers that the next save uses again: at most one copy exists."""
         return {
             name: Fragments(
                 fragments.shape,
@@ -141,13 +154,14 @@ class Saver:
 
     @staticmethod
     def _settle(tensors: dict[str, Fragments]) -> None:
-        """Wait for what is under way on the device: copies, and the step whose results are read."""
+        """Wait for work under way on the device: copies, and the step whose results are read."""
         devices = {piece.tensor.device for fragments in tensors.values() for piece in fragments.pieces}
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
     def _copy(self, key: tuple[str, tuple[int, ...]], tensor: Tensor) -> Tensor:
+        """Copy a piece, `tensor` [N, ...] of any dtype, into the buffer of `key`."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
@@ -155,12 +169,13 @@ class Saver:
         return buffer.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, tensors: dict[str, Fragments], run: SavedRun, waited: float, copied: float) -> None:
+        """Write a checkpoint and note its times, or the error: the body of the thread."""
         begun = time.monotonic()
         try:
             self._write_all(step, tensors, run)
             self.times.append(SaveTimes(waited, copied, time.monotonic() - begun))
         except RuntimeError as error:
-            # of a collective, all else comes as told by a rank: another start may get through
+            # a collective failed, as all other errors come through `_together`: a new start may succeed
             self._error = MegamemError(f"checkpoint after step {step}: {_cause(error)}")
         except BaseException as error:
             self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")
@@ -179,12 +194,13 @@ class Saver:
         self._together(lambda: self._complete(step, partial, final, files) if self.rank == 0 else None)
 
     def _prepare(self, partial: Path) -> None:
+        """Make an empty folder to write into."""
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
-    def _hash(self, partial: Path, run: SavedRun) -> dict[str, Any]:
-        """Force this rank's files to the disk and hash them as they are there."""
+    def _hash(self, partial: Path, run: SavedRun) -> dict[str, FileEntry]:
+        """Force this rank's files to the disk and hash them as they lie there."""
         names = [data_file(self.rank)]
         if self.rank == 0:
             (partial / RUN).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
@@ -195,28 +211,30 @@ class Saver:
             name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_file(partial / name)} for name in names
         }
 
-    def _complete(self, step: int, partial: Path, final: Path, files: list[dict[str, Any] | None]) -> None:
-        complete(partial, final, {name: entry for part in files for name, entry in (part or {}).items()})
-        with contextlib.suppress(OSError):  # what cannot be removed now is tried again after the next save
+    def _complete(self, step: int, partial: Path, final: Path, files: list[dict[str, FileEntry]]) -> None:
+        """Make the folder a checkpoint, and remove those that are not to be kept."""
+        mark_complete(partial, final, {name: entry for part in files for name, entry in part.items()})
+        # what cannot be removed now is tried again after the next save
+        with contextlib.suppress(OSError):
             prune(self.folder, self.config.keep_last, self.config.keep_every, self.config.keep_best, newest=step)
 
-    def _together(self, work: Any) -> list[Any]:
-        """Every rank's result of `work`, on every rank; an error on one is an error on all."""
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank and return the results of all, by rank; an error on one is an error on all."""
         result, error = None, None
         try:
             result = work()
         except Exception as caught:
             error = _cause(caught)
-        results: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(results, (result, error), group=self.group)
-        for rank, (_, told) in enumerate(results):
-            if told is not None:
-                raise CheckpointError(f"rank {rank}: {told}")
-        return [found for found, _ in results]
+        outcomes: list[tuple[T, str | None]] = [None] * self.group.size()  # type: ignore[list-item]  # filled below
+        dist.all_gather_object(outcomes, (result, error), group=self.group)
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise CheckpointError(f"rank {rank}: {message}")
+        return [found for found, _ in outcomes]
 
 
-def _moved(thread: threading.Thread) -> int:
-    """Bytes that a thread has read and written so far; 0 once it has ended, or where the kernel does not count them."""
+def _bytes_transferred(thread: threading.Thread) -> int:
+    """Return the bytes that a thread has read and written so far; 0 once it has ended, or where none are counted."""
     with contextlib.suppress(OSError):
         counts = Path(f"/proc/self/task/{thread.native_id}/io").read_text(encoding="ascii")
         return sum(int(count) for count in re.findall(r"^[rw]char: (\d+)$", counts, re.MULTILINE))
@@ -224,7 +242,7 @@ def _moved(thread: threading.Thread) -> int:
 
 
 def _cause(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """Return one line that says what went wrong."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_cause(cause)}"

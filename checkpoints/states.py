@@ -1,11 +1,10 @@
-"""Memory states of a streams run as fragments of global tensors: saved by one layout, read by any."""
+"""The memory states of a run on streams, as fragments of global tensors: saved by one layout, read by any."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 
 PREFIX = "states/"
+"""What the names of memory states begin with."""
 
 
 def named_tensors(specs: StateSpec, state: State) -> Iterator[tuple[str, TensorSpec, Tensor]]:
-    """Every tensor of a layer's state with its name and declaration.
+    """Yield every tensor of a component's state with its name and declaration.
 
     Entries of lists are called by age, `past.0.keys` is of the newest: mixers read them from that end, and lanes of a
     batch may have different numbers of them.
@@ -40,31 +40,36 @@ class Lanes:
     """The lanes whose memory this rank keeps from step to step: rows of the whole batch, layers of its stage."""
 
     stage: Stage
+    """Layers of this rank."""
     topology: Topology
-    sequences: int
-    """Micro-batches of a step."""
+    """This rank among the others."""
+    micro_batches: int
+    """Micro-batches of a step on this rank."""
     rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     dtype: torch.dtype
-    """Of activations."""
+    """Data type of activations."""
 
     @staticmethod
     def of(engine: TrainingEngine) -> Lanes:
-        """Those of a run."""
+        """Return the lanes of a run on this rank."""
         rows = engine.config.training.micro_batch_size
         return Lanes(engine.stage, engine.topology, engine.accumulation, rows, engine.dtype)
 
     def fragments(self, carried: Mapping[int, States]) -> dict[str, Fragments]:
-        """States by micro-batch, as `states/layers.N/PART`; the batch axis is the row of the whole batch.
+        """Return all states as `states/COMPONENT/PART`, whose batch axis is the row of the whole batch.
 
-        Growing lists of lanes may have different lengths: they are filled up with zeros at their old end, and
+        Growing lists of lanes may have different lengths: they are padded with zeros at their old end, and
         `NAME.entries` holds each row's own number. A collective of the data-parallel ranks where there are such lists.
+
+        carried: states of all components by micro-batch.
         """
         pieces: dict[str, list[Piece]] = {}
         declared: dict[str, tuple[TensorSpec, Tensor]] = {}
         longest = self._longest_lists(carried)
-        for sequence, states in carried.items():
-            row = (sequence * self.topology.dp_size + self.topology.dp_rank) * self.rows
+        for micro_batch, states in carried.items():
+            # first row of the micro-batch in the whole batch, as the feeder numbers them
+            row = (micro_batch * self.topology.dp_size + self.topology.dp_rank) * self.rows
             for component, holder in self.stage.components.items():
                 state = states[component]
                 prefix = f"{PREFIX}{component}/"
@@ -96,15 +101,15 @@ class Lanes:
         }
 
     def empty(self, names: set[str]) -> dict[int, States]:
-        """States with room for what a checkpoint holds; none if it holds none.
+        """Make states with room for what a checkpoint holds; none if it holds none.
 
-        names: of the checkpoint's tensors, which say how many entries growing lists have at most. After the load,
-        `drop_filling` takes out what was only filled up.
+        names: names of the checkpoint's tensors, which tell how many entries growing lists have at most. After the
+        load, `drop_padding` takes out what was only padded.
         """
         if not any(name.startswith(PREFIX) for name in names):
             return {}
         carried = {}
-        for sequence in range(self.sequences):
+        for micro_batch in range(self.micro_batches):
             states = self.stage.initial_states(self.rows, self.topology.device, self.dtype)
             for component, holder in self.stage.components.items():
                 state = states[component]
@@ -113,11 +118,16 @@ class Lanes:
                         ages = re.compile(rf"{PREFIX}{re.escape(component)}/{re.escape(name)}\.(\d+)\.")
                         count = len({found[1] for entry in names if (found := ages.match(entry))})
                         state[name] = self._empty_entries(holder, spec, count)
-            carried[sequence] = states
+            carried[micro_batch] = states
         return carried
 
-    def drop_filling(self, carried: Mapping[int, States], loaded: Mapping[str, Fragments]) -> None:
-        """Cut growing lists down to the entries their rows had when they were saved."""
+    def drop_padding(self, carried: Mapping[int, States], loaded: Mapping[str, Fragments]) -> None:
+        """Cut growing lists down to the entries their rows had when they were saved.
+
+        Args:
+            carried: states that were loaded, by micro-batch.
+            loaded: the fragments of these states.
+        """
         for index, states in enumerate(carried.values()):
             for component, holder in self.stage.components.items():
                 state = states[component]
@@ -127,7 +137,7 @@ class Lanes:
                         state[name] = state[name][len(state[name]) - int(counts.max()) :]
 
     def _longest_lists(self, carried: Mapping[int, States]) -> dict[tuple[str, str], int]:
-        """Most entries of any lane on any data-parallel rank, by component and growing list."""
+        """Return the most entries of any lane on any data-parallel rank, by component and name of the growing list."""
         lists = [
             (component, name)
             for component, holder in self.stage.components.items()
@@ -142,16 +152,17 @@ class Lanes:
         return dict(zip(lists, agreed.tolist(), strict=True))
 
     def _whole_shape(self, spec: TensorSpec, tensor: Tensor) -> list[int]:
+        """Return the shape of a global tensor. tensor: [..., rows, ...] a state's tensor on this rank, by `spec`."""
         shape = list(tensor.shape)
         batch = spec.axis("batch")
         assert batch is not None
-        shape[batch] = self.sequences * self.topology.dp_size * self.rows
+        shape[batch] = self.micro_batches * self.topology.dp_size * self.rows
         if (axis := spec.shard_axis) is not None:
             shape[axis] *= self.topology.tp_size
         return shape
 
-    def _empty_entries(self, holder: Stateful, spec: Growing, count: int) -> list[dict[str, Any]]:
-        """Zeros in the place of entries of a growing list."""
+    def _empty_entries(self, holder: Stateful, spec: Growing, count: int) -> list[dict[str, Tensor]]:
+        """Return `count` entries of zeros for a growing list."""
         device = self.topology.device
         return [
             {part: holder.zeros(declared, self.rows, device, self.dtype) for part, declared in spec.entry.items()}

@@ -1,4 +1,4 @@
-"""Files of a checkpoint for torch.distributed.checkpoint: safetensors and JSON, nothing that could run code.
+"""The files of a checkpoint, written and read by torch.distributed.checkpoint (DCP): safetensors and JSON, no code.
 
 DCP's own file system storage pickles its metadata; here each rank writes one safetensors file whose keys are
 `name@offset,offset`, and the coordinator an index in JSON from which the metadata is made again.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -29,20 +30,38 @@ from checkpoints.folder import read_json
 from checkpoints.fragments import region
 from megamem.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
 INDEX = "index.json"
+"""Name of the file that tells where each tensor lies."""
+T = TypeVar("T")
+
+
+class TensorEntry(TypedDict):
+    """What the index says of one global tensor."""
+
+    dtype: str
+    """Name of its torch dtype."""
+    shape: list[int]
+    """Shape of the global tensor."""
+    pieces: list[tuple[list[int], list[int], str]]
+    """Offsets, sizes and file of each piece."""
 
 
 def data_file(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _key(index: MetadataIndex) -> str:
+    """Return the key of a piece in its file: `NAME@OFFSET,OFFSET`."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
+def _done(value: T) -> Future[T]:
+    """Return a future that has its result already."""
+    future: Future[T] = Future()
     future.set_result(value)
     return future
 
@@ -51,7 +70,7 @@ class SafeWriter(StorageWriter):
     """Writes this rank's items to one file; the coordinator writes the index."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """folder: exists already. rank: names the file."""
+        """Write into `folder`, which exists already. rank: names the file."""
         self.folder, self.rank = folder, rank
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -85,14 +104,14 @@ class SafeWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See `StorageWriter.finish`."""
         files = {_key(result.index): result.storage_data for part in results for result in part}
-        tensors = {}
+        tensors: dict[str, TensorEntry] = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             tensors[name] = {
                 "dtype": str(entry.properties.dtype).removeprefix("torch."),
                 "shape": list(entry.size),
                 "pieces": [
-                    [list(chunk.offsets), list(chunk.sizes), files[_key(MetadataIndex(name, chunk.offsets))]]
+                    (list(chunk.offsets), list(chunk.sizes), files[_key(MetadataIndex(name, chunk.offsets))])
                     for chunk in entry.chunks
                 ],
             }
@@ -104,8 +123,8 @@ class SafeWriter(StorageWriter):
         return True
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """What INDEX says, by tensor name. Raises CheckpointError if it cannot be read."""
+def read_index(folder: Path) -> dict[str, TensorEntry]:
+    """Read the index: every tensor by its global name. Raises CheckpointError if it cannot be read."""
     return read_json(folder / INDEX)
 
 
@@ -113,6 +132,7 @@ class SafeReader(StorageReader):
     """Reads what `SafeWriter` wrote, from any number of ranks, to any number."""
 
     def __init__(self, folder: Path) -> None:
+        """Read from the checkpoint in `folder`."""
         self.folder = folder
         self._files: dict[MetadataIndex, str] = {}
 
@@ -121,9 +141,9 @@ class SafeReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See `StorageReader.read_metadata`."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, STORAGE_TYPES] = {}
         for name, entry in read_index(self.folder).items():
-            dtype = getattr(torch, str(entry["dtype"]))
+            dtype = getattr(torch, entry["dtype"])
             chunks = []
             for offsets, sizes, file in entry["pieces"]:
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
@@ -132,7 +152,7 @@ class SafeReader(StorageReader):
         return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The metadata came from the coordinator; where each piece lies is looked up on this rank."""
+        """Look up where each piece lies, on this rank too: the metadata came from the coordinator."""
         if not self._files:
             self.read_metadata()
 
@@ -146,7 +166,7 @@ class SafeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """See `StorageReader.read_data`."""
-        by_file: dict[str, list[Any]] = {}
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             assert item.type == LoadItemType.TENSOR, "a checkpoint holds tensors only; all else is JSON"
             by_file.setdefault(self._files[item.storage_index], []).append(item)
@@ -154,9 +174,10 @@ class SafeReader(StorageReader):
             with _opened(self.folder / name) as file:
                 for item in items:
                     piece = file.get_slice(_key(item.storage_index))
-                    where = region(item.storage_offsets, item.lengths)
+                    part = region(item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item)
-                    target.detach().copy_(piece[where] if where else file.get_tensor(_key(item.storage_index)))
+                    # scalars have no axis to slice
+                    target.detach().copy_(piece[part] if part else file.get_tensor(_key(item.storage_index)))
                     planner.commit_tensor(item, target)
         return _done(None)
 
@@ -166,15 +187,16 @@ class SafeReader(StorageReader):
         return True
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> Any:  # safetensors ships no types
+    """Open a file of tensors. Raises CheckpointError naming it."""
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
 
-def pieces_of(folder: Path, name: str, entry: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The stored pieces of tensor `name`, whose index entry is `entry`: offsets and values."""
+def pieces_of(folder: Path, name: str, entry: TensorEntry) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield offsets and values of the stored pieces of tensor `name`, whose index entry is `entry`."""
     for offsets, _, file in entry["pieces"]:
         with _opened(folder / file) as opened:
             yield tuple(offsets), opened.get_tensor(_key(MetadataIndex(name, torch.Size(offsets))))

@@ -1,4 +1,4 @@
-"""Everything a run carries from step to step, as fragments of global tensors by name, under any layout.
+"""The state of training that a run carries from step to step, as fragments of global tensors, under any layout.
 
 Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for the FP32 weights and Adam's moments of parameter NAME;
 `states/layers.N/PART` for memory states that run on (see `checkpoints.states`); `rng/KIND/ROLE` for random generators.
@@ -20,47 +20,51 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's moments, as torch names them."""
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Elements of one parameter in one flat tensor of the optimizer."""
+class _FlatRun:
+    """A run of elements of one parameter that lies in one flat tensor of the optimizer."""
 
     name: str
+    """Global name of the parameter."""
     parameter: nn.Parameter
+    """The parameter, as the model holds it."""
     key: Tensor
-    """What the optimizer keeps its state under."""
+    """The tensor under which the optimizer keeps its state."""
     at: int
     """First element in `key`, flattened."""
     start: int
-    """First element in this rank's slice of the parameter, flattened."""
+    """First element in this rank's shard of the parameter, flattened."""
     count: int
+    """Number of elements."""
 
 
-def _runs(engine: TrainingEngine) -> Iterator[_Run]:
-    """Where ZeRO keeps this rank's part of each parameter."""
+def _flat_runs(engine: TrainingEngine) -> Iterator[_FlatRun]:
+    """Yield where ZeRO keeps this rank's part of each parameter."""
     optimizer, stage = engine.engine.optimizer, engine.config.parallel.zero_stage
     for name, parameter in engine.parameters().items():
         if stage == 0:
-            yield _Run(name, parameter, parameter, 0, 0, parameter.numel())
+            yield _FlatRun(name, parameter, parameter, 0, 0, parameter.numel())
         elif stage == 3:
             group, at, width = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = width * engine.topology.dp_rank
             count = min(width, parameter.ds_numel - start)  # type: ignore[attr-defined]
             if count > 0:
-                yield _Run(name, parameter, optimizer.fp32_partitioned_groups_flat[group], at, start, count)
+                yield _FlatRun(name, parameter, optimizer.fp32_partitioned_groups_flat[group], at, start, count)
         elif (mapping := cast(Any, parameter)._hp_mapping) is not None:
             group = mapping.param_group_index
             flat = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
             place, source = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield _Run(name, parameter, flat[group], place.start, source.start, source.numel)
+            yield _FlatRun(name, parameter, flat[group], place.start, source.start, source.numel)
 
 
 def optimizer_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
-    """FP32 weights and moments of this rank; moments that do not exist yet are made (zeros)."""
+    """Return FP32 weights and moments of this rank; moments that do not exist yet are made (zeros)."""
     topology, states = engine.topology, engine.optimizer.state
     fragments: dict[str, Fragments] = {}
-    for run in _runs(engine):
+    for run in _flat_runs(engine):
         state = states[run.key]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=run.key.device)
@@ -81,18 +85,21 @@ def optimizer_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
 
 
 def optimizer_steps(engine: TrainingEngine) -> int:
-    """Updates the optimizer has made (skipped steps are none)."""
+    """Return the number of updates that the optimizer has made (skipped steps are none)."""
     return max((int(state["step"]) for state in engine.optimizer.state.values() if state), default=0)
 
 
 def set_optimizer_steps(engine: TrainingEngine, steps: int) -> None:
-    """After a load: what Adam's bias correction counts."""
+    """Set the count of Adam's bias correction, after a load."""
     for state in engine.optimizer.state.values():
         state["step"].fill_(steps)
 
 
-def spread_masters(engine: TrainingEngine) -> None:
-    """After a load: the weights the model computes with, from the FP32 ones. A collective of data-parallel ranks."""
+def update_model_weights(engine: TrainingEngine) -> None:
+    """Set the weights that the model computes with from the FP32 ones, after a load.
+
+    A collective of the data-parallel ranks.
+    """
     optimizer, stage = engine.engine.optimizer, engine.config.parallel.zero_stage
     if stage == 3:
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
@@ -102,7 +109,7 @@ def spread_masters(engine: TrainingEngine) -> None:
 
 
 def all_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
-    """All that a checkpoint holds, but for run.json. A collective of the data-parallel ranks."""
+    """Return all that a checkpoint holds, but for run.json. A collective of the data-parallel ranks."""
     return {
         **optimizer_fragments(engine),
         **Lanes.of(engine).fragments(engine.carried),
@@ -111,12 +118,12 @@ def all_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
 
 
 def as_fragments(tensors: Mapping[str, Tensor]) -> dict[str, Fragments]:
-    """Vectors that this rank alone holds."""
+    """Return vectors [N], of any dtype, that this rank alone holds as fragments."""
     return {name: Fragments(tensor.shape, [Piece((0,), tensor)]) for name, tensor in tensors.items()}
 
 
 def random_states(topology: Topology) -> dict[str, Tensor]:
-    """This rank's random generators, by name; on the CPU."""
+    """Return the states of this rank's random generators by name, on the CPU."""
     role = f"pp{topology.pp_rank}.dp{topology.dp_rank}.tp{topology.tp_rank}"
     states = {f"rng/cpu/{role}": torch.get_rng_state()}
     if topology.device.type == "cuda":
@@ -125,7 +132,10 @@ def random_states(topology: Topology) -> dict[str, Tensor]:
 
 
 def set_random_states(topology: Topology, states: Mapping[str, Tensor]) -> None:
-    """After a load; what a checkpoint of another layout lacks is left as it is."""
+    """Set this rank's random generators, after a load. Those that a checkpoint of another layout lacks are left alone.
+
+    states: [N] uint8 each, by name as in `random_states`.
+    """
     for name, state in states.items():
         if name.startswith("rng/cuda/"):
             torch.cuda.set_rng_state(state, topology.device)

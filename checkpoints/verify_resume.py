@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.folder import FOLDER, at, folder_name
+from checkpoints.folder import FOLDER, folder_name, open_checkpoint
 from checkpoints.read import compare
 from megamem.config.run import RunConfig
 from megamem.errors import STOPPED, CheckpointError
@@ -67,7 +67,7 @@ def verify_resume(
         train("halves", f"training.stop_after={steps // 2}", ends_with=STOPPED)
         train("halves")
         paths = [folder / run_name / FOLDER / folder_name(steps) for run_name in ("straight", "halves")]
-        count, differences = compare(*(at(path) for path in paths))
+        count, differences = compare(*(open_checkpoint(path) for path in paths))
         found = [str(difference) for difference in differences]
         found += _metrics(*(folder / run_name / "metrics.jsonl" for run_name in ("straight", "halves")))
         return ResumeReport(steps, count, tuple(found[:SHOWN]))

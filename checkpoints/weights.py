@@ -19,7 +19,7 @@ from megamem.parallel.topology import Topology
 
 
 def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: Path) -> None:
-    """Write FP32 master weights by global name, gathered tensor by tensor; rank 0 writes. All ranks must call it."""
+    """Gather FP32 master weights tensor by tensor and write them by global name, on rank 0. All ranks must call it."""
     whole: dict[str, Tensor] = {}
     values = ((name, whole_parameter(parameter, topology.tp_group)) for name, parameter in parameters.items())
     if topology.pp_rank > 0:
@@ -36,9 +36,12 @@ def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: 
 
 
 def write_weights(weights: dict[str, Tensor], path: Path, new_parameters: Sequence[str] = ()) -> None:
-    """Write whole FP32 weights by global name as one file, whole or not at all.
+    """Write FP32 weights by global name as one file, whole or not at all.
 
-    new_parameters: parameters of the model that the file does not hold and that start as in a new run.
+    Args:
+        weights: whole tensors, of each parameter's own shape, [N, ...].
+        path: the safetensors file.
+        new_parameters: parameters of the model that the file does not hold and that start as in a new run.
     """
     temporary = path.with_suffix(".tmp")
     save_file(
@@ -50,7 +53,7 @@ def write_weights(weights: dict[str, Tensor], path: Path, new_parameters: Sequen
 
 
 def new_parameter_names(path: Path) -> set[str]:
-    """Parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
+    """Return the parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return set(json.loads((file.metadata() or {}).get("new_parameters", "[]")))
@@ -59,21 +62,24 @@ def new_parameter_names(path: Path) -> set[str]:
 
 
 def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:
-    """A later stage's tensors to the first stage: their names and shapes, then one after the other."""
-    speaks = topology.dp_rank == 0 and topology.tp_rank == 0
-    if speaks:
+    """Send a later stage's tensors to the first stage: their names and shapes, then one after the other.
+
+    values: whole tensors by global name, of each parameter's own shape, [N, ...].
+    """
+    sends = topology.dp_rank == 0 and topology.tp_rank == 0
+    if sends:
         shapes = {name: _whole_shape(parameter, topology.tp_size) for name, parameter in parameters.items()}
         header = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8).to(topology.device)
         length = torch.tensor([header.numel()], device=topology.device)
         dist.send(length, group=topology.pp_group, group_dst=0)
         dist.send(header, group=topology.pp_group, group_dst=0)
     for _, value in values:
-        if speaks:
+        if sends:
             dist.send(value.detach().contiguous(), group=topology.pp_group, group_dst=0)
 
 
 def _receive(stage: int, topology: Topology) -> Iterator[tuple[str, Tensor]]:
-    """What `_send` sends on `stage`, on the CPU."""
+    """Yield what `_send` sends on `stage`: names and whole tensors, on the CPU."""
     length = torch.zeros(1, dtype=torch.int64, device=topology.device)
     dist.recv(length, group=topology.pp_group, group_src=stage)
     header = torch.empty(int(length), dtype=torch.uint8, device=topology.device)
@@ -85,6 +91,7 @@ def _receive(stage: int, topology: Topology) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
+    """Return the shape of a parameter that tensor-parallel ranks hold shards of."""
     shape, axis = list(parameter.shape), info(parameter).shard_axis
     if axis is not None:
         shape[axis] *= tp_size
@@ -92,7 +99,17 @@ def _whole_shape(parameter: nn.Parameter, tp_size: int) -> list[int]:
 
 
 def load_weights(parameters: dict[str, nn.Parameter], path: Path, tp_size: int = 1, tp_rank: int = 0) -> None:
-    """Copy this rank's shards from a file of `save_weights`. Raises DataError naming file and tensor."""
+    """Copy this rank's shards from a file of `save_weights`.
+
+    Args:
+        parameters: the model's, by global name; overwritten.
+        path: the safetensors file.
+        tp_size: number of tensor-parallel ranks.
+        tp_rank: this rank among them.
+
+    Raises:
+        DataError: the file cannot be read or is of another model; the message names file and tensor.
+    """
     if not path.is_file():
         raise DataError(f"{path}: no such weights file")
     try:

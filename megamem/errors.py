@@ -1,4 +1,4 @@
-"""Errors meant for people: one clear line each, and the exit code a worker ends with.
+"""The errors that are meant for people: one clear line each, and the exit code that a process ends with.
 
 The command line prints the message of a `MegamemError` and exits with its `exit_code`; anything else is a
 defect and keeps its traceback. docs/exit_codes.md lists the codes and what torchrun makes of them.

@@ -1,4 +1,4 @@
-"""Small file helpers: hashes, whole-or-nothing writes, free space."""
+"""Helpers for files: hashes, whole-or-nothing writes, free space."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from megamem.errors import DataError
 
 
 def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -27,13 +27,13 @@ def write_bytes(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a JSON file whole or not at all."""
     write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; DataError in one line where it is missing or damaged."""
+    """Read a JSON object. Raises DataError naming a file that is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

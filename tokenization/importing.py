@@ -1,4 +1,4 @@
-"""Imports tokenizers of other projects into the common form."""
+"""The import of other projects' tokenizers into the common form."""
 
 from pathlib import Path
 
@@ -16,13 +16,16 @@ BPE_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 def import_tokenizer(source: Path, folder: Path, eos: str | None = None) -> Tokenizer:
-    """Import the tokenizer `source` into `folder`.
+    """Import a tokenizer.
 
-    It may be a Hugging Face `tokenizer.json` or a folder with one, a folder with GPT-2's two files, or a
-    SentencePiece `.model`.
+    Args:
+        source: a Hugging Face `tokenizer.json` or a folder with one, a folder with GPT-2's two files, or a
+            SentencePiece `.model`.
+        folder: where the tokenizer goes.
+        eos: the token that ends documents, where the source does not say.
 
-    `eos` names the token that ends documents where the source does not say. DataError where the source cannot
-    be read, has no such token, or the folder is in use.
+    Raises:
+        DataError: the source cannot be read or has no such token, or the folder is in use.
     """
     if not source.exists():
         raise DataError(f"{source}: no such file or folder")
@@ -33,7 +36,8 @@ def import_tokenizer(source: Path, folder: Path, eos: str | None = None) -> Toke
         fast = FastTokenizer.from_file(str(path)) if path.is_file() else _from_bpe_files(source)
     except DataError:
         raise
-    except Exception as error:  # the library raises bare Exceptions
+    except Exception as error:
+        # the library raises bare Exceptions
         raise DataError(f"{path}: not a readable tokenizer ({str(error).splitlines()[0]})") from None
     fast.no_truncation()
     fast.no_padding()
@@ -43,6 +47,7 @@ def import_tokenizer(source: Path, folder: Path, eos: str | None = None) -> Toke
 
 
 def _import_sentencepiece(source: Path, folder: Path, eos: str | None) -> Tokenizer:
+    """Import a SentencePiece model: as `tokenizer.json` if that gives the same tokens, else as it is."""
     data = source.read_bytes()
     try:
         backend = SentencePieceBackend(data)
@@ -60,7 +65,7 @@ def _import_sentencepiece(source: Path, folder: Path, eos: str | None) -> Tokeni
 
 
 def _agree(fast: FastBackend, reference: SentencePieceBackend) -> bool:
-    """Whether both encode and decode all samples alike, one by one and joined."""
+    """Return whether both encode and decode all samples alike, one by one and joined."""
     for text in (*SAMPLES, "\n".join(SAMPLES), " ".join(SAMPLES * 3)):
         ids = reference.encode(text)
         if fast.encode(text) != ids or fast.decode(ids) != reference.decode(ids):
@@ -69,7 +74,7 @@ def _agree(fast: FastBackend, reference: SentencePieceBackend) -> bool:
 
 
 def _from_bpe_files(folder: Path) -> FastTokenizer:
-    """GPT-2's form: vocabulary and merges of a byte-level BPE."""
+    """Make a byte-level BPE of GPT-2's two files, vocabulary and merges. Raises DataError where they are missing."""
     for names in BPE_FILES:
         vocabulary, merges = (folder / name for name in names)
         if vocabulary.is_file() and merges.is_file():
@@ -83,13 +88,14 @@ def _from_bpe_files(folder: Path) -> FastTokenizer:
 
 
 def _declared_eos(folder: Path) -> str | None:
-    """The eos token named in `tokenizer_config.json`, as Hugging Face writes it."""
+    """Return the eos token that `tokenizer_config.json` names, as Hugging Face writes it."""
     path = folder / "tokenizer_config.json"
     token = read_json(path).get("eos_token") if path.is_file() else None
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _id(vocabulary: dict[str, int], wanted: str | None, known: tuple[str, ...], source: Path) -> int:
+    """Return the id of the token that ends documents: `wanted`, or the first of `known`. Raises DataError."""
     if wanted is not None and wanted not in vocabulary:
         raise DataError(f"{source}: eos token {wanted!r} is not in the vocabulary")
     found = next((vocabulary[token] for token in ([wanted] if wanted else known) if token in vocabulary), None)

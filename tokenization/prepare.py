@@ -1,4 +1,4 @@
-"""Prepares data from nothing: a corpus, a tokenizer trained on it, and the token shards of each split."""
+"""The preparation of data from nothing: a corpus, a tokenizer trained on it, and the token shards of each split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""Formal proofs: the chapters of Metamath's `set.mm`, from the Debian or Ubuntu package archive.
+"""The corpus of formal proofs: the chapters of Metamath's `set.mm`, from the Debian or Ubuntu package archive.
 
 Theorems cite others by label, often from millions of tokens before: text that rewards a memory. CC0. Nothing of the
 package is installed; only the database is read out of it.
@@ -20,13 +20,14 @@ MEMBER = "./usr/share/metamath/databases/set.mm"
 SHA256 = "4d93307bc81337a621031739acfffb4159175f94fb90e727f4a231401091e45b"
 LICENCE = "CC0"
 EXPECTED_BYTES = 140_000_000
-"""Package, database and extracted text, rounded up."""
+"""Bytes of package, database and extracted text, rounded up."""
 HELD_OUT_EVERY = 10
+"""One chapter in so many is held out."""
 _CHAPTER = re.compile(r"^#\*#\*[#*]+\n\s*(.+)\n#\*#\*", re.MULTILINE)
 
 
 def download(folder: Path) -> Path:
-    """`set.mm` in `folder`, checked. Raises DataError without apt, where the package is missing or another."""
+    """Download `set.mm` into `folder` and check it. Raises DataError without apt or that version of the package."""
     try:
         result = subprocess.run(
             ["apt-get", "download", f"{PACKAGE}={VERSION}"], cwd=folder, capture_output=True, text=True, check=False
@@ -51,7 +52,7 @@ def download(folder: Path) -> Path:
 
 
 def documents(database: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of each chapter in order; the name tells number and title."""
+    """Yield name and text of each chapter in order; the name tells number and title."""
     text = database.read_text(encoding="utf-8")
     chapters = list(_CHAPTER.finditer(text))
     ends = [*(chapter.start() for chapter in chapters[1:]), len(text)]
@@ -61,7 +62,7 @@ def documents(database: Path) -> Iterator[tuple[str, str]]:
 
 
 def split_of(name: str) -> str:
-    """Every tenth chapter is held out; the largest one is the test of long context."""
+    """Return the split of a chapter: every tenth is held out, and the largest one is the test of long context."""
     number = int(name.split("-")[1])
     if "mathbox-for-norm-megill" in name:
         return "test"

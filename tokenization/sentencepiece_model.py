@@ -1,4 +1,4 @@
-"""SentencePiece models: read through their own library, rewritten as `tokenizer.json` where exact."""
+"""SentencePiece models, read through their own library or rewritten as `tokenizer.json` where that is exact."""
 
 from typing import Any
 
@@ -16,26 +16,27 @@ class SentencePieceBackend:
     """`tokenizer.model`, read by the `sentencepiece` library."""
 
     def __init__(self, data: bytes) -> None:
+        """Read a model. Raises RuntimeError where `data` is none."""
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=data)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """See `Backend.encode`."""
         ids: list[int] = self.processor.encode(text)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, control pieces left out."""
+        """See `Backend.decode`."""
         text: str = self.processor.decode(ids)
         return text
 
     def pieces(self) -> list[str]:
-        """The piece of every id; control pieces as an empty string."""
+        """See `Backend.pieces`."""
         sp = self.processor
         return ["" if sp.is_control(i) else sp.id_to_piece(i) for i in range(sp.get_piece_size())]
 
 
 def converted(data: bytes) -> FastTokenizer | None:
-    """The model as a `tokenizers` tokenizer, or None where it is not a BPE with spaces spelt as a prefix.
+    """Return the model as a `tokenizers` tokenizer, or None where it is not a BPE with spaces spelt as a prefix.
 
     Whether it encodes the same must still be checked: the two libraries order equal merges differently.
     """
@@ -61,7 +62,7 @@ def converted(data: bytes) -> FastTokenizer | None:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Every way to split a piece in two known pieces, best score first."""
+    """Return every way to split a piece in two known pieces, best score first."""
     ranks = {piece.piece: (-piece.score, i) for i, piece in enumerate(model.pieces)}
     merges = []
     for text, rank in ranks.items():
@@ -72,6 +73,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _normalizer(rules: Any) -> normalizers.Normalizer:
+    """Return the normalizer that follows a model's rules."""
     steps: list[normalizers.Normalizer] = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))

@@ -9,7 +9,7 @@ document's number within the folder. Nothing is compressed, so a document's toke
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -30,8 +30,11 @@ class FileRecord:
     """A file of the folder."""
 
     file: str
+    """Name of the file."""
     size: int
+    """Its bytes."""
     sha256: str
+    """Its hash."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,15 @@ class ShardHeader:
     """What all shards of a folder share. Writing goes on only under an equal header."""
 
     dtype: Literal["uint16", "uint32"]
+    """Type of a token on disk."""
     tokenizer_sha256: str
+    """Hash of the tokenizer's file."""
     vocab_size: int
+    """Bound of the token ids."""
     eos_id: int
+    """The token that ends every document."""
     inputs_sha256: str
-    """Of the input files' names and sizes."""
+    """Hash over the input files' names and sizes."""
     shard_text_bytes: int
     """A shard is closed when it holds this much text."""
 
@@ -53,20 +60,33 @@ class ShardIndex:
     """Contents of `index.json`."""
 
     header: ShardHeader
+    """What all shards share."""
     shards: tuple[FileRecord, ...]
+    """The tars, in order."""
     documents_file: FileRecord
+    """The document table."""
     documents: int
+    """Number of documents."""
     tokens: int
+    """Number of tokens, the end of each document included."""
     text_bytes: int
+    """UTF-8 bytes of all texts."""
     format_version: int = FORMAT_VERSION
+    """Version of the format."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON object of `index.json`."""
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON object of `index.json`."""
         return asdict(self)
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> "ShardIndex":
-        """Read `index.json`. DataError names `where` if it is no index or of another version."""
+        """Read the bytes of an `index.json`.
+
+        where: names it in errors.
+
+        Raises:
+            DataError: it is no index, damaged, or of another version.
+        """
         try:
             value = json.loads(data)
             version = value["format_version"]
@@ -90,15 +110,15 @@ class ShardIndex:
 
 
 def key_of(document: int) -> str:
-    """Key of a document's sample in its tar."""
+    """Return the key of a document's sample in its tar."""
     return f"{document:09d}"
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smaller type that holds every id of a vocabulary."""
+    """Return the smaller type that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def padded(size: int) -> int:
-    """Bytes a tar member's data of `size` bytes takes."""
+    """Return the bytes that a tar member's data of `size` bytes takes."""
     return -(-size // TAR_BLOCK) * TAR_BLOCK

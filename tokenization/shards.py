@@ -1,4 +1,4 @@
-"""Writes token shards: several processes, restartable, the same bytes however often it was interrupted.
+"""The writing of token shards: in several processes, restartable, the same bytes however often it was interrupted.
 
 Documents are read once, in order, and grouped into shards by their text size alone, so that neither the number
 of processes nor an interruption changes a shard. A shard is written to a temporary name, then renamed, then its
@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from io import BytesIO
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tarfile import TarFile, TarInfo
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -43,20 +43,25 @@ from tokenization.sources import Document, InputFile, documents, expansion, inpu
 from tokenization.tokenizer import Tokenizer
 
 WRITING_FILE = "writing.json"
-"""Header of an unfinished folder."""
+"""Name of the file that holds the header of an unfinished folder."""
 RECORDS = "records"
-"""Folder of the records of finished shards, until `index.json` holds them."""
+"""Name of the folder of records of finished shards, until `index.json` holds them."""
 
-Rows = list[list[int]]
+TableEntries = list[list[int]]
+"""Entries of the document table: the fields of `DOCUMENT` for each document."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ShardTask:
+class ShardPlan:
     """The documents of one shard and its place."""
 
     number: int
+    """Number of the shard within the folder."""
     first_document: int
+    """Number of its first document within the folder."""
     documents: tuple[Document, ...]
+    """Its documents, in order."""
 
     @property
     def file(self) -> str:
@@ -74,11 +79,14 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard: its file, what it was made of, and its rows of the document table."""
+    """A finished shard: its file, what it was made of, and its entries of the document table."""
 
     tar: FileRecord
+    """The shard's file."""
     content: str
-    rows: Rows
+    """SHA-256 over names and texts of its documents."""
+    entries: TableEntries
+    """Its documents in the document table."""
 
 
 def write_shards(
@@ -92,10 +100,19 @@ def write_shards(
 ) -> ShardIndex:
     """Tokenize every document of `inputs` into `folder`, each ended by eos, and return the index.
 
-    A killed run is continued by the same call; finished shards are verified and kept. A finished folder is left
-    as it is. `shard_text_bytes` closes a shard; by default it is 1/64 of the inputs, between 1 and 32 MiB.
-    `on_progress` is told the bytes of the input files as they are done. Raises DataError for an empty
-    corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
+    A killed call is continued by the same call; finished shards are verified and kept. A finished folder is left
+    as it is.
+
+    Args:
+        inputs: files and folders of text.
+        tokenizer_folder: the tokenizer.
+        folder: where the shards go.
+        workers: processes that tokenize.
+        shard_text_bytes: bytes of text that close a shard; 1/64 of the inputs, between 1 and 32 MiB, if not given.
+        on_progress: called with the bytes of the input files as they are done.
+
+    Raises:
+        DataError: an empty corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
     """
     files = input_files(inputs)
     tokenizer = Tokenizer.load(tokenizer_folder)
@@ -126,7 +143,7 @@ def write_shards(
 
 
 def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
-    """The index of a finished folder; None for a new one or one to continue. DataError for any other."""
+    """Return the index of a finished folder; None for a new one or one to continue. Raises DataError for any other."""
     index_file, writing_file = folder / INDEX_FILE, folder / WRITING_FILE
     if index_file.exists():
         index = ShardIndex.parse(index_file.read_bytes(), str(index_file))
@@ -143,7 +160,8 @@ def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
     return None
 
 
-def _require_same(folder: Path, found: dict[str, Any], header: ShardHeader) -> None:
+def _require_same(folder: Path, found: Mapping[str, object], header: ShardHeader) -> None:
+    """Raise DataError unless a folder was begun under the same header."""
     for key, value in asdict(header).items():
         if found.get(key) != value:
             raise DataError(
@@ -160,19 +178,19 @@ def _write_all(
     shard_text_bytes: int,
     on_progress: Callable[[int], None],
 ) -> list[ShardRecord]:
-    """Records of all shards in order; at most two tasks per worker are in memory."""
+    """Write all shards and return their records in order; at most two plans per worker are in memory."""
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
     records: list[ShardRecord] = []
-    waiting: deque[tuple[ShardTask, Future[ShardRecord]]] = deque()
+    waiting: deque[tuple[ShardPlan, Future[ShardRecord]]] = deque()
 
     def collect() -> None:
-        task, future = waiting.popleft()
+        plan, future = waiting.popleft()
         records.append(future.result())
-        on_progress(sum(document.source_bytes for document in task.documents))
+        on_progress(sum(document.source_bytes for document in plan.documents))
 
     with _executor(workers, tokenizer_folder) as executor:
-        for task in _tasks(files, shard_text_bytes):
-            waiting.append((task, executor.submit(_shard, task, folder)))
+        for plan in _plans(files, shard_text_bytes):
+            waiting.append((plan, executor.submit(_shard, plan, folder)))
             while len(waiting) > 2 * workers:
                 collect()
         while waiting:
@@ -182,30 +200,32 @@ def _write_all(
     return records
 
 
-def _tasks(files: Sequence[InputFile], shard_text_bytes: int) -> Iterator[ShardTask]:
-    """Documents grouped into shards of at least `shard_text_bytes`, the last one excepted."""
+def _plans(files: Sequence[InputFile], shard_text_bytes: int) -> Iterator[ShardPlan]:
+    """Group documents into shards of at least `shard_text_bytes`, the last one excepted."""
     first, size, group = 0, 0, list[Document]()
     numbers = itertools.count()
     for document in documents(files):
         group.append(document)
         size += len(document.text.encode())
         if size >= shard_text_bytes:
-            yield ShardTask(next(numbers), first, tuple(group))
+            yield ShardPlan(next(numbers), first, tuple(group))
             first, size, group = first + len(group), 0, []
     if group:
-        yield ShardTask(next(numbers), first, tuple(group))
+        yield ShardPlan(next(numbers), first, tuple(group))
 
 
 class _InProcess(Executor):
-    """Runs tasks at once, in this process."""
+    """Runs functions at once, in this process."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call `fn` and return its result as a future that is done."""
+        future: Future[T] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
 
 
 def _executor(workers: int, tokenizer_folder: Path) -> Executor:
+    """Start the worker processes; one worker is this process itself."""
     if workers == 1:
         _load_tokenizer(tokenizer_folder)
         return _InProcess()
@@ -214,10 +234,11 @@ def _executor(workers: int, tokenizer_folder: Path) -> Executor:
 
 
 _tokenizers: dict[str, Tokenizer] = {}
-"""The tokenizer of this process."""
+"""The tokenizer of this process, under the key `current`."""
 
 
 def _load_tokenizer(folder: Path) -> None:
+    """Load the tokenizer of this process."""
     _tokenizers["current"] = Tokenizer.load(folder)
 
 
@@ -232,46 +253,47 @@ def _start_worker(tokenizer_folder: Path) -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
+    """Wait for the end of the parent process, and end this one."""
     parent.join()
     os._exit(1)
 
 
-def _shard(task: ShardTask, folder: Path) -> ShardRecord:
+def _shard(plan: ShardPlan, folder: Path) -> ShardRecord:
     """Write a shard and its record, or verify the one an earlier run left."""
-    record_file = folder / RECORDS / f"{task.file}.json"
-    content = task.content
+    record_file = folder / RECORDS / f"{plan.file}.json"
+    content = plan.content
     if record_file.exists() and (kept := _kept(folder, read_json(record_file), content)):
         return kept
-    temporary = folder / f".{task.file}.{os.getpid()}"
+    temporary = folder / f".{plan.file}.{os.getpid()}"
     with temporary.open("wb") as file:
-        rows = _write_tar(file, task)
+        entries = _write_tar(file, plan)
         file.flush()
         os.fsync(file.fileno())
-    tar = FileRecord(task.file, temporary.stat().st_size, sha256_file(temporary))
-    temporary.replace(folder / task.file)
-    record = ShardRecord(tar, content, rows)
+    tar = FileRecord(plan.file, temporary.stat().st_size, sha256_file(temporary))
+    temporary.replace(folder / plan.file)
+    record = ShardRecord(tar, content, entries)
     write_json(record_file, asdict(record))
     return record
 
 
-def _kept(folder: Path, value: dict[str, Any], content: str) -> ShardRecord | None:
-    """The record of a finished shard whose bytes and texts are still the same."""
-    record = ShardRecord(FileRecord(**value["tar"]), value["content"], value["rows"])
+def _kept(folder: Path, value: Mapping[str, Any], content: str) -> ShardRecord | None:
+    """Return the record of a finished shard whose bytes and texts are still the same; None otherwise."""
+    record = ShardRecord(FileRecord(**value["tar"]), value["content"], value["entries"])
     path = folder / record.tar.file
     same = record.content == content and path.is_file() and sha256_file(path) == record.tar.sha256
     return record if same else None
 
 
-def _write_tar(file: Any, task: ShardTask) -> Rows:
-    """Tokenize the documents into an uncompressed tar; returns their rows of the document table."""
+def _write_tar(file: BinaryIO, plan: ShardPlan) -> TableEntries:
+    """Tokenize the documents into an uncompressed tar; return their entries of the document table."""
     tokenizer = _tokenizers["current"]
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
-    rows: Rows = []
+    entries: TableEntries = []
     with TarFile(fileobj=file, mode="w") as tar:
-        for number, document in enumerate(task.documents, start=task.first_document):
+        for number, document in enumerate(plan.documents, start=plan.first_document):
             text = document.text.encode()
             tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
-            rows.append([task.number, tar.offset + TAR_BLOCK, len(tokens), len(text)])
+            entries.append([plan.number, tar.offset + TAR_BLOCK, len(tokens), len(text)])
             meta = {
                 "name": document.name,
                 "text_bytes": len(text),
@@ -280,18 +302,20 @@ def _write_tar(file: Any, task: ShardTask) -> Rows:
             }
             _add(tar, f"{key_of(number)}.tokens", tokens.tobytes())
             _add(tar, f"{key_of(number)}.json", json.dumps(meta, ensure_ascii=False).encode())
-    return rows
+    return entries
 
 
 def _add(tar: TarFile, name: str, data: bytes) -> None:
-    member = TarInfo(name)  # no owner, time 0: equal texts give equal bytes
+    """Add a member to a tar."""
+    # no owner, time 0: equal texts give equal bytes
+    member = TarInfo(name)
     member.size = len(data)
     tar.addfile(member, BytesIO(data))
 
 
 def _finish(folder: Path, header: ShardHeader, records: Sequence[ShardRecord]) -> ShardIndex:
     """Write the document table and the index; then the folder is complete."""
-    table = np.array([tuple(row) for record in records for row in record.rows], dtype=DOCUMENT)
+    table = np.array([tuple(row) for record in records for row in record.entries], dtype=DOCUMENT)
     data = BytesIO()
     np.save(data, table, allow_pickle=False)
     write_bytes(folder / DOCUMENTS_FILE, data.getvalue())
@@ -311,16 +335,17 @@ def _finish(folder: Path, header: ShardHeader, records: Sequence[ShardRecord]) -
 
 
 def _inputs_digest(files: Sequence[InputFile]) -> str:
+    """Return a SHA-256 over names and sizes of the input files."""
     listing = [[file.name, file.path.stat().st_size] for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def _text_bytes(files: Sequence[InputFile]) -> int:
-    """Rough size of the text in `files`."""
+    """Return roughly the bytes of text in `files`."""
     return sum(file.path.stat().st_size * expansion(file.path) for file in files)
 
 
 def _space_needed(files: Sequence[InputFile], folder: Path, header: ShardHeader) -> int:
-    """Bytes still to write if every token stands for two bytes of text."""
+    """Return the bytes still to write if every token stands for two bytes of text."""
     written = sum(path.stat().st_size for path in folder.glob("shard-*.tar"))
     return max(_text_bytes(files) * np.dtype(header.dtype).itemsize // 2 - written, 0)

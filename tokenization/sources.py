@@ -1,4 +1,4 @@
-"""Documents of files and folders: `.txt`, and `.jsonl(.gz/.zst)` and `.parquet` with a field `text`."""
+"""The documents of files and folders: `.txt`, and `.jsonl(.gz/.zst)` and `.parquet` with a field `text`."""
 
 import gzip
 import io
@@ -14,30 +14,37 @@ import zstandard
 
 from megamem.errors import DataError
 
-PARQUET_ROWS = 64  # rows may be whole books
+PARQUET_ROWS = 64
+"""Rows of a parquet file that are read at a time; a row may be a whole book."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its name within the corpus, its text, and how many bytes of its file were read for it."""
+    """One document of an input file."""
 
     name: str
+    """Its name within the corpus."""
     text: str
+    """Its text."""
     source_bytes: int
+    """Bytes of its file that were read for it."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A readable file: its path and the name its documents are called by."""
+    """A readable file."""
 
     path: Path
+    """Where it lies."""
     name: str
+    """What the names of its documents begin with."""
 
 
 def input_files(inputs: Sequence[Path]) -> list[InputFile]:
-    """Readable files of files and folders (searched recursively), sorted by name within each input.
+    """Return the readable files of files and folders (searched recursively), sorted by name within each input.
 
-    Raises DataError where an input does not exist or holds no readable file.
+    Raises:
+        DataError: an input does not exist or holds no readable file.
     """
     files: list[InputFile] = []
     for root in inputs:
@@ -53,7 +60,7 @@ def input_files(inputs: Sequence[Path]) -> list[InputFile]:
 
 
 def documents(files: Sequence[InputFile]) -> Iterator[Document]:
-    """Non-empty documents of `files` in order. DataError names the file (and line) that cannot be read."""
+    """Yield the non-empty documents of `files` in order. Raises DataError naming a file (and line) it cannot read."""
     for file in files:
         reader = _reader(file.path)
         assert reader is not None, file.path
@@ -63,15 +70,17 @@ def documents(files: Sequence[InputFile]) -> Iterator[Document]:
 
 
 def expansion(path: Path) -> int:
-    """Roughly how many bytes of text a byte of this file holds."""
+    """Return roughly how many bytes of text a byte of this file holds."""
     return 1 if path.suffix in (".txt", ".jsonl") else 4
 
 
 def _reader(path: Path) -> "Callable[[InputFile], Iterator[Document]] | None":
+    """Return the function that reads files of this suffix; None for other files."""
     return next((reader for suffix, reader in _READERS.items() if path.name.endswith(suffix)), None)
 
 
 def _text_file(file: InputFile) -> Iterator[Document]:
+    """Yield the file as one document."""
     data = file.path.read_bytes()
     try:
         yield Document(file.name, data.decode("utf-8-sig"), len(data))
@@ -80,6 +89,7 @@ def _text_file(file: InputFile) -> Iterator[Document]:
 
 
 def _json_lines(file: InputFile) -> Iterator[Document]:
+    """Yield the field `text` of each line."""
     with file.path.open("rb") as raw, _decompressed(raw, file.path.suffix) as stream:
         consumed = 0
         try:
@@ -94,6 +104,7 @@ def _json_lines(file: InputFile) -> Iterator[Document]:
 
 
 def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+    """Return the stream behind a compressed file's suffix."""
     if suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".zst":
@@ -103,6 +114,7 @@ def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def _text_field(line: bytes, where: str) -> str:
+    """Return the field `text` of a line. Raises DataError naming `where`."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -114,6 +126,7 @@ def _text_field(line: bytes, where: str) -> str:
 
 
 def _parquet(file: InputFile) -> Iterator[Document]:
+    """Yield the column `text` row by row."""
     try:
         table = pq.ParquetFile(file.path)
     except (pa.ArrowInvalid, OSError) as error:

@@ -1,4 +1,4 @@
-"""Tokenizers in one on-disk form: a folder with `tokenizer.json` (or `tokenizer.model`) and `meta.json`.
+"""Tokenizers, in one form on disk: a folder with `tokenizer.json` (or `tokenizer.model`) and `meta.json`.
 
 `Tokenizer` encodes documents only: text that spells a special token is plain text, and no token is added.
 """
@@ -40,53 +40,63 @@ SAMPLES = (
 
 
 class Backend(Protocol):
-    """What a tokenizer library must do."""
+    """The interface of a tokenizer library."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, nothing added."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, special tokens left out."""
 
     def pieces(self) -> list[str]:
-        """The piece of every id; special tokens as an empty string."""
+        """Return the piece (spelling) of every id; special tokens as an empty string."""
 
 
 @dataclass(frozen=True)
 class TokenizerMeta:
-    """`meta.json`: what is known of a tokenizer without loading it."""
+    """The contents of `meta.json`: what is known of a tokenizer without loading it."""
 
     kind: Kind
+    """Where the tokenizer comes from."""
     file: str
+    """Name of the tokenizer's file in the folder."""
     vocab_size: int
     """Largest token id + 1."""
     eos_id: int
+    """The token that ends every document."""
     bos_id: int | None
+    """The token that begins a text, if there is one; nothing here writes it."""
     sha256: str
-    """Of the tokenizer's file: what shards are bound to."""
+    """Hash of the tokenizer's file, to which shards are bound."""
     byte_pieces: bool
-    """Pieces are spelt in the byte-level alphabet."""
+    """True where pieces are spelt in the byte-level alphabet."""
     divisible: bool
-    """Long texts may be cut between words without changing a token."""
+    """True where long texts may be cut between words without changing a token."""
     format_version: int = FORMAT_VERSION
+    """Version of the format."""
 
 
 class FastBackend:
     """`tokenizer.json`, read by the `tokenizers` library."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
-        tokenizer.encode_special_tokens = True  # a document may spell "<|endoftext|>": that is text
+        """Take a tokenizer of that library and switch off what adds or cuts tokens."""
+        # a document may spell "<|endoftext|>": that is text
+        tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
+        """See `Backend.encode`."""
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: list[int]) -> str:
+        """See `Backend.decode`."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def pieces(self) -> list[str]:
+        """See `Backend.pieces`."""
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         pieces = [""] * (max(vocabulary.values()) + 1)
@@ -99,12 +109,13 @@ class Tokenizer:
     """Encodes and decodes text. Made by `Tokenizer.load`, `train.train` and `importing.import_tokenizer`."""
 
     def __init__(self, backend: Backend, meta: TokenizerMeta) -> None:
+        """Put a library's tokenizer and its description together."""
         self.backend = backend
         self.meta = meta
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Open a tokenizer folder. DataError names the file that is missing, damaged or changed."""
+        """Open a tokenizer folder. Raises DataError naming the file that is missing, damaged or changed."""
         meta = load_meta(folder)
         path = folder / meta.file
         if not path.is_file():
@@ -129,20 +140,20 @@ class Tokenizer:
         return self.meta.sha256
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Token ids [tokens] of a text, without eos."""
+        """Return the token ids of a text, [tokens], without eos."""
         parts = cut(text, PART_CHARACTERS) if self.meta.divisible else [text]
         return np.concatenate([np.asarray(self.backend.encode(part), dtype=np.int64) for part in parts])
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text, without eos."""
+        """Return the token ids of each text, [tokens], without eos."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """The text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
+        """Return the text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
         return self.backend.decode([int(i) for i in ids])
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """[vocab_size] bytes of text each token stands for; special tokens 0.
+        """Return the bytes of text that each token stands for, [vocab_size]; special tokens 0.
 
         Their sum over a document's tokens is the document's size in UTF-8. SentencePiece models that put a
         space before the first word count it.
@@ -152,7 +163,7 @@ class Tokenizer:
 
 
 def load_meta(folder: Path) -> TokenizerMeta:
-    """`meta.json` of a tokenizer folder."""
+    """Read `meta.json` of a tokenizer folder. Raises DataError where it is missing or of another version."""
     value = read_json(folder / META)
     version = value.get("format_version")
     if version != FORMAT_VERSION:
@@ -164,7 +175,7 @@ def load_meta(folder: Path) -> TokenizerMeta:
 
 
 def open_backend(path: Path) -> Backend:
-    """The backend of a tokenizer file, by its suffix."""
+    """Open a tokenizer's file with the library that its suffix names. Raises DataError where it cannot be read."""
     try:
         if path.suffix == ".model":
             from tokenization.sentencepiece_model import SentencePieceBackend
@@ -176,7 +187,19 @@ def open_backend(path: Path) -> Backend:
 
 
 def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id: int | None) -> Tokenizer:
-    """Write a tokenizer folder; `meta.json` last, so a folder with it is complete. Refuses to overwrite."""
+    """Write a tokenizer folder; `meta.json` last, so that a folder with it is complete.
+
+    Args:
+        folder: where it goes.
+        kind: where the tokenizer comes from.
+        data: contents of the tokenizer's file.
+        suffix: `.json` or `.model`.
+        eos_id: the token that ends documents.
+        bos_id: the token that begins a text, if there is one.
+
+    Raises:
+        DataError: the folder holds a tokenizer already.
+    """
     if (folder / META).exists():
         raise DataError(f"{folder}: already holds a tokenizer; choose another folder")
     path = folder / f"tokenizer{suffix}"
@@ -197,7 +220,7 @@ def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id
 
 
 def cut(text: str, size: int) -> Iterator[str]:
-    """Parts of a text of about `size` characters, cut between two words parted by one space."""
+    """Yield parts of a text of about `size` characters, cut between two words parted by one space."""
     start = 0
     while found := _CUT.search(text, start + size):
         yield text[start : found.start()]
@@ -206,15 +229,17 @@ def cut(text: str, size: int) -> Iterator[str]:
 
 
 def _same_in_parts(backend: Backend, text: str) -> bool:
+    """Return whether a text has the same tokens if it is cut between words."""
     return [i for part in cut(text, 8) for i in backend.encode(part)] == backend.encode(text)
 
 
 def _decodes_bytes(backend: Backend) -> bool:
-    """Whether pieces are in the byte-level alphabet, in which a space is spelt Ġ."""
+    """Return whether pieces are in the byte-level alphabet, in which a space is spelt Ġ."""
     return "Ġ" in backend.pieces()
 
 
 def _sentencepiece_bytes(piece: str) -> int:
+    """Return the bytes of text that a SentencePiece piece stands for."""
     if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
         return 1
     return len(piece.replace("▁", " ").encode())

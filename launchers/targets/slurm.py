@@ -214,13 +214,13 @@ export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
 {newest}
 # SLURM signals this shell before the time limit and at preemption; the ranks save a checkpoint and end
 code=0 stopping=
-trap 'asked=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+trap 'signaled=1; stopping=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 run() {{
   "$@" &
   step=$!
-  asked=1
-  while [ -n "$asked" ]; do  # a signal interrupts the wait
-    asked=
+  signaled=1
+  while [ -n "$signaled" ]; do  # a signal interrupts the wait
+    signaled=
     wait "$step"
     code=$?
   done

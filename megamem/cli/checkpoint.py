@@ -76,7 +76,7 @@ def show(path: OnePath, as_json: Json = False) -> None:
     table = Table(title=f"{len(tensors)} tensors, {checkpoint.bytes / 1e6:,.1f} MB")
     for column in ("tensor", "shape", "dtype"):
         table.add_column(column)
-    for name, entry in sorted(tensors.items()):
+    for name, entry in sorted(index.items()):
         table.add_row(name, " x ".join(map(str, entry["shape"])), entry["dtype"])
     console.print(table)
 
@@ -85,10 +85,10 @@ def show(path: OnePath, as_json: Json = False) -> None:
 def verify(path: RunFolder, as_json: Json = False) -> None:
     """Check a checkpoint, or all of a run, against their manifests; exit code 8 if one is damaged."""
     from checkpoints.find import checkpoints_folder
-    from checkpoints.folder import at, checkpoints_in
+    from checkpoints.folder import checkpoints_in, open_checkpoint
     from checkpoints.folder import verify as check
 
-    found = [at(path)] if path.name.startswith("step-") else checkpoints_in(checkpoints_folder(path))
+    found = [open_checkpoint(path)] if path.name.startswith("step-") else checkpoints_in(checkpoints_folder(path))
     if not found:
         raise CheckpointError(f"{path}: no checkpoint in it")
     errors: dict[str, str | None] = {}
@@ -160,11 +160,11 @@ def merge(
     """Write a checkpoint's FP32 weights as one safetensors file of whole tensors, whatever layout saved them."""
     from checkpoints.find import find_checkpoint
     from checkpoints.folder import verify as check
-    from checkpoints.read import merge as write
+    from checkpoints.read import merge_weights
 
     checkpoint = find_checkpoint(path)
     check(checkpoint)
-    count = write(checkpoint, out)
+    count = merge_weights(checkpoint, out)
     if as_json:
         write_json({"file": str(out), "tensors": count})
     else:

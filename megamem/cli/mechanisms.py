@@ -1,4 +1,4 @@
-"""`megamem mechanisms`: every registered mixer and its fields."""
+"""`megamem mechanisms`: every registered mixer, architecture and objective with its fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from megamem.cli.output import console, write_line
 
 
 def mechanisms() -> None:
-    """List every registered mixer with its fields."""
-    from megamem.config.model import MIXERS
+    """List every registered mixer, architecture and objective with its fields."""
+    from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES
 
-    for kind, config in MIXERS.kinds().items():
-        console.print(f"[bold]{kind}[/bold]  {(config.__doc__ or '').splitlines()[0]}", highlight=False)
-        for name, field in config.__pydantic_fields__.items():
-            if name != "kind":
-                write_line(f"    {name} = {field.default}: {field.description}")
+    for registry in (MIXERS, ARCHITECTURES, OBJECTIVES):
+        write_line(f"{registry.noun}s")
+        for kind, config in registry.kinds().items():
+            console.print(f"  [bold]{kind}[/bold]  {(config.__doc__ or '').splitlines()[0]}", highlight=False)
+            for name, field in config.__pydantic_fields__.items():
+                if name != "kind":
+                    write_line(f"    {name} = {field.default}: {field.description}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +38,7 @@ def plan(
         Path | None, typer.Option(help="run folder whose recorded step (logging.record_step) is drawn too")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="pipeline stages, if no configuration is given")] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="micro-batches of a step")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a sequence")] = None,
     bptt_chunks: Annotated[int | None, typer.Option(min=1, help="chunks of a window; all if not given")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
@@ -49,26 +50,15 @@ def plan(
     if model is not None and config is None:
         raise ConfigError(f"plan: --model {model} goes with a configuration; give one")
     if layouts:
-        others = (
-            schedule,
-            draw_schedule,
-            recorded,
-            stages,
-            sequences,
-            chunks,
-            bptt_chunks,
-            devices,
-            efficiency,
-            search,
-        )
-        if config is None or any(others):
+        others = (schedule, draw_schedule, recorded, stages, micro_batches, chunks, bptt_chunks, devices, efficiency)
+        if config is None or search or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
         _print_layouts(load_run(config, overrides or [], model), dp, as_json)
         return
     if not (schedule or draw_schedule):
         if config is None:
             raise ConfigError("plan: nothing to plan; give a configuration, or --schedule and sizes")
-        if any((stages, sequences, chunks, bptt_chunks, dp, recorded)):
+        if any((stages, micro_batches, chunks, bptt_chunks, dp, recorded)):
             raise ConfigError(
                 "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
             )
@@ -80,17 +70,17 @@ def plan(
         raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
         raise ConfigError("plan: --recorded RUN is drawn; give --draw-schedule FILE too")
+    from megamem.planning.show_schedule import draw_report, schedule_table
+
     settings = None if config is None else load_run(config, overrides or [], model)
-    report = _report(settings, stages, sequences, chunks, bptt_chunks, dp)
+    report = _report(settings, stages, micro_batches, chunks, bptt_chunks, dp)
     figures = report.as_dict()
-    pictures = _draw(report, draw_schedule, recorded) if draw_schedule is not None else {}
+    pictures = {} if draw_schedule is None else draw_report(report, draw_schedule, recorded)
     figures |= {name: str(path) for name, path in pictures.items()}
     if as_json:
         write_json(figures)
         return
-    console.print(_table(report))
-    for name, path in pictures.items():
-        console.print(f"{name.replace('_', ' ')}: {path}", highlight=False)
+    _print([schedule_table(report), *(f"{name.replace('_', ' ')}: {path}" for name, path in pictures.items())])
 
 
 def _print_plan(
@@ -107,7 +97,7 @@ def _print_plan(
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
-    from megamem.planning.show import show_found, show_plan
+    from megamem.planning.show import show_plan, show_search
     from megamem.planning.step_time import EFFICIENCY
 
     efficiency = efficiency or EFFICIENCY
@@ -117,35 +107,23 @@ def _print_plan(
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")
-        looking = Search(settings, devices, machine(device, devices), efficiency, activations)
-        found = looking.run()
-        figures = {
-            "name": settings.name,
-            "devices": devices,
-            "device": looking.machine.name,
-            "usable_bytes": looking.machine.usable,
-            "efficiency": efficiency,
-            "possible": found.possible,
-            "tried": found.tried,
-            "layouts": [candidate.as_dict() for candidate in found.best],
-            "least": found.least.as_dict() if found.least else None,
-        }
-        shown = show_found(looking, found)
+        found = Search(settings, devices, machine(device, devices), efficiency, activations).run()
+        figures, shown = found.to_dict(), show_search(found)
     else:
         dp_size = data_parallel(settings, devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
         made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
-        figures, shown = made.as_dict(), show_plan(made)
+        figures, shown = made.to_dict(), show_plan(made)
     if as_json:
         write_json(figures)
         return
-    for part in shown:
-        console.print(part, highlight=False)
+    _print(shown)
 
 
 def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
     """Print what the fullest rank of each layout holds."""
     from megamem.planning.ranks import layouts
+    from megamem.planning.show_schedule import show_layouts
 
     dp = dp or settings.parallel.dp or 1
     found = layouts(settings, dp)
@@ -160,25 +138,13 @@ def _print_layouts(settings: RunConfig, dp: int | None, as_json: bool) -> None:
         ]
         write_json({"name": settings.name, "dp": dp, "layouts": rows})
         return
-    read = f"{settings.training.micro_batch_size} x {settings.data.sequence_length:,} tokens"
-    table = Table(title=f"{settings.name}: GiB of the fullest rank, DP {dp}, {read} read")
-    parts = ("weights", "gradients", "optimizer", "states", "total")
-    for column in ("TP", "PP", "parameters", *parts):
-        table.add_column(column, justify="right")
-    for (tp, pp), rank in found.items():
-        if not isinstance(rank, str):
-            sizes = [f"{getattr(rank, part) / 2**30:.2f}" for part in parts]
-            table.add_row(str(tp), str(pp), f"{rank.parameters:,}", *sizes)
-    console.print(table)
-    for (tp, pp), rank in found.items():
-        if isinstance(rank, str):
-            console.print(f"not TP {tp} x PP {pp}: {rank}", highlight=False)
+    _print(show_layouts(settings, dp, found))
 
 
 def _report(
     settings: RunConfig | None,
     stages: int | None,
-    sequences: int | None,
+    micro_batches: int | None,
     chunks: int | None,
     bptt_chunks: int | None,
     dp: int | None,
@@ -186,57 +152,25 @@ def _report(
     """Return the schedule of a configuration or of given sizes. Raises ConfigError."""
     from megamem.pipeline.comparison import compare, compare_for
 
-    sizes = {"--stages": stages, "--sequences": sequences, "--chunks": chunks}
+    sizes = {"--stages": stages, "--micro-batches": micro_batches, "--chunks": chunks}
     try:
         if settings is not None:
             if given := [name for name, size in {**sizes, "--bptt-chunks": bptt_chunks}.items() if size is not None]:
                 raise ConfigError(f"plan: {given[0]} does not go with a configuration, which says it itself")
             return compare_for(settings, dp or settings.parallel.dp or 1)
         if dp is not None:
-            raise ConfigError("plan: --dp divides a configuration's batch; without one give --sequences")
-        if stages is None or sequences is None or chunks is None:
+            raise ConfigError("plan: --dp divides a configuration's batch; without one give --micro-batches")
+        if stages is None or micro_batches is None or chunks is None:
             missing = next(name for name, size in sizes.items() if size is None)
-            raise ConfigError(f"plan: {missing} is missing; give a configuration or --stages, --sequences and --chunks")
-        return compare(stages, sequences, chunks, bptt_chunks or chunks)
+            raise ConfigError(
+                f"plan: {missing} is missing; give a configuration or --stages, --micro-batches and --chunks"
+            )
+        return compare(stages, micro_batches, chunks, bptt_chunks or chunks)
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from None
 
 
-def _draw(report: ScheduleReport, path: Path, recorded: Path | None) -> dict[str, Path]:
-    """Draw the planned schedules and, to a picture of its own, a recorded step; return paths by what they show."""
-    from megamem.pipeline.gantt import draw_schedules, note
-    from megamem.pipeline.record import read_record
-
-    ours = f"chunk by chunk, gradients over {report.bptt_chunks} chunks"
-    timelines = {ours: report.ours, "1F1B over whole sequences": report.one_f_one_b}
-    notes = {
-        ours: note(report.ours.bubble, report.peaks()),
-        "1F1B over whole sequences": note(report.one_f_one_b.bubble, report.one_f_one_b_peaks()),
-    }
-    path = path if path.suffix else path.with_suffix(".png")
-    timeline = read_record(recorded) if recorded is not None else None
-    draw_schedules(timelines, notes, path)
-    if timeline is None:
-        return {"picture": path}
-    # seconds and simulated time share no axis
-    title = f"recorded in {recorded}, in seconds"
-    peaks = [timeline.peak_units(stage) for stage in range(timeline.stages)]
-    other = path.with_stem(f"{path.stem}-recorded")
-    draw_schedules({title: timeline}, {title: note(timeline.bubble, peaks)}, other)
-    return {"picture": path, "recorded_picture": other}
-
-
-def _table(report: ScheduleReport) -> Table:
-    """Return bubble and chunks in flight of the schedule beside those of 1F1B."""
-    table = Table(title=f"{report.stages} stages, {report.sequences} micro-batches of {report.chunks} chunks")
-    for column in ("", "chunk by chunk", "1F1B over whole sequences"):
-        table.add_column(column, justify="left" if not column else "right")
-    rows = report.as_dict()
-    table.add_row("bubble", f"{rows['bubble']:.1%}", f"{rows['1f1b']['bubble']:.1%}")
-    for stage in range(report.stages):
-        table.add_row(
-            f"most chunks in flight, stage {stage}",
-            str(rows["peak_units"][stage]),
-            str(rows["1f1b"]["peak_units"][stage]),
-        )
-    return table
+def _print(parts: Iterable[Table | str]) -> None:
+    """Print tables and lines."""
+    for part in parts:
+        console.print(part, highlight=False)

@@ -27,14 +27,14 @@ def run(
     overrides: Overrides = None,
     on: Annotated[Literal["local", "slurm"], typer.Option(help="where runs are started")] = "local",
     cluster: Annotated[Path | None, typer.Option(help="YAML file of the cluster, as in configs/clusters/")] = None,
-    again: Annotated[bool, typer.Option("--again", help="start what failed for good too")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="start what failed for good too")] = False,
 ) -> None:
-    """Train and read everything that is not done yet, then write the report. Start it again to go on.
+    """Train and evaluate everything that is not done yet, then write the report. Start it again to go on.
 
     With --on slurm, jobs are submitted and not waited for; overrides may be the cluster's too.
     """
     if on == "slurm":
-        _submit(study, overrides or [], cluster, again)
+        _submit(study, overrides or [], cluster, retry_failed)
         return
     if cluster:
         raise ConfigError("--cluster: goes with --on slurm only; leave it out")
@@ -44,8 +44,8 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         item = bar.add_task(settings.name, total=None)
-        moved = lambda done, total: bar.update(item, completed=done, total=total)  # noqa: E731
-        outcome = Queue(settings, bar.console.print, moved, again).run(runs)
+        progress = lambda done, total: bar.update(item, completed=done, total=total)  # noqa: E731
+        outcome = Queue(settings, bar.console.print, progress, retry_failed).run(runs)
     for task in outcome.failed:
         console.print(f"failed: {task.name}; see {task.log}")
     if outcome.stopped:
@@ -57,32 +57,32 @@ def run(
         raise typer.Exit(1)
 
 
-def _submit(study: Path, overrides: list[str], cluster: Path | None, again: bool) -> None:
+def _submit(study: Path, overrides: list[str], cluster: Path | None, retry_failed: bool) -> None:
     """Hand the study's runs to SLURM as jobs, then write the report of what has finished."""
     from launchers.launch import load_cluster
     from megamem.study.submit import submit_runs
 
     nodes, ours = load_cluster(overrides, cluster)
     settings, runs = _planned(study, ours)
-    found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), again)
+    found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), retry_failed)
     for state in found.failed:
         write_line(f"failed: {state.run.name}: {'; '.join(state.failures)}")
     console.print(
-        f"{len(found.submitted)} submitted; `megamem study list` says how it stands, the same command goes on"
+        f"{len(found.submitted)} submitted; `megamem study list` shows their states, the same command goes on"
     )
     if found.failed:
-        console.print(f"{len(found.failed)} failed for good; --again submits them too", highlight=False)
+        console.print(f"{len(found.failed)} failed for good; --retry-failed submits them too", highlight=False)
     _report(study, ours)
     if found.failed:
         raise typer.Exit(1)
 
 
 @study_app.command()
-def read(folder: Annotated[Path, typer.Argument(help="folder of the job")]) -> None:
-    """Read a model after its training on SLURM. Jobs of `megamem study run --on slurm` call it."""
-    from megamem.study.submit import read_here
+def evaluate(folder: Annotated[Path, typer.Argument(help="folder of the job")]) -> None:
+    """Make the evaluations after a training on SLURM. Jobs of `megamem study run --on slurm` call it."""
+    from megamem.study.submit import evaluate_here
 
-    raise typer.Exit(read_here(folder))
+    raise typer.Exit(evaluate_here(folder))
 
 
 @study_app.command()
@@ -93,16 +93,16 @@ def report(study: StudyPath, overrides: Overrides = None) -> None:
 
 @study_app.command("list")
 def list_runs(study: StudyPath, overrides: Overrides = None) -> None:
-    """List the study's runs and where each stands, as JSON lines."""
+    """List the study's runs and the state of each, as JSON lines."""
     from megamem.study.grid import load_study, planned_runs
-    from megamem.study.states import run_states
+    from megamem.study.status import run_statuses
 
     settings = load_study(study, tuple(overrides or ()))
-    for state in run_states(settings, planned_runs(settings)):
-        where = {"state": state.state, "done": state.complete, "step": state.step, "failures": state.failures}
-        where |= {"readings": dict(zip(("done", "of"), state.readings, strict=True))}
-        where |= {"job": state.jobs[-1].number} if state.jobs else {}
-        write_json({"run": state.run.name, **state.run.labels, **where})
+    for status in run_statuses(settings, planned_runs(settings)):
+        fields = {"state": status.state, "done": status.complete, "step": status.step, "failures": status.failures}
+        fields |= {"evaluations": dict(zip(("done", "of"), status.evaluations, strict=True))}
+        fields |= {"job": status.jobs[-1].number} if status.jobs else {}
+        write_json({"run": status.run.name, **status.run.labels, **fields})
 
 
 def _planned(study: Path, overrides: list[str] | None) -> tuple[StudyConfig, list[PlannedRun]]:

@@ -1,4 +1,4 @@
-"""Peak arithmetic of accelerators: what model FLOPs utilization (MFU) is measured against."""
+"""Peak arithmetic of accelerators, which model FLOPs utilization (MFU) is measured against."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _PEAKS: list[tuple[str, float | None, float]] = [
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name, or `cpu`."""
+    """Return the accelerator's name, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def device_peak(name: str, dtype: Precision) -> float | None:
-    """Peak FLOP/s of one device for dense matrix products, or None if it is not in the table.
+    """Return the peak FLOP/s of one device for dense matrix products, or None if it is not in the table.
 
     Args:
-        name: what `torch.cuda.get_device_name` says. Slices of a device (MIG) and laptop variants have none.
+        name: as `torch.cuda.get_device_name` gives it. Slices of a device (MIG) and laptop variants have none.
         dtype: `bf16` or `fp32`.
     """
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):

@@ -13,7 +13,7 @@ from megamem.memory.base import StateSpec, TensorSpec
 
 
 def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str, int]:
-    """The named sizes in which states of `model` are declared, for `rows` batch rows; before any split over ranks."""
+    """Return the named sizes in which states of `model` are declared, for `rows` rows, before any split."""
     return {
         "batch": rows,
         "heads": model.heads,
@@ -27,7 +27,7 @@ def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str
 def state_bytes(
     specs: StateSpec, sizes: Mapping[str, int], compute: torch.dtype, tp_size: int = 1, chunks_seen: int = 0
 ) -> dict[str, int]:
-    """Bytes that one layer's state takes on one tensor-parallel rank.
+    """Return the bytes that one layer's state takes on one tensor-parallel rank.
 
     Args:
         specs: the declarations (`MixerConfig.state_specs`).
@@ -35,6 +35,7 @@ def state_bytes(
         compute: dtype of the activations.
         chunks_seen: finished chunks; growing lists hold one entry for each, up to their limit. Rows share one grid of
             chunks, as in training; left-padded rows may need one entry more.
+
     Returns: bytes by kind of tensor, `memory` and `open`.
     Raises: LayoutError if an axis that is split over ranks does not divide evenly.
     """
@@ -52,10 +53,11 @@ def state_bytes(
 def model_state_bytes(
     model: ModelConfig, rows: int, compute: torch.dtype, tp_size: int = 1, context_tokens: int = 0
 ) -> dict[str, int]:
-    """Bytes that the states of all layers take on one tensor-parallel rank once `context_tokens` are seen.
+    """Return the bytes that the states of all layers take on one tensor-parallel rank after `context_tokens`.
 
     Exact at chunk borders. Inside a chunk `open` counts all of its tokens so far: exact for mixers that work on whole
     chunks, an upper bound for those whose blocks are shorter.
+
     Returns: bytes by kind of tensor, `memory` and `open`.
     Raises: LayoutError as `state_bytes`; ValueError for negative tokens.
     """
@@ -92,7 +94,9 @@ def stage_state_bytes(
 def split_state_bytes(
     model: ModelConfig, rows: int, compute: torch.dtype, tp_size: int = 1, chunks_seen: int = 0
 ) -> dict[str, int]:
-    """Bytes of all layers' states on one tensor-parallel rank: of `fixed` size, and in `banks` that grow with chunks.
+    """Return the bytes of all layers' states on one tensor-parallel rank, by kind.
+
+    Keys: `fixed`, tensors whose size does not change; `banks`, lists that grow with chunks.
 
     Raises: LayoutError as `state_bytes`.
     """
@@ -106,6 +110,7 @@ def split_state_bytes(
 
 
 def _tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int], compute: torch.dtype, tp_size: int) -> int:
+    """Return the bytes of one tensor on one tensor-parallel rank. Raises LayoutError as `state_bytes`."""
     if spec.shard is not None and sizes[spec.shard] % tp_size:
         raise LayoutError(
             f"parallel.tp: {tp_size} ranks cannot share {sizes[spec.shard]} {spec.shard} of a state evenly"

@@ -63,7 +63,7 @@ def lzma_baseline(documents: Sequence[EvaluationDocument], tokenizer: Tokenizer)
 
 
 def predicted_text(document: EvaluationDocument, pieces: Sequence[bytes]) -> bytes:
-    """The bytes of the document's labels, even where its ends fall inside a UTF-8 sequence."""
+    """Return the bytes of the document's labels, even where its ends fall inside a UTF-8 sequence."""
     labels = document.labels[document.labels != IGNORED]
     return b"".join(pieces[i] for i in labels.tolist())
 

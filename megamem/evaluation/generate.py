@@ -33,7 +33,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the value that makes no sense."""
+        """Raise ValueError naming the value that makes no sense."""
         if self.temperature < 0:
             raise ValueError(f"temperature {self.temperature} is negative")
         if self.top_k is not None and self.top_k < 1:
@@ -172,7 +172,7 @@ def read_logits(
 
 @contextmanager
 def _generating(stage: Stage) -> Iterator[None]:
-    """Evaluation mode, no gradients, and tokens whole on every rank: single ones cannot be split."""
+    """Enter evaluation mode, without gradients and with tokens whole on every rank: single ones cannot be split."""
     training, split = stage.training, stage.linears.sequence_parallel
     stage.eval()
     stage.linears.sequence_parallel = False
@@ -204,7 +204,7 @@ class _Decoder:
         return gather_shards(local, 2, self.topology.tp_group) if self.topology else local
 
     def agree(self, value: Tensor | None) -> Tensor:
-        """The last stage's value on every stage, on the CPU; tokens [B] where other stages have None."""
+        """Return the last stage's value on every stage, on the CPU; tokens [B] where other stages have None."""
         if self.topology is None or self.topology.pp_size == 1:
             assert value is not None
             return value

@@ -127,7 +127,7 @@ def whole_readings(documents: Sequence[EvaluationDocument], size: int) -> list[R
 
 
 def first_slots(documents: Sequence[EvaluationDocument], size: int) -> list[int]:
-    """Number of chunks before each document."""
+    """Return the number of chunks before each document."""
     chunks = [len(document.tokens) // size for document in documents]
     return [sum(chunks[:i]) for i in range(len(chunks))]
 
@@ -139,7 +139,7 @@ def cut_documents(
     token_bytes: Int64 | None = None,
     least: int = LEAST_CHUNKS,
 ) -> list[EvaluationDocument]:
-    """The documents, cut so that at most `max_tokens` tokens are predicted (but at least one chunk).
+    """Return the documents, cut so that at most `max_tokens` tokens are predicted (but at least one chunk).
 
     All documents are cut to the same depth in whole chunks, the deepest that fits. Where that is less than
     `least`, documents are cut to `least` chunks and taken in order while they fit. A cut document's
@@ -192,7 +192,7 @@ def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -
 
 
 def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) -> LossReport:
-    """The report from the sums over `whole_readings(documents, size)` (or of the same chunks read otherwise)."""
+    """Return the report from the sums over `whole_readings(documents, size)` (or of the same chunks read otherwise)."""
     slots = [*first_slots(documents, size), sums.slots.shape[1]]
     tables = [sums.slots[:, first:last] for first, last in zip(slots[:-1], slots[1:], strict=True)]
     by_chunk = np.zeros((3, max(table.shape[1] for table in tables)))

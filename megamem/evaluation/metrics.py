@@ -19,7 +19,7 @@ class Curves:
 
 
 def read_curves(path: Path) -> Curves:
-    """The curves in metrics.jsonl: lines with `loss` are training, with `val_loss` validation. See `read_points`."""
+    """Return the curves in metrics.jsonl: training has `loss`, validation `val_loss`. See `read_points`."""
     records = _records(path)
     return Curves(_points(records, "loss"), _points(records, "val_loss"))
 

@@ -17,7 +17,7 @@ _SHOWN_BLOCKS = 48
 
 
 def draw(result: Mapping[str, Any], curves: Curves, title: str) -> bytes:
-    """The picture as PNG.
+    """Return the picture as PNG.
 
     Args:
         result: as `final_evaluation` returns it.

@@ -36,7 +36,7 @@ class MemoryReport:
 
 
 def memory_components(model: ModelConfig) -> list[str]:
-    """The components that declare a state which passes from chunk to chunk, memories that span the model included."""
+    """Return the components whose declared state passes from chunk to chunk, memories that span the model included."""
     return [
         name
         for name, specs in model.component_specs().items()
@@ -45,7 +45,7 @@ def memory_components(model: ModelConfig) -> list[str]:
 
 
 def memory_layers(model: ModelConfig) -> list[int]:
-    """The layers whose mixers declare a state which passes from chunk to chunk."""
+    """Return the layers whose mixers declare a state which passes from chunk to chunk."""
     names = memory_components(model)
     return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
 

@@ -87,7 +87,7 @@ def bucket_edges(chunk_size: int, longest: int) -> Int64:
 
 
 def share_out(sizes: Sequence[int], lanes: int) -> list[list[int]]:
-    """Indices of `sizes` in `lanes` queues of about the same sum: the longest first, each to the emptiest queue."""
+    """Return indices of `sizes` in `lanes` queues of about the same sum: longest first, each to the emptiest."""
     queues: list[list[int]] = [[] for _ in range(lanes)]
     loads = [0] * lanes
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -173,7 +173,7 @@ class Reader:
 
 
 def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[tuple[Reading, int]]:
-    """(reading, chunk) in the order a row reads them."""
+    """Yield (reading, chunk) in the order a row reads them."""
     return ((readings[i], chunk) for i in queue for chunk in range(readings[i].chunks))
 
 
@@ -207,7 +207,7 @@ class _Totals:
         self.positions.index_add_(1, buckets.flatten(), rows.flatten(1))
 
     def sums(self, topology: Topology | None) -> Sums:
-        """The sums over data-parallel ranks (and stages: all but the last have zeros), on the host."""
+        """Return the sums over data-parallel ranks (and stages: all but the last have zeros), on the host."""
         parts = (self.slots[:, : self.unused], self.within, self.positions)
         flat = torch.cat([part.flatten() for part in parts])
         if topology is not None and topology.dp_size > 1:

@@ -37,7 +37,10 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
 
 
 def result_table(result: Mapping[str, Any], title: str | None = None) -> Table:
-    """The figures of `final_evaluation`, and `steps`, `tokens`, `tokens_per_second` of the training if merged in."""
+    """Return a table of the figures of `final_evaluation`, with those of the training if they are merged in:
+
+    `steps`, `tokens`, `tokens_per_second`.
+    """
     table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -57,7 +60,7 @@ def write_report(folder: Path, result: Mapping[str, Any], title: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """A copy of plain data with None in the place of numbers that JSON has no word for."""
+    """Return a copy of plain data with None in the place of numbers that JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -173,7 +173,7 @@ class _Passes:
         (self.bar or nullcontext()).__exit__(*error)
 
     def named(self, name: str) -> Progress:
-        """The `progress` of a pass."""
+        """Return the `progress` of a pass."""
         task = self.bar.add_task(name, total=None, start=False) if self.bar else None
 
         def progress(done: int, total: int) -> None:

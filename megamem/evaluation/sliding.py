@@ -52,7 +52,7 @@ def check_stride(stride: int, chunk: int) -> None:
 
 
 def default_stride(chunk: int) -> int:
-    """A quarter of the chunk; the nearest shorter divisor where four does not divide it."""
+    """Return a quarter of the chunk; the nearest shorter divisor where four does not divide it."""
     return next(stride for stride in range(max(chunk // 4, 1), 0, -1) if chunk % stride == 0)
 
 

@@ -88,7 +88,7 @@ class MegamemCache(Cache):
         self.reorder_cache(torch.arange(len(self.padding)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises ValueError: a memory does not forget single tokens."""
+        """Raise ValueError: a memory does not forget single tokens."""
         raise ValueError("a memory state cannot be cut back by tokens; assisted generation does not go with it")
 
 

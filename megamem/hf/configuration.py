@@ -31,7 +31,7 @@ class MegamemConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Raises ConfigError naming the field of the model section that is wrong, e.g. an unknown mechanism."""
+        """Raise ConfigError naming the field of the model section that is wrong, e.g. an unknown mechanism."""
         if self.megamem is not None:  # transformers makes an empty one to see what the defaults are
             model = self.model
             self.megamem = model.model_dump(mode="json")

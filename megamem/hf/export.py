@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 
 import megamem.hf  # noqa: F401  (registers the architecture with the Auto classes)
 from checkpoints.folder import Checkpoint, verify
-from checkpoints.read import weights
+from checkpoints.read import read_weights
 from checkpoints.whole import PORTABLE, whole_model
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
@@ -108,7 +108,7 @@ def to_hf(
 
 
 def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
-    """The configuration under which transformers' Llama computes the same."""
+    """Return the configuration under which transformers' Llama computes the same."""
     return LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -138,7 +138,7 @@ def _write_config(folder: Path, config: PreTrainedConfig, dtype: str, llama: boo
 
 def _named(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype, llama: bool) -> Iterator[tuple[str, Tensor]]:
     """Weights one after the other, under the names of the export."""
-    for name, value in weights(checkpoint):
+    for name, value in read_weights(checkpoint):
         exported = renamed(name, LLAMA) if llama else PREFIX + name
         assert exported is not None, name
         yield exported, value.to(dtype)

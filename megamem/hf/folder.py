@@ -19,7 +19,9 @@ def refuse_existing(out: Path) -> None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """An empty folder that becomes `out` at the end, or goes if anything fails; remains of earlier attempts go too.
+    """Give an empty folder that becomes `out` at the end, or goes if anything fails.
+
+    Remains of earlier attempts go too.
 
     Raises: ConversionError where nothing can be written.
     """

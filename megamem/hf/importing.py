@@ -106,7 +106,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
 
 
 def source_section(source: Source, kind: str) -> dict[str, Any]:
-    """The model section of what the source holds. Raises ConversionError for what our model cannot be."""
+    """Return the model section of what the source holds. Raises ConversionError for what our model cannot be."""
     try:
         return {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section}[kind](source)
     except KeyError as error:
@@ -114,7 +114,7 @@ def source_section(source: Source, kind: str) -> dict[str, Any]:
 
 
 def source_model(source: Source, kind: str) -> ModelConfig:
-    """The model that the source holds, before anything is added."""
+    """Return the model that the source holds, before anything is added."""
     return parse_config(ModelConfig, source_section(source, kind), str(source.folder))
 
 
@@ -150,7 +150,7 @@ def _refuse(source: Source, expected: Mapping[str, Any]) -> None:
 
 
 def llama_section(source: Source) -> dict[str, Any]:
-    """The model section of a Llama."""
+    """Return the model section of a Llama."""
     c = source.config
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or rope
@@ -181,7 +181,7 @@ def llama_tensor(source: Source, name: str) -> Tensor | None:
 
 
 def gpt2_section(source: Source) -> dict[str, Any]:
-    """The model section of a GPT-2."""
+    """Return the model section of a GPT-2."""
     c = source.config
     _refuse(
         source,
@@ -250,7 +250,7 @@ def gpt2_tensor(source: Source, name: str) -> Tensor | None:
 
 
 def own_section(source: Source) -> dict[str, Any]:
-    """The model section of an export."""
+    """Return the model section of an export."""
     section: dict[str, Any] = dict(source.config["megamem"])
     return section
 

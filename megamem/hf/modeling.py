@@ -35,17 +35,17 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
+        """Return the token embedding."""
         return self.model.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output head, which is the embedding where they are tied."""
+        """Return the output head, which is the embedding where they are tied."""
         return self.model.embedding if self.config.tie_word_embeddings else self.model.head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Raises ValueError: the vocabulary is part of what the model was trained with."""
+        """Raise ValueError: the vocabulary is part of what the model was trained with."""
         raise ValueError("the vocabulary of a megamem model is fixed; train with a larger model.vocab_size")
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> bool:
-        """Generation starts with an empty cache of our kind. (What is returned nobody reads.)"""
+        """Start generation with an empty cache of our kind. (What is returned nobody reads.)"""
         # any prompt is read a chunk at a time; transformers' own cuts would fall into a row's left padding
         generation_config.prefill_chunk_size = None
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
@@ -193,5 +193,5 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
     def _reader(self) -> ChunkReader:
-        """What reads on; each layer's state lies on the layer's own device."""
+        """Return what reads on; each layer's state lies on the layer's own device."""
         return ChunkReader(self.model, None, self.device, self.dtype)

@@ -58,7 +58,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Raises ConversionError naming the file that is missing or cannot be read."""
+    """Raise ConversionError naming the file that is missing or cannot be read."""
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path)
     if not path.is_dir():

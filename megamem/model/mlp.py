@@ -51,5 +51,5 @@ class GeluMLP(nn.Module):
 
 
 def make_mlp(model: ModelConfig, linears: Linears) -> nn.Module:
-    """The MLP of `model.mlp`."""
+    """Return the MLP of `model.mlp`."""
     return SwiGLU(model, linears) if model.mlp == "swiglu" else GeluMLP(model, linears)

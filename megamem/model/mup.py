@@ -27,7 +27,7 @@ def follow_width(part: nn.Module, whole: nn.Module, base: nn.Module) -> None:
 
 
 def widened(declared: ParameterInfo, shape: torch.Size, base: nn.Parameter) -> ParameterInfo:
-    """The declaration of a parameter of global shape `shape`, which is `base` in the base model.
+    """Return the declaration of a parameter of global shape `shape`, which is `base` in the base model.
 
     With m inputs for each of the base's, the learning rate is the base's over m. The start is the base's over sqrt(m)
     where the outputs grow too, else over m. What sums over nothing that grows is as in the base model.

@@ -48,7 +48,7 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(model: ModelConfig, linears: Linears) -> nn.Module:
-    """The norm of `model.norm` over the residual stream."""
+    """Return the norm of `model.norm` over the residual stream."""
     if model.norm == "layer":
         return LayerNorm(model.hidden_size, model.norm_eps, model.bias, linears)
     return RMSNorm(model.hidden_size, model.norm_eps, linears)

@@ -25,7 +25,7 @@ class Objective(ABC):
         self.model = model
 
     def inputs_and_labels(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read and what is to be predicted, [tokens, batch] int64 each, of a micro-batch or a document.
+        """Return what is read and what is to be predicted, [tokens, batch] int64 each, of a micro-batch or a document.
 
         The numbers of rows and tokens stay as they are; a label of `LABEL_IGNORED` is not predicted.
 

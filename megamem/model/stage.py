@@ -104,7 +104,7 @@ class Stage(nn.Module, ABC):
         return default if parameter is None or parameter.is_meta else parameter.device
 
     def initial_states(self, rows: int, device: torch.device, dtype: torch.dtype) -> States:
-        """The states of `rows` documents that have not begun, for activations of `dtype`.
+        """Return the states of `rows` documents that have not begun, for activations of `dtype`.
 
         Each lies on the device of its component's parameters, since layers of one model may be spread over several;
         `device` is for those without.
@@ -115,7 +115,7 @@ class Stage(nn.Module, ABC):
         }
 
     def reset(self, states: States, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> States:
-        """The states with fresh rows where documents start (`Stateful.reset`)."""
+        """Return the states with fresh rows where documents start (`Stateful.reset`)."""
         return {
             name: component.reset(states[name], chunk, self._device_of(component, device), dtype)
             for name, component in self.components.items()
@@ -165,13 +165,13 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """The last stage's local logits [tokens, batch, padded vocabulary / tp], -inf beyond the vocabulary.
+        """Return the last stage's local logits [tokens, batch, padded vocabulary / tp], -inf beyond the vocabulary.
 
         hidden: [tokens, batch, hidden_size] as the last stage's `read_chunk` returns it.
         """
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored.
+        """Return the cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored.
 
         hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
         """

@@ -11,7 +11,7 @@ from megamem.parallel.linears import info
 
 
 def gather_shards(local: Tensor, axis: int | None, group: ProcessGroup) -> Tensor:
-    """The whole tensor on every rank of `group`; `axis` None means it is replicated already."""
+    """Return the whole tensor on every rank of `group`; `axis` None means it is replicated already."""
     if axis is None or group.size() == 1:
         return local
     parts = [torch.empty_like(local.contiguous()) for _ in range(group.size())]
@@ -42,5 +42,5 @@ def whole_gradient(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
 
 
 def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """This rank's shape before ZeRO-3 partitions it."""
+    """Return this rank's shape before ZeRO-3 partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -53,7 +53,7 @@ def declare(
 
 
 def info(parameter: nn.Parameter) -> ParameterInfo:
-    """The declaration of `parameter`. Raises AttributeError if a module forgot it."""
+    """Return the declaration of `parameter`. Raises AttributeError if a module forgot it."""
     return cast(ParameterInfo, parameter.info)  # type: ignore[attr-defined]
 
 
@@ -69,10 +69,10 @@ class Linears(Protocol):
     sequence_parallel: bool
 
     def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
-        """A projection whose outputs are split over ranks. Its input must have passed `enter`."""
+        """Make a projection whose outputs are split over ranks. Its input must have passed `enter`."""
 
     def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
-        """A projection whose inputs are split over ranks; sums (or reduce-scatters) its output, then adds the bias."""
+        """Make a projection whose inputs are split over ranks: it sums (or reduce-scatters), then adds the bias."""
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
         """Token embedding split over ranks by vocabulary: [tokens, batch] int64 -> [tokens, batch, width]."""
@@ -84,16 +84,16 @@ class Linears(Protocol):
         """All tokens of x [this rank's tokens, ...] on every rank; what is made of them is the same on each rank."""
 
     def split_tokens(self, x: Tensor) -> Tensor:
-        """This rank's tokens of x [tokens, ...], which is the same on every rank; all where tokens are not split."""
+        """Return this rank's tokens of x [tokens, ...], the same on every rank; all where tokens are not split."""
 
     def shared(self, parameter: Tensor) -> Tensor:
-        """A replicated parameter used on each rank for a part of the work only: its gradient is summed over ranks."""
+        """Return a replicated parameter that each rank uses for part of the work; its gradient is summed over ranks."""
 
     def outside(self, parameter: Tensor) -> Tensor:
-        """A replicated parameter used outside of parallel regions (norms); summed over ranks if tokens are split."""
+        """Return a replicated parameter used outside of parallel regions; summed over ranks if tokens are split."""
 
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
-        """What a `row` projection makes of rows that are not the call's tokens: the same on each rank, never split."""
+        """Return a `row` projection of rows that are not the call's tokens: the same on each rank, never split."""
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""

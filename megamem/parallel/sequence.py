@@ -99,7 +99,7 @@ def reduce_scatter_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def split_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's [tokens / ranks, ...] of a replicated [tokens, ...]; the backward gathers.
+    """Return this rank's [tokens / ranks, ...] of a replicated [tokens, ...]; the backward gathers.
 
     Raises: ValueError if the ranks do not divide the tokens.
     """

@@ -86,7 +86,7 @@ class Topology:
         return self.rank // (self.tp_size * self.dp_size)
 
     def name(self, rank: int | None = None) -> str:
-        """A rank in words: `rank 3 (stage 0, dp 1, tp 1)`; the stage only where there are several."""
+        """Return a rank in words: `rank 3 (stage 0, dp 1, tp 1)`; the stage only where there are several."""
         rank = self.rank if rank is None else rank
         parts = [f"stage {rank // (self.tp_size * self.dp_size)}"] if self.pp_size > 1 else []
         parts += [f"dp {rank // self.tp_size % self.dp_size}", f"tp {rank % self.tp_size}"]
@@ -166,7 +166,7 @@ class Topology:
         return self.pp_rank == self.pp_size - 1
 
     def mpu(self) -> DeepSpeedGroups:
-        """The groups as DeepSpeed asks for them."""
+        """Return the groups as DeepSpeed asks for them."""
         return DeepSpeedGroups(self)
 
 
@@ -175,7 +175,7 @@ _current: tuple[tuple[object, ...], Topology, set[ProcessGroup]] | None = None
 
 
 def _border_groups(stages: int, pipelines: int, rank: int, timeout: timedelta) -> dict[str, ProcessGroup | None]:
-    """This rank's groups for what crosses borders between stages, by field of `Topology`; None where it has none.
+    """Return this rank's groups for what crosses borders between stages, by field of `Topology`, or None.
 
     All ranks make all groups, in the same order.
     """

@@ -104,7 +104,7 @@ class TrainingEngine(ABC):
         """Layers of each stage."""
 
     def module(self) -> torch.nn.Module:
-        """What DeepSpeed is given."""
+        """Return what DeepSpeed is given."""
         return self.stage
 
     @abstractmethod
@@ -164,12 +164,12 @@ class TrainingEngine(ABC):
         return StepResult(losses, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
 
     def _prepared(self, batch: Batch) -> Batch:
-        """The micro-batch as the objective wants it read and predicted."""
+        """Return the micro-batch as the objective wants it read and predicted."""
         tokens, labels = self.objective.inputs_and_labels(batch.tokens, batch.labels)
         return replace(batch, tokens=tokens, labels=labels)
 
     def _without_ended(self, states: States, batch: Batch) -> States:
-        """The states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
+        """Return the states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
         chunk = Chunk(tuple(batch.starts.min(0).tolist()))  # 0 where one begins
         return self.stage.reset(states, chunk, self.topology.device, self.dtype)
 
@@ -208,5 +208,5 @@ class TrainingEngine(ABC):
         return norm
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by global name."""
+        """Return this rank's parameters by global name."""
         return dict(cast(Any, self.stage.named_parameters()))

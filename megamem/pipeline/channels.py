@@ -52,7 +52,7 @@ class Inbox:
             self._posted.append((work, buffer))
 
     def take(self) -> Tensor:
-        """The next tensor; waits for it (on CUDA, the stream waits)."""
+        """Return the next tensor; waits for it (on CUDA, the stream waits)."""
         if not self._ahead:
             self._post()
         work, buffer = self._posted.popleft()

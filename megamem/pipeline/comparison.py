@@ -16,7 +16,7 @@ class ScheduleReport:
     """Both schedules of one step, simulated with the same costs."""
 
     stages: int
-    sequences: int
+    micro_batches: int
     """Micro-batches of a step on one data-parallel rank."""
     chunks: int
     bptt_chunks: int
@@ -29,14 +29,14 @@ class ScheduleReport:
         return [self.ours.peak_units(stage) for stage in range(self.stages)]
 
     def one_f_one_b_peaks(self) -> list[int]:
-        """The same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
+        """Return the same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
         return [self.chunks * self.one_f_one_b.peak_units(stage) for stage in range(self.stages)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "stages": self.stages,
-            "sequences": self.sequences,
+            "micro_batches": self.micro_batches,
             "chunks": self.chunks,
             "bptt_chunks": self.bptt_chunks,
             "bubble": self.ours.bubble,
@@ -52,7 +52,7 @@ class ScheduleReport:
 
 def compare(
     stages: int,
-    sequences: int,
+    micro_batches: int,
     chunks: int,
     bptt_chunks: int,
     cost: Cost | None = None,
@@ -72,16 +72,16 @@ def compare(
 
     return ScheduleReport(
         stages,
-        sequences,
+        micro_batches,
         chunks,
         bptt_chunks,
         simulate(
-            chunk_schedule(stages, sequences, chunks, bptt_chunks, interleaved),
+            chunk_schedule(stages, micro_batches, chunks, bptt_chunks, interleaved),
             bptt_chunks,
             cost,
             last_to_first=interleaved,
         ),
-        simulate(chunk_schedule(stages, sequences, 1, 1), 1, sequence_cost),
+        simulate(chunk_schedule(stages, micro_batches, 1, 1), 1, sequence_cost),
     )
 
 

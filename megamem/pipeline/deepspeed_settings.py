@@ -14,7 +14,7 @@ LIVE = 10**9
 
 
 def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
-    """What DeepSpeed is told; everything it would otherwise assume is written out.
+    """Return what DeepSpeed is told; everything it would otherwise assume is written out.
 
     backwards: calls of its `backward` in an optimizer step.
     """

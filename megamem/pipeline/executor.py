@@ -135,7 +135,7 @@ class StageExecutor:
         return slice(action.chunk * self.chunk_size, (action.chunk + 1) * self.chunk_size)
 
     def _enter(self, action: Action) -> Tensor:
-        """The stage's input: ids [tokens, batch], or the hidden chunk [tokens, batch, hidden] of the stage below."""
+        """Return the input: ids [tokens, batch], or the hidden chunk [tokens, batch, hidden] of the stage below."""
         if self.stage.first:
             return self._batches[action.micro_batch].tokens[self._tokens(action)]
         assert self._borders.below is not None
@@ -219,7 +219,7 @@ class StageExecutor:
         self._states[micro_batch] = {**self._states[micro_batch], **new}
 
     def _memories_of(self, micro_batch: int, chunk: int) -> list[Tensor]:
-        """The memories after a unit, received in the order in which the last stage sends them."""
+        """Return the memories after a unit, received in the order in which the last stage sends them."""
         assert self._borders.memory_in is not None
         count = len(list(state_tensors([self._states[micro_batch][name] for name in self.stage.model_memories])))
         while (micro_batch, chunk) not in self._memories:
@@ -238,7 +238,7 @@ class StageExecutor:
 
     @staticmethod
     def _alias(states: States, unit: Unit, known: dict[int, Tensor]) -> States:
-        """The states as the next chunk reads them. What a chunk passes through by reference keeps its alias."""
+        """Return the states as the next chunk reads them. What a chunk passes through by reference keeps its alias."""
 
         def alias(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or known.get(id(tensor)) is tensor:

@@ -9,7 +9,7 @@ from math import inf
 
 
 def contiguous(counts: Sequence[int]) -> list[range]:
-    """The layers of each stage from the number of layers of each."""
+    """Return the layers of each stage from the number of layers of each."""
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 

@@ -35,7 +35,7 @@ class ChunkReader:
         self.chunk_size = stage.config.chunk_size
 
     def begin(self, chunk: Chunk) -> list[RowGroup]:
-        """The states of documents that have not begun, in rows that stand where `chunk` says."""
+        """Return the states of documents that have not begun, in rows that stand where `chunk` says."""
         return self._fresh_groups(range(chunk.rows), chunk)
 
     def _place(self, start: int) -> int:
@@ -43,7 +43,7 @@ class ChunkReader:
         return start % self.chunk_size if self.stage.one_grid else 0
 
     def _fresh_groups(self, rows: Iterable[int], chunk: Chunk) -> list[RowGroup]:
-        """Groups of rows that stand at one place of their chunks, with fresh states."""
+        """Return groups of rows that stand at one place of their chunks, with fresh states."""
         places: dict[int, list[int]] = {}
         for row in rows:
             places.setdefault(self._place(chunk.starts[row]), []).append(row)
@@ -68,7 +68,7 @@ class ChunkReader:
         groups[:] = [*kept, *self._fresh_groups(moved, chunk)]
 
     def _states_of(self, group: RowGroup, rows: list[int]) -> States:
-        """The states of some of a group's rows."""
+        """Return the states of some of a group's rows."""
         index = torch.tensor([group.rows.index(row) for row in rows])
         return {
             name: select_state_rows(specs, group.states[name], index) for name, specs in self.stage.state_specs.items()
@@ -162,7 +162,7 @@ class ChunkReader:
 
 
 def select_rows(specs: Mapping[str, StateSpec], groups: Sequence[RowGroup], index: Sequence[int]) -> list[RowGroup]:
-    """The groups after row i has become what row index[i] was; rows may be left out or repeated.
+    """Return the groups after row i has become what row index[i] was; rows may be left out or repeated.
 
     specs: the declared states by component (`Stage.state_specs`).
     """

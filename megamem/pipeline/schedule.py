@@ -32,7 +32,7 @@ class Action:
     """Index of the chunk in its sequences."""
 
     def __str__(self) -> str:
-        """The action in words, as error messages and the watchdog show it."""
+        """Return the action in words, as error messages and the watchdog show it."""
         return f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}"
 
 
@@ -47,7 +47,7 @@ def check_window(chunks: int, bptt_chunks: int) -> None:
 
 
 def groups_of(micro_batches: int, stages: int, interleaved: bool) -> list[range]:
-    """The micro-batches whose chunks take turns, group by group, larger groups first.
+    """Return the micro-batches whose chunks take turns, group by group, larger groups first.
 
     In a row each is a group of its own. Interleaved, groups are as small as keeps all stages busy: at least `stages`
     micro-batches each, or all there are.
@@ -61,12 +61,12 @@ def groups_of(micro_batches: int, stages: int, interleaved: bool) -> list[range]
 
 
 def forward_order(groups: list[range], chunks: int) -> Order:
-    """The forwards of every stage, in order; by itself the schedule of an evaluation."""
+    """Return the forwards of every stage, in order; by itself the schedule of an evaluation."""
     return [Action("forward", m, c) for group in groups for c in range(chunks) for m in group]
 
 
 def backward_order(groups: list[range], chunks: int, bptt_chunks: int) -> Order:
-    """The backwards of every stage: groups and windows in order, inside a window from the last chunk to the first."""
+    """Return the backwards of every stage: groups and windows in order, a window from its last chunk to its first."""
     check_window(chunks, bptt_chunks)
     return [
         Action("backward", m, c)
@@ -78,7 +78,7 @@ def backward_order(groups: list[range], chunks: int, bptt_chunks: int) -> Order:
 
 
 def warmup_units(stage: int, stages: int, groups: list[range], bptt_chunks: int) -> int:
-    """Forwards that `stage` runs before its first backward.
+    """Return the number of forwards that `stage` runs before its first backward.
 
     The first backward is that of the first micro-batch's last chunk in its window: the stage above needs that many
     forwards less one (none above the last), and the window's earlier chunks come before it for the whole group.
@@ -89,7 +89,7 @@ def warmup_units(stage: int, stages: int, groups: list[range], bptt_chunks: int)
 def stage_order(
     stage: int, stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
 ) -> Order:
-    """What `stage` of `stages` does in one optimizer step.
+    """Return what `stage` of `stages` does in one optimizer step.
 
     Forwards until the first window's last chunk can be back, then one forward, one backward in turn, then the
     backwards that are left. Raises ValueError unless bptt_chunks divides chunks.
@@ -107,7 +107,7 @@ def stage_order(
 def chunk_schedule(
     stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
 ) -> list[Order]:
-    """The orders of all stages."""
+    """Return the orders of all stages."""
     return [stage_order(s, stages, micro_batches, chunks, bptt_chunks, interleaved) for s in range(stages)]
 
 
@@ -151,7 +151,7 @@ class WindowPass:
 
 
 def window_schedule(micro_batches: int, chunks: int, bptt_chunks: int) -> Iterator[WindowPass]:
-    """The order where one rank holds the whole model and runs each window as a whole: micro-batches, windows in order.
+    """Return the order of a rank that holds the whole model: micro-batches, their windows in order, each as a whole.
 
     Raises ValueError unless bptt_chunks divides chunks.
     """

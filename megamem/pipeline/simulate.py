@@ -73,7 +73,7 @@ class Timeline:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Timeline:
-        """The inverse of `as_dict`."""
+        """Return the timeline that `as_dict` described."""
         events = (Event(stage, Action(*what), start, end) for stage, *what, start, end in data["events"])
         return Timeline(data["stages"], tuple(events))
 

@@ -62,7 +62,7 @@ class Window(nn.Module):
 
 
 def select_states(finite: Tensor, new: States, old: States) -> States:
-    """`new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros.
+    """Return `new` where `finite` (a bool scalar on the device) holds, else `old`; where shapes differ, `new` or zeros.
 
     What `old` has too of growing lists, which are passed on by reference, stays as it is; the rest is `new` or zeros.
     Integers stay those of `new`: they count places, which are known whatever the step was worth.

@@ -1,9 +1,12 @@
-"""Bytes of activations: a layer of each kind reads chunks on the CPU, and what it makes is counted.
+"""Bytes of activations: a layer of each kind reads chunks on the CPU, and the ledger counts what it makes.
 
-The layer is the one that trains, so that it takes the paths that it takes in training; but large numbers are not
-computed (`megamem.planning.ledger`), and it is the share of one of many tensor-parallel ranks, for two or three rows:
-so this takes seconds. Bytes grow with rows and with a rank's share of the heads along straight lines: four measurements
-say what any other share and number of rows takes.
+The layer is the one that trains, so that it runs the code that it runs in training. But large numbers are not computed
+(`megamem.planning.ledger`), and the layer is the share of one of many tensor-parallel ranks, for two or three rows: so
+this takes seconds. Bytes are linear in the number of rows and in a rank's share of the heads: four measurements decide
+what any other share and number of rows takes.
+
+Three steps, from the inside out: `_read_chunks` measures chunk after chunk of one part at one size, `_Measurements`
+does so at four sizes and interpolates, `Activations` keeps the results by part.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,30 +34,33 @@ from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
 Bytes = npt.NDArray[np.float64]
+Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
+"""Hidden vectors or losses, new states by component, auxiliary losses."""
 ROWS = (2, 3)
-"""Rows that are measured; with one row some operations need no copies that they need with more."""
+"""Numbers of rows that are measured; with one row some operations need no copies that they need with more."""
 END_TOKENS = 64
-"""Tokens that embedding and head are measured with: what they take depends on the number of tokens alone."""
+"""Tokens that embedding and head are measured with: their bytes depend on the number of tokens alone."""
 MOST_CHUNKS = 8
 """Chunks after which a memory of fixed size has filled, or a growing one grows at its pace."""
 
 
 class PartBytes(NamedTuple):
-    """What a part of a stage (a layer, the embedding, the head) takes for one chunk of one micro-batch."""
+    """The bytes that a part of a stage (a layer, the embedding, the head) takes for one chunk of one micro-batch."""
 
     kept: float
-    """From the chunk's forward to its backward: activations, the hidden chunk it hands on, new states."""
+    """Bytes from the chunk's forward to its backward: activations, the hidden chunk it hands on, new states."""
     forward: float
-    """Most while its forward runs, above what there was before."""
+    """Most bytes while its forward runs, above those that there were before."""
     backward: float
-    """Most while its backward runs, above what there was before; gradients of parameters are held by then."""
-    handed_back: float
-    """Gradients on the states that it read, from its backward to that of the chunk before."""
+    """Most bytes while its backward runs, above those that there were before; gradients of parameters are among the
+    latter."""
+    state_gradients: float
+    """Bytes of gradients on the states that it read, from its backward to that of the chunk before."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank takes of a micro-batch, and how."""
+    """The share of a micro-batch that a rank computes, and how it does."""
 
     rows: float
     tp_size: int
@@ -63,44 +69,53 @@ class Share:
 
 
 class Activations:
-    """Of the parts of one model in sequences of so many chunks; each is measured when it is first asked for."""
+    """The bytes of all parts of a model, in sequences of so many chunks; each part is measured at its first use."""
 
     def __init__(self, model: ModelConfig, precision: Precision, chunks: int, processes: int = 1) -> None:
-        """processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context."""
+        """Measure nothing yet.
+
+        processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context.
+        """
         self.model, self.dtype, self.chunks, self.processes = model, DTYPES[precision], chunks, processes
-        self._found: dict[tuple[str, bool, bool], _Lines] = {}
-        self._read_off: dict[tuple[str, Share], list[PartBytes]] = {}
+        # by part and by what changes the operations; rows and TP are interpolated
+        self._measurements: dict[tuple[str, bool, bool], _Measurements] = {}
+        self._interpolated: dict[tuple[str, Share], list[PartBytes]] = {}
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
-        """Of a layer, for each chunk of a sequence."""
+        """Return the bytes of a layer for each chunk of a sequence."""
+        # layers of one kind are measured once
         return self._part(self.model.mixer_at(layer).model_dump_json(), range(layer, layer + 1), share)
 
     def embedding(self, share: Share) -> list[PartBytes]:
-        """Of the embedding."""
+        """Return the bytes of the embedding for each chunk of a sequence."""
         return self._end("embedding", range(0), share)
 
     def head(self, share: Share) -> list[PartBytes]:
-        """Of the last norm, the output head and the loss."""
+        """Return the bytes of the last norm, the output head and the loss for each chunk of a sequence."""
         return self._end("head", range(self.model.layers, self.model.layers), share)
 
     def _end(self, name: str, layers: range, share: Share) -> list[PartBytes]:
-        """Many tokens are many rows of few."""
+        """Return the bytes of embedding or head, which are the same for every chunk.
+
+        They are measured with few tokens: a chunk of many tokens counts as more rows.
+        """
         rows = share.rows * self.model.chunk_size / END_TOKENS
         return self._part(name, layers, replace(share, rows=rows)) * self.chunks
 
     def _part(self, name: str, layers: range, share: Share) -> list[PartBytes]:
+        """Return the bytes of a part by chunk, measured or interpolated where they are not known yet."""
         key = name, share.recompute, share.sequence_parallel
-        if key not in self._found:
+        if key not in self._measurements:
             with _one_thread():
-                self._found[key] = _Lines(self, layers, share)
-        if (name, share) not in self._read_off:
-            self._read_off[name, share] = self._found[key].at(share)
-        return self._read_off[name, share]
+                self._measurements[key] = _Measurements(self, layers, share)
+        if (name, share) not in self._interpolated:
+            self._interpolated[name, share] = self._measurements[key].at(share)
+        return self._interpolated[name, share]
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other would take most of the time: next to nothing is computed."""
+    """Let torch use one thread: where next to nothing is computed, threads that wait for each other take most time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,143 +124,172 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Measured(NamedTuple):
-    """One chunk of a part, measured. A course has the bytes after each operation, above those at its start."""
+class _MeasuredChunk(NamedTuple):
+    """The measurement of one chunk of a part. See `PartBytes`; forward and backward are the bytes after each operation,
+    above those at the beginning."""
 
     kept: float
     forward: Bytes
     backward: Bytes
-    handed_back: float
+    state_gradients: float
 
 
-class _Lines:
-    """Measurements of one part at two numbers of rows and two shares, and the lines through them."""
+class _Measurements:
+    """Measurements of one part at two numbers of rows and two TP sizes, and the straight lines through them."""
 
-    def __init__(self, of: Activations, layers: range, how: Share) -> None:
-        # the same goes for one head
-        split = END_TOKENS if not layers else of.model.chunk_size
-        sizes = [size for size in tp_sizes(of.model) if not how.sequence_parallel or split % size == 0]
-        several = [size for size in sizes if of.model.resolved_kv_heads // size > 1]
-        self.sizes = several[-2:] if len(several) > 1 else sizes[-2:]
-        self.chunks = of.chunks if layers else 1
-        stage = _stage(of.model, of.dtype, layers, how)
-        self.limit = _grows_to(stage, self.chunks)
+    def __init__(self, activations: Activations, layers: range, share: Share) -> None:
+        """Measure the part that holds `layers`. share: what changes its operations; rows and TP size are replaced."""
+        model = activations.model
+        # TP sizes into which the part divides; with sequence parallelism its tokens must divide too
+        tokens = model.chunk_size if layers else END_TOKENS
+        sizes = [size for size in tp_sizes(model) if not share.sequence_parallel or tokens % size == 0]
+        # the largest two: the smallest shares are measured fastest. As with rows, with a single head some operations
+        # need no copies that they need with more: such sizes are taken only if there are no others
+        several_heads = [size for size in sizes if model.resolved_kv_heads // size > 1]
+        self.sizes = several_heads[-2:] if len(several_heads) > 1 else sizes[-2:]
+        self.chunks = activations.chunks if layers else 1
+        self.grows_for = _growing_chunks(_zero_stage(model, activations.dtype, layers, share), self.chunks)
 
         corners = list(product(ROWS, self.sizes))
-        shares = [replace(how, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
-        measure = partial(_measure_part, of.model, of.dtype, layers, min(self.chunks, MOST_CHUNKS), self.limit > 0)
-        if of.processes > 1 and layers:
+        shares = [replace(share, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
+        chunks = min(self.chunks, MOST_CHUNKS)
+        measure = partial(_measure_part, model, activations.dtype, layers, chunks, self.grows_for > 0)
+        if activations.processes > 1 and layers:
             import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
 
-            gc.freeze()  # what there is need not be looked through again and again, nor copied
-            with ProcessPoolExecutor(min(of.processes, len(shares)), get_context("fork")) as pool:
-                found = list(pool.map(measure, shares))
+            # objects that exist now need not be looked through by the collector, which would copy their pages
+            gc.freeze()
+            with ProcessPoolExecutor(min(activations.processes, len(shares)), get_context("fork")) as pool:
+                results = list(pool.map(measure, shares))
         else:
-            found = list(map(measure, shares))
-        self.measured = dict(zip(corners, found, strict=True))
+            results = list(map(measure, shares))
+        self.measured = dict(zip(corners, results, strict=True))
 
     def at(self, share: Share) -> list[PartBytes]:
-        """By chunk."""
+        """Return the bytes at any number of rows and TP size, by chunk."""
+        # bilinear in rows and in 1 / TP: each corner's weight is a product of two
         weights = {
             (rows, tp): _weight(rows, ROWS, share.rows)
             * _weight(1 / tp, [1 / size for size in self.sizes], 1 / share.tp_size)
             for rows, tp in self.measured
         }
-        known = min(len(found) for found in self.measured.values())
-        found = np.array([self._chunk(chunk, weights) for chunk in range(known)])
-        return [PartBytes(*map(float, row)) for row in _continued(found, self.chunks, self.limit)]
+        # a corner may have become steady after fewer chunks than the others
+        known = min(len(chunks) for chunks in self.measured.values())
+        measured = np.array([self._chunk(chunk, weights) for chunk in range(known)])
+        return [PartBytes(*map(float, row)) for row in _extended(measured, self.chunks, self.grows_for)]
 
     def _chunk(self, chunk: int, weights: Mapping[tuple[int, int], float]) -> PartBytes:
-        here = [(found[chunk], weights[place]) for place, found in self.measured.items()]
+        """Return the weighted bytes of one chunk. weights: of the corners."""
+        corners = [(chunks[chunk], weights[corner]) for corner, chunks in self.measured.items()]
         return PartBytes(
-            sum(weight * found.kept for found, weight in here),
-            _most([(found.forward, weight) for found, weight in here]),
-            _most([(found.backward, weight) for found, weight in here]),
-            sum(weight * found.handed_back for found, weight in here),
+            sum(weight * measured.kept for measured, weight in corners),
+            _highest([(measured.forward, weight) for measured, weight in corners]),
+            _highest([(measured.backward, weight) for measured, weight in corners]),
+            sum(weight * measured.state_gradients for measured, weight in corners),
         )
 
 
-def _most(courses: Sequence[tuple[Bytes, float]]) -> float:
-    """The highest point of the line through courses. Where choices made them differ in length, of their own highest."""
-    if len({len(course) for course, _ in courses}) > 1:
-        return float(sum(weight * course.max() for course, weight in courses))
-    return float(np.sum([weight * course for course, weight in courses], axis=0).max())
+def _highest(corners: Sequence[tuple[Bytes, float]]) -> float:
+    """Return the highest point of the weighted sum of bytes over operations.
+
+    Which operation holds most may change with the size, so operations are summed before the highest is taken. Where
+    choices made the corners run different operations, their own highest points are summed.
+    """
+    if len({len(over_operations) for over_operations, _ in corners}) > 1:
+        return float(sum(weight * over_operations.max() for over_operations, weight in corners))
+    return float(np.sum([weight * over_operations for over_operations, weight in corners], axis=0).max())
 
 
-def _weight(at: float, points: Sequence[float], wanted: float) -> float:
-    """Of the value at the point `at` in the straight line through the values at `points` (one or two)."""
+def _weight(point: float, points: Sequence[float], wanted: float) -> float:
+    """Return the weight of the value at `point` in the straight line through the values at `points` (one or two)."""
     if len(points) == 1:
         return 1.0
-    (other,) = (point for point in points if point != at)
-    return (wanted - other) / (at - other)
+    (other,) = (candidate for candidate in points if candidate != point)
+    return (wanted - other) / (point - other)
 
 
 def _measure_part(
     model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
-) -> list[_Measured]:
-    """The first chunks, at most so many, until one costs what was to be expected."""
-    found, ledgers = _read_chunks(model, dtype, layers, chunks, growing, share)
-    if any(ledger.live for ledger in ledgers):  # tables that are made once and kept: now they are there
-        found, _ = _read_chunks(model, dtype, layers, chunks, growing, share)
-    return found
+) -> list[_MeasuredChunk]:
+    """Return the measurements of the first chunks; see `_read_chunks`."""
+    measured, ledgers = _read_chunks(model, dtype, layers, chunks, growing, share)
+    # what still lives are tables that are made at the first use and kept: the second time they are there already
+    if any(ledger.live for ledger in ledgers):
+        measured, _ = _read_chunks(model, dtype, layers, chunks, growing, share)
+    return measured
 
 
 def _read_chunks(
     model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
-) -> tuple[list[_Measured], list[Ledger]]:
-    stage, rows = _stage(model, dtype, layers, share), int(share.rows)
+) -> tuple[list[_MeasuredChunk], list[Ledger]]:
+    """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
+
+    Args:
+        layers: of the part; an empty range is the embedding (at 0) or the head.
+        chunks: the most that are read.
+        growing: whether the part's memory grows with each chunk.
+
+    Returns: measurements by chunk, and their ledgers.
+    """
+    stage, rows = _zero_stage(model, dtype, layers, share), int(share.rows)
     size = model.chunk_size if layers else END_TOKENS
     states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = torch.zeros(size, rows, dtype=torch.int64)
-    ledgers = []
-    found: list[_Measured] = []
-    while len(found) < chunks:
-        reads = {name: map_state(_alias, state) for name, state in states.items()}
-        where = Chunk((len(found) * size,) * rows)
+    ledgers: list[Ledger] = []
+    measured: list[_MeasuredChunk] = []
+    while len(measured) < chunks:
+        # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
+        reads = {name: map_state(_leaf, state) for name, state in states.items()}
+        position = Chunk((len(measured) * size,) * rows)
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
             entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
 
-        def forward(entered: Tensor = entered, reads: States = reads, where: Chunk = where) -> Any:
-            hidden, new, losses = stage.read_chunk(entered, reads, where)
-            out = [stage.token_losses(hidden, labels).sum()] if stage.last else hidden
-            return out, new, losses
+        def forward(entered: Tensor = entered, reads: States = reads, position: Chunk = position) -> Outputs:
+            hidden, new, losses = stage.read_chunk(entered, reads, position)
+            # a list, so that the loss is an output of which gradients are taken
+            return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 
         ledgers.append(Ledger())
-        (_, new, _), part = _measured(ledgers[-1], stage, forward, reads)
+        (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
         states = detach(new)
-        found.append(part)
-        if len(found) > (3 if growing else 2) and _steady([chunk.kept for chunk in found], growing):
+        measured.append(chunk)
+        # a line needs one chunk more than a constant, and the first chunk reads no memory
+        if len(measured) > (3 if growing else 2) and _is_steady([chunk.kept for chunk in measured], growing):
             break
-    return found, ledgers
+    return measured, ledgers
 
 
-def _steady(kept: list[float], growing: bool) -> bool:
-    """Whether the last chunk kept what the one before did, or grew as that had grown."""
+def _is_steady(kept: Sequence[float], growing: bool) -> bool:
+    """Return whether the last chunk kept what the one before did, or grew as that had grown."""
     expected = 2 * kept[-2] - kept[-3] if growing else kept[-2]
     return abs(kept[-1] - expected) < 1e-3 * kept[-1]
 
 
-def _continued(found: Bytes, chunks: int, limit: int) -> Bytes:
-    """The chunks that were not measured: growing as the last ones did, as long as anything grows."""
-    out = list(found)
-    while len(out) < chunks:
-        grows = 0 < len(out) <= limit and len(found) > 1
-        out.append(out[-1] + (found[-1] - found[-2] if grows else 0))
-    return np.stack(out)
+def _extended(measured: Bytes, chunks: int, grows_for: int) -> Bytes:
+    """Return the measured chunks [chunks, fields] and those after them, which grow as the last measured ones did.
+
+    grows_for: number of chunks over which anything grows.
+    """
+    extended = list(measured)
+    while len(extended) < chunks:
+        grows = 0 < len(extended) <= grows_for and len(measured) > 1
+        extended.append(extended[-1] + (measured[-1] - measured[-2] if grows else 0))
+    return np.stack(extended)
 
 
-def _grows_to(stage: Stage, chunks: int) -> int:
-    """Chunks over which the part's memory grows; 0 if its size is fixed."""
+def _growing_chunks(stage: Stage, chunks: int) -> int:
+    """Return the number of chunks over which the part's memory grows; 0 if its size is fixed."""
     lists = [spec for specs in stage.state_specs.values() for spec in specs.values() if isinstance(spec, Growing)]
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
-def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
-    """Some layers as a rank holds them, in training; all parameters are zero."""
+def _zero_stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
+    """Return some layers as a rank holds them in training, with parameters that are zero and take no memory."""
     with torch.device("meta"):
         stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
+    # embedding and head are parts of their own: a layer at an end of the model has neither
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
     stage.recompute = share.recompute
     for module in stage.modules():
@@ -254,11 +298,16 @@ def _stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) 
     return stage
 
 
-def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: States) -> tuple[Any, _Measured]:
-    """What the forward returned, and what it and its backward take.
+def _measure_chunk(
+    ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
+) -> tuple[Outputs, _MeasuredChunk]:
+    """Run forward and backward of one chunk, and return what the forward returned and the bytes of both.
 
-    Gradients that come from outside, and those of parameters, are there before the backward is counted.
+    Args:
+        forward: reads the chunk.
+        reads: the states that it reads, leaves of autograd.
     """
+    # parameters, their gradients and the states are counted elsewhere: here they cost nothing
     for parameter in stage.parameters():
         parameter.grad = room(parameter)
         ledger.enter_storage(parameter, counted=False)
@@ -266,20 +315,21 @@ def _measured(ledger: Ledger, stage: Stage, forward: Callable[[], Any], reads: S
     for state in state_tensors(reads):
         ledger.enter_storage(state, counted=False)
     with ledger:
-        results = forward()
-    kept, up = ledger.live, ledger.course
-    roots = [tensor for tensor in state_tensors(results) if tensor.requires_grad]
+        outputs = forward()
+    kept, forward_bytes = ledger.live, ledger.live_after
+    # gradients come from the next layer, the loss and the next chunk: they are there when the backward begins
+    roots = [tensor for tensor in state_tensors(outputs) if tensor.requires_grad]
     gradients = [room(root) for root in roots]
     for gradient in gradients:
         ledger.enter_storage(gradient, counted=False)
-    ledger.course = []
+    ledger.live_after = []
     with ledger:
         torch.autograd.backward(roots, gradients)
-    handed_back = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
-    down = np.array(ledger.course, dtype=np.float64) - kept
-    return results, _Measured(kept, np.array(up, dtype=np.float64), down, handed_back)
+    state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
+    backward_bytes = np.array(ledger.live_after, dtype=np.float64) - kept
+    return outputs, _MeasuredChunk(kept, np.array(forward_bytes, dtype=np.float64), backward_bytes, state_gradients)
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """As a chunk reads what the one before wrote (`StageExecutor`)."""
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a state tensor [N, ...] as a leaf of autograd: a chunk reads so what the one before wrote."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

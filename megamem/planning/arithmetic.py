@@ -1,4 +1,4 @@
-"""The arithmetic of a run in words."""
+"""The arithmetic of a run as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megamem.costs.parameters import parameter_counts
 
 
 def describe(config: RunConfig, dp_size: int) -> list[str]:
-    """The arithmetic of a run, a line each."""
+    """Return the arithmetic of a run: parameters, batch, sequence, budget and layout, a line each."""
     training, counts = config.training, parameter_counts(config.model)
     accumulation = config.accumulation_steps(dp_size)
     tokens = config.steps * training.batch_tokens

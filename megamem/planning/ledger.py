@@ -1,29 +1,36 @@
-"""Counts the bytes that operations make, for as long as they live."""
+"""The ledger: it counts the bytes that operations make, for as long as their results live.
+
+A torch dispatch mode sees every operation below autograd, with its operands and results. The ledger notes the storage
+of each result and, through a weak reference, when it is gone. Since only bytes are wanted, operations on large operands
+are not computed: their results get the right shape and zeros that take no memory until somebody reads them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+T = TypeVar("T")
 LARGE = 2**14
-"""Bytes of operands from which on floating-point results are not computed: they would take nearly all of the time."""
+"""Bytes of operands from which floating-point results are not computed: they would take nearly all of the time."""
 _VIEWS = {torch.ops.aten._unsafe_view.default}
-"""Operations that return a view and do not say so."""
-_CHOOSE = {
+"""Operations that return a view without declaring it."""
+_CHOICE_OPERATIONS = {
     torch.ops.aten.cat.default,
     torch.ops.aten.masked_fill.Scalar,
     torch.ops.aten._softmax.default,
     torch.ops.aten.sigmoid.default,
 }
-"""What shares of memories are made of, which decide how much is read; computed up to a size that costs little."""
-_CHOICES = 2**22
-"""Bytes of it."""
+"""Operations that make the weights by which mechanisms choose what to read: the choice decides how many bytes follow.
+They are computed as long as their operands are below `_CHOICE_BYTES`."""
+_CHOICE_BYTES = 2**22
 _ZEROS = {
     torch.ops.aten.slice_backward.default,
     torch.ops.aten.select_backward.default,
@@ -31,44 +38,51 @@ _ZEROS = {
     torch.ops.aten.new_zeros.default,
     torch.ops.aten.zeros_like.default,
 }
+"""Operations whose results may be large although their operands are small."""
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of all storages that operations make inside and that still live.
+    """The bytes of all storages that operations make inside the context and that still live.
 
     A storage counts once however many tensors view it, until the last of them is gone. Scratch memory that a kernel
-    takes and gives back within one operation is not seen. Large floating-point results are not computed; what is made
-    of them (choices, counts) may come out otherwise than with their true values.
+    takes and gives back within one operation is not seen. Large floating-point results are not computed; what depends
+    on their values (choices, counts) may come out otherwise than in a real run.
     """
 
     def __init__(self) -> None:
+        """Begin with an empty ledger."""
         super().__init__()
         self.live = 0
-        self.course: list[int] = []
-        """`live` after each operation."""
+        """Bytes that live now."""
+        self.live_after: list[int] = []
+        """`live` after each operation, in order."""
         self._known: dict[int, _Entry] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to import and ask the compiler, of which nothing runs here: it would take a quarter of the time."""
+        """Return False: nothing is compiled here, and importing the compiler would take a quarter of the time."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, or make room for its results, and enter their storages; operands were there before."""
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run an operation, or make room for its results, and enter them."""
         kwargs = kwargs or {}
         size = 0
+        # operands that were made outside cost nothing; they must be known, as a result may be a view of them
         for operand in _tensors((*args, *kwargs.values())):
             self.enter_storage(operand, counted=False)
             size += operand.nbytes
         out = _run(func, args, kwargs, size)
         for result in _tensors((out,)):
             self.enter_storage(result)
-        self.course.append(self.live)
+        self.live_after.append(self.live)
         return out
 
     def enter_storage(self, tensor: Tensor, counted: bool = True) -> None:
-        """Know the storage of `tensor` from now on; not `counted`: at no cost."""
+        """Know the storage of `tensor` [N, ...] from now on; if not `counted`, it costs nothing."""
         storage = tensor.untyped_storage()
+        # the address of torch's own object: two Python objects may stand for one storage
         key = storage._cdata
         if key not in self._known:
             entry = _Entry(storage, self._leave)
@@ -77,20 +91,24 @@ class Ledger(TorchDispatchMode):
             self.live += entry.size
 
     def _leave(self, entry: _Entry) -> None:
+        """Forget a storage that has gone."""
         del self._known[entry.key]
         self.live -= entry.size
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A storage that lives, and what to know of it when it has gone."""
+    """A weak reference to a storage, with what must be known of it once it has gone."""
 
     __slots__ = ("key", "size")
     key: int
     size: int
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Among arguments or results of an operation, which come alone or in lists. (pytree takes ten times as long.)"""
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Return the tensors among arguments or results of an operation, which come alone or in lists.
+
+    (torch's pytree would take ten times as long.)
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -98,54 +116,63 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Arguments or results, each changed."""
+def _map_values(change: Callable[[Any], Any], value: T) -> T:
+    """Return arguments or results with `change` applied to each, inside of lists and dicts too."""
     if isinstance(value, list | tuple):
-        return type(value)([_mapped(change, each) for each in value])
+        return cast(T, type(value)([_map_values(change, each) for each in value]))
     if isinstance(value, dict):
-        return {name: _mapped(change, each) for name, each in value.items()}
-    return change(value)
+        return cast(T, {name: _map_values(change, each) for name, each in value.items()})
+    return cast(T, change(value))
 
 
-def _run(func: Any, args: Any, kwargs: Any, size: int) -> Any:
-    """The operation's results; only room for them where operands are large and results are floating-point numbers.
+def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], size: int) -> object:
+    """Return the operation's results, or only room for them where they are large floating-point numbers.
 
-    size: bytes of operands.
+    size: bytes of the operands.
     """
-    if (size < LARGE and func not in _ZEROS) or func in _VIEWS or (func in _CHOOSE and size < _CHOICES):
+    # small ones, views and choices are computed
+    computed = size < LARGE and func not in _ZEROS
+    if computed or func in _VIEWS or (func in _CHOICE_OPERATIONS and size < _CHOICE_BYTES):
         return func(*args, **kwargs)
+    # an operation on operands of the same shapes has results of the same shapes: find them out once
     key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
     if key not in _results:
-        _results[key] = _shapes(func, args, kwargs)
-    found = _results[key]
-    if found is None:
+        _results[key] = _result_shapes(func, args, kwargs)
+    shapes = _results[key]
+    if shapes is None:
         return func(*args, **kwargs)
-    if found is _IN_PLACE:
+    if shapes is _IN_PLACE:
         return args[0]
-    return _mapped(room, found)
+    return _map_values(room, shapes)
 
 
 _IN_PLACE = object()
-_results: dict[Any, Any] = {}
-"""Of operations with operands of given shapes: results on the meta device; None if they must be computed."""
+"""Stands for the result of an operation that writes to its first operand and returns it."""
+_results: dict[Hashable, object] = {}
+"""Results on the meta device, by operation and operands' shapes; None for operations that must be computed."""
 
 
-def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Return the results on the meta device, `_IN_PLACE`, or None if the operation must be computed."""
     schema = func._schema
     if schema.is_mutable:
+        # only operations that write to nothing but a floating-point first operand may be left out
         written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-        alone = written[0] and not any(written[1:])
-        return _IN_PLACE if alone and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+        only_first = written[0] and not any(written[1:])
+        return _IN_PLACE if only_first and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+    # a view shares its operand's storage: it must be made of that operand
     if any(result.alias_info is not None for result in schema.returns):
         return None
     try:
-        shaped = func(*_mapped(_without_values, args), **_mapped(_without_values, kwargs))
+        shaped: object = func(*_map_values(_on_meta, args), **_map_values(_on_meta, kwargs))
     except NotImplementedError:
         return None
+    # integers and booleans are indices and masks, whose values count
     return shaped if all(result.is_floating_point() for result in _tensors((shaped,))) else None
 
 
-def _description(value: Any) -> Any:
+def _description(value: object) -> Hashable:
+    """Return what of an argument decides the shapes of results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -153,7 +180,8 @@ def _description(value: Any) -> Any:
     return type(value), value
 
 
-def _without_values(value: Any) -> Any:
+def _on_meta(value: object) -> object:
+    """Return an argument on the meta device, where tensors have a shape and no values."""
     if isinstance(value, torch.device):
         return torch.device("meta")
     if not isinstance(value, Tensor):
@@ -161,14 +189,15 @@ def _without_values(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def room(value: Any) -> Any:
-    """Zeros of a tensor's shape, which the system makes when they are first read: they cost nothing until then.
+def room(value: T) -> T:
+    """Return zeros like a tensor, of any shape, which cost nothing until they are read; other values as they are.
 
-    A mapping of its own for each: an allocator would fill with zeros what it has used before.
+    Each has a mapping of its own, whose pages the system makes at the first read: an allocator would fill with zeros
+    what it has used before.
     """
     if not isinstance(value, Tensor):
         return value
     if not value.numel():
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        return cast(T, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype))
     mapped = mmap(-1, value.untyped_storage().nbytes(), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    return torch.frombuffer(mapped, dtype=value.dtype).as_strided(value.shape, value.stride())
+    return cast(T, torch.frombuffer(mapped, dtype=value.dtype).as_strided(value.shape, value.stride()))

@@ -1,4 +1,4 @@
-"""What plans assume of devices and of the links between them."""
+"""The devices of plans: memory, rates and the links between them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from megamem.costs.devices import Precision, device_peak
 from megamem.errors import ConfigError
 
 ACHIEVED = 0.8
-"""Of the rate that data sheets print for links and memory: what large transfers reach."""
+"""Share of the rates of data sheets that large transfers over links and memory reach."""
 DISK = 2e9
 """Bytes per second that a node writes to shared storage."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device as plans see it; rates in bytes per second, as data sheets print them."""
+    """A device in a cluster; rates in bytes per second, as data sheets print them."""
 
     name: str
-    """As `megamem.costs.devices` knows it."""
+    """Name of the device, which `megamem.costs.devices` knows."""
     memory: float
     """Bytes of a device."""
     reserve: float
-    """Of which so many are not the run's: context and libraries, their communication buffers, fragmentation."""
+    """Bytes that the run cannot use: context and libraries, their communication buffers, fragmentation."""
     memory_rate: float
+    """Rate of the device's memory."""
     link: float
-    """That a device sends to others in its node."""
+    """Rate at which a device sends to others in its node."""
     network: float
-    """That a device sends to other nodes."""
+    """Rate at which a device sends to other nodes."""
     per_node: int
+    """Devices of a node."""
 
     @property
     def usable(self) -> float:
-        """Bytes for the run."""
+        """Bytes that the run may use."""
         return self.memory - self.reserve
 
     def peak(self, precision: Precision) -> float:
-        """FLOP/s of dense matrix products."""
+        """Return the FLOP/s of dense matrix products."""
         if self.name == "cpu":
             return _measured_rate()
         found = device_peak(self.name, precision)
@@ -49,7 +51,7 @@ class Machine:
         return found
 
     def rate(self, ranks: int, apart: int = 1) -> float:
-        """Bytes per second that each of so many ranks, their numbers so far apart, sends around a ring.
+        """Return the bytes per second that each of `ranks` ranks, whose numbers are `apart` apart, sends around a ring.
 
         A group that spans nodes has a network card for each of its ranks in a node, and rings over all of them.
         """
@@ -58,10 +60,11 @@ class Machine:
         return ACHIEVED * min(self.link, self.network * max(1, self.per_node // apart))
 
     def hop(self, ranks: int, apart: int) -> float:
-        """Bytes per second from one rank to the next, if there are so many so far apart: the slowest hop counts."""
+        """Return the bytes per second of the slowest hop from one of `ranks` ranks to the next, `apart` further."""
         return ACHIEVED * (self.link if self._in_a_node(ranks, apart) else self.network)
 
     def _in_a_node(self, ranks: int, apart: int) -> bool:
+        """Return whether such a group of ranks lies within a node."""
         return self.per_node % (ranks * apart) == 0
 
 
@@ -77,7 +80,7 @@ KINDS = (*_MACHINES, "cpu")
 
 
 def machine(kind: str, devices: int) -> Machine:
-    """One of so many devices of a kind. `cpu`: a rank's share of this machine, whose matrix rate is measured.
+    """Return one of so many devices of a kind; `cpu` is a rank's share of this machine, whose matrix rate is measured.
 
     Raises: ConfigError for a kind that is not known.
     """
@@ -92,7 +95,7 @@ def machine(kind: str, devices: int) -> Machine:
 
 @lru_cache(maxsize=1)
 def _measured_rate() -> float:
-    """FLOP/s of one core in FP32, from a product of a tenth of a second."""
+    """Return the FLOP/s of one core in FP32, from products that take about a tenth of a second."""
     size, threads = 768, torch.get_num_threads()
     a = torch.ones(size, size)
     torch.set_num_threads(1)

@@ -1,9 +1,8 @@
-"""What a run will cost on given devices: arithmetic, bytes of each rank, time of a step, days, checkpoints."""
+"""The plan of a run on given devices: bytes of each rank, traffic, time of a step, days, checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from megamem.config.run import RunConfig
 from megamem.costs.flops import flops_per_token
@@ -20,31 +19,33 @@ from megamem.planning.ranks import RankBytes, held_bytes, stage_parameters
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, stage_traffic, step_time
 from megamem.planning.traffic import Traffic
 
-SAVED = 12
+CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a checkpoint: FP32 weight and two moments."""
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """A rank of a stage at the moment of a step when it holds most, bytes."""
+class RankReport:
+    """The bytes of a rank of one stage at the moment of a step that holds most."""
 
     stage: int
     layers: range
     held: RankBytes
+    """Bytes that it holds all the time."""
     peak: StepPeak
+    """Bytes besides at the moment that holds most."""
 
     @property
     def total(self) -> float:
-        """Bytes that must fit: the most within a step, or while the rank is built, whole and in FP32 at first."""
+        """Bytes that must fit: the most within a step or while the rank is built."""
         return max(self.held.weights + self.held.optimizer + self.peak.total, self.building)
 
     @property
     def building(self) -> float:
-        """Bytes while DeepSpeed divides what the rank has built."""
+        """Bytes while DeepSpeed divides the model, which the rank has built whole and in FP32."""
         return 4.0 * self.held.parameters + self.held.weights
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data, for JSON."""
         peak = {name: round(value) for name, value in asdict(self.peak).items()}
         return {
             "stage": self.stage,
@@ -59,20 +60,23 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Of a run on so many devices."""
+class PlanReport:
+    """The plan of a run on so many devices."""
 
     layout: Layout
     machine: Machine
     efficiency: float
-    ranks: list[RankPlan]
-    other_way: list[RankPlan]
-    """Of the same run without activation checkpointing if it is with, and with if it is without."""
+    """Share of the device's peak that ranks are assumed to reach."""
+    ranks: list[RankReport]
+    """A rank of each stage."""
+    switched_ranks: list[RankReport]
+    """The same ranks with recomputation if the run has none, and without if it has."""
     traffic: list[Traffic]
+    """Traffic of a rank of each stage."""
     time: StepTime
     states: dict[str, int]
-    """Bytes of a micro-batch's memory states at the end of a sequence, all layers of a tensor-parallel rank: of
-    `fixed` size, and in `banks` that grow."""
+    """Bytes of a micro-batch's memory states at the end of a sequence, in all layers of a tensor-parallel rank: those
+    of `fixed` size, and those in `banks` that grow."""
 
     @property
     def config(self) -> RunConfig:
@@ -86,7 +90,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many."""
+        """Number of devices."""
         return self.dp_size * self.config.parallel.tp * self.config.parallel.pp
 
     @property
@@ -101,52 +105,52 @@ class Plan:
 
     @property
     def flops(self) -> dict[str, float]:
-        """Per token; see `flops_per_token`."""
+        """FLOPs per token; see `flops_per_token`."""
         return flops_per_token(self.config.model, self.config.data.sequence_length)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens that the whole job trains on in a second."""
         return self.config.training.batch_tokens / self.time.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization that follows."""
+        """Model FLOPs utilization."""
         peak = self.machine.peak(self.config.training.precision) * self.devices
         return self.flops["training"] * self.tokens_per_second / peak
 
     @property
     def days(self) -> float:
-        """Of all steps, without pauses."""
+        """Days that all steps take, without pauses."""
         return self.config.steps * self.time.total / 86_400
 
     @property
     def checkpoint(self) -> dict[str, float]:
-        """Bytes of one and seconds to write it, every node its share; with states where they are carried over."""
-        size = float(SAVED * parameter_counts(self.config.model)["total"])
+        """Bytes of a checkpoint, with states that streams carry over, and seconds to write it from all nodes."""
+        size = float(CHECKPOINT_BYTES * parameter_counts(self.config.model)["total"])
         if self.config.data.feeding == "streams":
             rows = self.config.accumulation_steps(self.dp_size) * self.dp_size * self.config.parallel.tp
             size += rows * sum(self.states.values())
         nodes = -(-self.devices // self.machine.per_node)
         return {"bytes": size, "seconds": size / nodes / DISK}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        other_way = "no_recompute" if self.config.training.recompute else "recompute"
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data, for JSON."""
+        switched = "no_recompute" if self.config.training.recompute else "recompute"
         return {
             "name": self.config.name,
             "devices": self.devices,
             "device": self.machine.name,
-            "layout": self.layout.as_dict(),
+            "layout": self.layout.to_dict(),
             "parameters": parameter_counts(self.config.model),
             "flops_per_token": self.flops,
-            "ranks": [rank.as_dict() for rank in self.ranks],
-            other_way: [rank.as_dict() for rank in self.other_way],
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            switched: [rank.to_dict() for rank in self.switched_ranks],
             "states": self.states,
             "fits": self.fits,
             "traffic": [asdict(sent) for sent in self.traffic],
             "bubble": self.time.bubble_share,
-            "step_seconds": self.time.as_dict(),
+            "step_seconds": self.time.to_dict(),
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "days": self.days,
@@ -156,7 +160,7 @@ class Plan:
 
 
 def data_parallel(config: RunConfig, devices: int | None) -> int:
-    """Data-parallel size of the run on so many devices; as configured if not given.
+    """Return the data-parallel size of the run on so many devices; as configured if not given.
 
     Raises: LayoutError if devices or batch cannot be divided so.
     """
@@ -180,38 +184,42 @@ def make_plan(
     dp_size: int,
     machine: Machine,
     efficiency: float = EFFICIENCY,
-    found: Activations | None = None,
-) -> Plan:
-    """Plan a run.
+    activations: Activations | None = None,
+) -> PlanReport:
+    """Return the plan of a run.
 
-    found: measurements of this model's activations at this precision, where there are some already.
+    Args:
+        dp_size: data-parallel ranks.
+        efficiency: share of the device's peak that ranks reach.
+        activations: measurements of this model's activations at this precision, where there are some already.
+
     Raises: LayoutError for a layout that the model cannot be split into.
     """
-    found = found or Activations(config.model, config.training.precision, config.chunks)
+    activations = activations or Activations(config.model, config.training.precision, config.chunks)
     counts = place(config)
     layout = Layout(config, dp_size, tuple(counts))
-    ranks = rank_plans(layout, found)
+    ranks = rank_reports(layout, activations)
     switched = config.training.model_copy(update={"recompute": not config.training.recompute})
-    other_way = Layout(config.model_copy(update={"training": switched}), dp_size, layout.counts)
+    other_layout = Layout(config.model_copy(update={"training": switched}), dp_size, layout.counts)
     parameters = [rank.held.parameters for rank in ranks]
     sizes = (config.training.micro_batch_size, DTYPES[config.training.precision], config.parallel.tp, config.chunks)
-    return Plan(
+    return PlanReport(
         layout,
         machine,
         efficiency,
         ranks,
-        rank_plans(other_way, found),
+        rank_reports(other_layout, activations),
         stage_traffic(layout, parameters),
         step_time(layout, parameters, machine, efficiency),
         split_state_bytes(config.model, *sizes),
     )
 
 
-def rank_plans(layout: Layout, found: Activations) -> list[RankPlan]:
-    """A rank of each stage. Raises LayoutError for a layout that the model cannot be split into."""
+def rank_reports(layout: Layout, activations: Activations) -> list[RankReport]:
+    """Return the report of a rank of each stage. Raises LayoutError if the model cannot be split into the layout."""
     config, tp_size, dp_size = layout.config, layout.config.parallel.tp, layout.dp_size
-    plans = []
+    reports = []
     for stage, layers in enumerate(contiguous(layout.counts)):
         held = held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
-        plans.append(RankPlan(stage, layers, held, step_peak(config, found, layers, stage, tp_size, dp_size)))
-    return plans
+        reports.append(RankReport(stage, layers, held, step_peak(config, activations, layers, stage, tp_size, dp_size)))
+    return reports

@@ -1,11 +1,12 @@
-"""Layers as one of several tensor-parallel ranks holds them, without the others: for counting, not for computing."""
+"""Linear layers as one of several tensor-parallel ranks holds them, without the others: to count bytes with."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from megamem.config.model import ModelConfig
 from megamem.errors import LayoutError
@@ -13,7 +14,7 @@ from megamem.parallel.linears import Initializer, PlainLinears
 
 
 def tp_sizes(model: ModelConfig) -> list[int]:
-    """The tensor-parallel sizes into which everything of `model` divides, in order."""
+    """Return the tensor-parallel sizes into which everything of `model` divides, in ascending order."""
     shared = (model.heads, model.resolved_kv_heads, model.resolved_ffn_size, model.resolved_padded_vocab_size)
     return [size for size in range(1, model.resolved_kv_heads + 1) if not any(whole % size for whole in shared)]
 
@@ -21,11 +22,13 @@ def tp_sizes(model: ModelConfig) -> list[int]:
 class RankLinears(PlainLinears):
     """The layers of one of `tp_size` ranks.
 
-    They communicate nothing, but take and return what they would if they did: with `sequence_parallel`, `enter` makes
-    all tokens out of a rank's and projections back leave a rank's; losses keep what Megatron-Core's keep.
+    They communicate nothing, but take and return tensors of the shapes that they would have with communication: with
+    `sequence_parallel`, `enter` makes the tokens of all ranks out of one rank's, and projections back return one
+    rank's. Losses keep the tensors that Megatron-Core's keep. Values mean nothing.
     """
 
     def __init__(self, tp_size: int, sequence_parallel: bool = False) -> None:
+        """Remember the layout."""
         self.tp_size = tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
 
@@ -69,25 +72,33 @@ class RankLinears(PlainLinears):
         return out
 
     def _own(self, out: Tensor) -> Tensor:
+        """Return one rank's tokens: [tokens, batch, hidden] to [tokens / tp_size, batch, hidden]."""
         return out[: out.shape[0] // self.tp_size].clone()
 
     def _share(self, size: int, what: str) -> int:
+        """Return one rank's share of `size`. Raises LayoutError if it does not divide; what: its name there."""
         if size % self.tp_size:
             raise LayoutError(f"parallel.tp: {self.tp_size} ranks cannot share {size} {what} evenly")
         return size // self.tp_size
 
 
 class _VocabParallelLoss(torch.autograd.Function):
-    """What `vocab_parallel_cross_entropy` of Megatron-Core makes and keeps: FP32 logits, overwritten in both passes."""
+    """A loss that keeps what Megatron-Core's `vocab_parallel_cross_entropy` keeps: FP32 logits, overwritten twice."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each token, from this rank's logits alone."""
+    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss [tokens, batch] of each token, from this rank's logits alone.
+
+        logits: [tokens, batch, vocabulary of the rank]; labels: [tokens, batch], int64.
+        """
         logits = logits.float()
+        # the maximum of this rank stands for that of all
         logits -= logits.max(-1, keepdim=True).values
+        # labels that other ranks have are masked; their logit is read at row 0
         mask = labels >= logits.shape[-1]
         local = labels.masked_fill(mask, 0).flatten()
         own = logits.flatten(0, 1)[torch.arange(len(local)), local].view_as(labels)
+        # softmax in place: the same storage is kept for the backward
         shares = logits.exp_()
         total = shares.sum(-1, keepdim=True)
         shares /= total
@@ -95,8 +106,9 @@ class _VocabParallelLoss(torch.autograd.Function):
         return total.squeeze(-1).log() - own
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """See `forward`."""
-        shares, mask, local = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits [tokens, batch, vocabulary of the rank]. gradient: [tokens, batch]."""
+        shares, mask, local = ctx.saved_tensors  # type: ignore[attr-defined]
+        # softmax minus one at the label
         shares.flatten(0, 1)[torch.arange(len(local)), local] -= 1.0 - mask.flatten().float()
         return shares.mul_(gradient[..., None]), None

@@ -1,4 +1,4 @@
-"""What each rank of a layout holds between steps: counted from what it builds, and what DeepSpeed makes of that."""
+"""Bytes that each rank of a layout holds between steps, counted on the layers as it builds them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megamem.planning.rank_linears import RankLinears
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What a rank holds between steps, and the states of a micro-batch while it is read."""
+    """Bytes that a rank holds between steps, and those of a micro-batch's states."""
 
     parameters: int
-    """How many, not bytes."""
+    """Number of parameters (not bytes)."""
     weights: int
     gradients: int
     optimizer: int
@@ -45,22 +45,27 @@ class PartParameters:
     embedding: int
     layers: tuple[int, ...]
     head: int
-    """With the last norm."""
+    """Parameters of the output head and the last norm."""
     tied: int
-    """What the last of several stages holds of a tied embedding."""
+    """Parameters of a tied embedding that the last of several stages holds too."""
 
 
 def part_parameters(model: ModelConfig, tp_size: int) -> PartParameters:
-    """Counted on the parts as a rank builds them, without values. Raises LayoutError if they cannot be split so."""
+    """Return the parameters of the parts as a rank builds them, without values.
+
+    Raises: LayoutError if the model cannot be split so.
+    """
     return _part_parameters(model.model_dump_json(), tp_size)
 
 
 @lru_cache(maxsize=64)
-def _part_parameters(written: str, tp_size: int) -> PartParameters:
-    model = ModelConfig.model_validate_json(written)
+def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
+    """Return `part_parameters` of a model as JSON, which a cache can have as key."""
+    model = ModelConfig.model_validate_json(model_json)
     for name, size in {"model.heads": model.heads, "model.kv_heads": model.resolved_kv_heads}.items():
         if size % tp_size:
             raise LayoutError(f"parallel.tp: {tp_size} ranks cannot share {name} {size} evenly")
+    # one layer of each kind is built
     kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
     linears = RankLinears(tp_size)
     with torch.device("meta"):
@@ -77,11 +82,12 @@ def _part_parameters(written: str, tp_size: int) -> PartParameters:
 
 
 def _count(modules: Sequence[torch.nn.Module]) -> int:
+    """Return the number of parameters of modules."""
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def stage_parameters(model: ModelConfig, layers: range, tp_size: int) -> int:
-    """Parameters of a rank of the stage that holds `layers`. Raises LayoutError as `part_parameters`."""
+    """Return the parameters of a rank of the stage that holds `layers`. Raises LayoutError as `part_parameters`."""
     parts = part_parameters(model, tp_size)
     first, last = layers.start == 0, layers.stop == model.layers
     count = sum(parts.layers[layer] for layer in layers)
@@ -90,10 +96,11 @@ def stage_parameters(model: ModelConfig, layers: range, tp_size: int) -> int:
 
 
 def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> list[RankBytes]:
-    """Of a rank of each pipeline stage; layers are placed as the run would place them.
+    """Return the bytes of a rank of each pipeline stage; layers are placed as the run would place them.
 
-    Weights are in the run's precision, gradients are summed in FP32. Not in it: activations, communication buffers,
-    what `streams` carry over.
+    Weights are in the run's precision, gradients are summed in FP32. Activations, communication buffers and states that
+    `streams` carry over are left out.
+
     Raises: LayoutError for a layout that model or ZeRO stage cannot be split into.
     """
     if pp_size > 1 and config.parallel.zero_stage > 1:
@@ -109,15 +116,17 @@ def rank_bytes(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) 
 
 
 def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, dp_size: int) -> RankBytes:
-    """Of a rank that holds `layers` with so many parameters."""
+    """Return the bytes of a rank that holds `layers` with so many parameters."""
     zero, dtype = config.parallel.zero_stage, DTYPES[config.training.precision]
     mixed = dtype != torch.float32
     rows = config.training.micro_batch_size
     states = stage_state_bytes(config.model, layers, rows, dtype, tp_size, config.chunks)
 
     def share(divided: bool, each: int) -> int:
+        """Return the bytes of all parameters at `each` bytes, divided among data-parallel ranks or not."""
         return -(-parameters * each // (dp_size if divided else 1))
 
+    # ZeRO divides the optimizer from stage 1 on, gradients from 2 on, weights at 3
     return RankBytes(
         parameters=parameters,
         weights=share(zero == 3, dtype.itemsize),
@@ -128,7 +137,7 @@ def held_bytes(config: RunConfig, layers: range, parameters: int, tp_size: int, 
 
 
 def fullest(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> RankBytes | str:
-    """The stage whose rank holds most, or why the layout is impossible."""
+    """Return the bytes of the stage whose rank holds most, or the reason why the layout is impossible."""
     try:
         return max(rank_bytes(config, tp_size, pp_size, dp_size), key=lambda rank: rank.total)
     except LayoutError as error:
@@ -138,5 +147,5 @@ def fullest(config: RunConfig, tp_size: int, pp_size: int, dp_size: int = 1) -> 
 def layouts(
     config: RunConfig, dp_size: int = 1, tp: tuple[int, ...] = (1, 2, 4, 8), pp: tuple[int, ...] = (1, 2, 4)
 ) -> dict[tuple[int, int], RankBytes | str]:
-    """`fullest` of each (TP, PP), with so many data-parallel ranks."""
+    """Return `fullest` of each (TP, PP), with so many data-parallel ranks."""
     return {(tp_size, pp_size): fullest(config, tp_size, pp_size, dp_size) for tp_size in tp for pp_size in pp}

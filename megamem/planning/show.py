@@ -9,14 +9,14 @@ from rich.table import Table
 from megamem.costs.parameters import parameter_counts
 from megamem.planning.arithmetic import describe
 from megamem.planning.machines import DISK
-from megamem.planning.plan import Plan, RankPlan
-from megamem.planning.search import Candidate, Found, Search
+from megamem.planning.plan import PlanReport, RankReport
+from megamem.planning.search import Candidate, SearchReport
 
 GIB = 2**30
 
 
-def show_plan(plan: Plan) -> Iterator[Table | str]:
-    """Everything about a plan, in order."""
+def show_plan(plan: PlanReport) -> Iterator[Table | str]:
+    """Return everything about a plan, as tables and lines in the order in which they are shown."""
     config, machine = plan.config, plan.machine
     yield f"{config.name} on {plan.devices} x {machine.name}"
     yield from describe(config, plan.dp_size)
@@ -40,7 +40,8 @@ def show_plan(plan: Plan) -> Iterator[Table | str]:
     )
 
 
-def _parts(plan: Plan) -> Table:
+def _parts(plan: PlanReport) -> Table:
+    """Return the table of parameters and FLOPs by part of the model."""
     table = Table(title="parameters and forward FLOPs per token")
     for column, justify in (("part", "left"), ("parameters", "right"), ("", "left"), ("FLOPs", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
@@ -53,8 +54,8 @@ def _parts(plan: Plan) -> Table:
     return table
 
 
-def _bytes(plan: Plan) -> Table:
-    """Stages side by side: a terminal is wider than a pipeline is long."""
+def _bytes(plan: PlanReport) -> Table:
+    """Return the table of bytes, a column for each stage: a terminal is wider than a pipeline is long."""
     table = Table(title="GiB of a rank of each stage when it holds most")
     for column in ("", *(f"stage {rank.stage}" for rank in plan.ranks)):
         table.add_column(column, justify="right" if column else "left")
@@ -63,11 +64,11 @@ def _bytes(plan: Plan) -> Table:
     for name, size in _SIZES.items():
         table.add_row(name, *(f"{size(rank) / GIB:.2f}" for rank in plan.ranks))
     other = "total without recomputation" if plan.config.training.recompute else "total with recomputation"
-    table.add_row(other, *(f"{rank.total / GIB:.2f}" for rank in plan.other_way))
+    table.add_row(other, *(f"{rank.total / GIB:.2f}" for rank in plan.switched_ranks))
     return table
 
 
-_SIZES: dict[str, Callable[[RankPlan], float]] = {
+_SIZES: dict[str, Callable[[RankReport], float]] = {
     "weights": lambda rank: rank.held.weights,
     "optimizer": lambda rank: rank.held.optimizer,
     "gradients": lambda rank: rank.peak.gradients,
@@ -81,7 +82,8 @@ _SIZES: dict[str, Callable[[RankPlan], float]] = {
 }
 
 
-def _traffic(plan: Plan) -> Table:
+def _traffic(plan: PlanReport) -> Table:
+    """Return the table of bytes sent in a step."""
     table = Table(title="GB that a rank of each stage sends in a step")
     for column in ("stage", "tensor parallel", "pipeline", "data parallel"):
         table.add_column(column, justify="right")
@@ -90,7 +92,8 @@ def _traffic(plan: Plan) -> Table:
     return table
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanReport) -> str:
+    """Return the line about the time of a step."""
     time = plan.time
     return (
         f"step: {time.total:.3f} s at {plan.efficiency:.0%} of the peak = {time.compute:.3f} operations "
@@ -101,34 +104,35 @@ def _time(plan: Plan) -> str:
     )
 
 
-def show_found(search: Search, found: Found) -> Iterator[Table | str]:
-    """The best layouts of a search, or why there are none."""
-    machine = search.machine
+def show_search(report: SearchReport) -> Iterator[Table | str]:
+    """Return the table of the best layouts, or lines that say why there are none."""
+    machine = report.machine
     usable = machine.usable / GIB
-    if not found.possible:
+    if not report.possible:
         yield (
-            f"no layout: {search.config.global_rows} sequences of a step (training.batch_tokens) on {search.devices} "
+            f"no layout: {report.config.global_rows} sequences of a step (training.batch_tokens) on {report.devices} "
             "devices divide into none of PP, TP and DP"
         )
         return
-    if not found.best:
-        yield f"no layout of {search.config.name} fits into {search.devices} x {machine.name} ({usable:.1f} GiB each)"
-        if found.least is not None:
-            yield f"least of {found.tried}: {_overrides(found.least)} takes {found.least.total / GIB:.1f} GiB"
+    if not report.best:
+        yield f"no layout of {report.config.name} fits into {report.devices} x {machine.name} ({usable:.1f} GiB each)"
+        if report.smallest is not None:
+            yield f"least of {report.tried}: {_overrides(report.smallest)} takes {report.smallest.total / GIB:.1f} GiB"
         return
-    table = Table(title=f"{search.config.name} on {search.devices} x {machine.name}: {usable:.1f} GiB each")
-    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "again", "GiB", "s/step", "bubble", "Mtok")
+    table = Table(title=f"{report.config.name} on {report.devices} x {machine.name}: {usable:.1f} GiB each")
+    columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "recompute", "GiB", "s/step", "bubble", "Mtok")
     for column in columns:
         table.add_column(column, justify="right")
-    for candidate in found.best:
+    for candidate in report.best:
         table.add_row(*_cells(candidate))
     yield table
-    yield "rows of a micro-batch; window: chunks that gradients of memories span; again: recomputation; Mtok a second"
-    yield f"{found.possible:,} layouts divide model and batch; bytes of {found.tried} were looked at"
-    yield f"the first: {_overrides(found.best[0])}"
+    yield "rows: of a micro-batch; window: chunks that gradients of memories span; Mtok: million tokens a second"
+    yield f"{report.possible:,} layouts divide model and batch; bytes of {report.tried} were looked at"
+    yield f"the first: {_overrides(report.best[0])}"
 
 
 def _cells(candidate: Candidate) -> list[str]:
+    """Return a row of the table of layouts."""
     config, time = candidate.layout.config, candidate.time
     parallel, training = config.parallel, config.training
     return [
@@ -140,7 +144,7 @@ def _cells(candidate: Candidate) -> list[str]:
 
 
 def _overrides(candidate: Candidate) -> str:
-    """As `megamem train` takes them."""
+    """Return the layout as overrides for `megamem train`."""
     config = candidate.layout.config
     parallel, training = config.parallel, config.training
     return (

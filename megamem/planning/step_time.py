@@ -1,10 +1,9 @@
-"""How long an optimizer step takes, predicted from operations, bytes and the schedule."""
+"""The time of an optimizer step, predicted from operations, bytes and the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
@@ -16,25 +15,25 @@ from megamem.planning.machines import ACHIEVED, Machine
 from megamem.planning.traffic import Traffic, all_reduce, traffic
 
 EFFICIENCY = 0.4
-"""Of a device's peak that a rank reaches while it works on matrix products and what lies between them."""
+"""Share of a device's peak that a rank reaches while it works on matrix products and what lies between them."""
 UPDATE_BYTES = 30
-"""That AdamW reads and writes for a parameter: gradient, FP32 weight and two moments, the last three twice, weight."""
+"""Bytes that AdamW reads and writes for a parameter: gradient, FP32 weight and two moments twice, weight."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest stage's ranks; nothing of it overlaps."""
+    """Seconds of a step on the slowest stage's ranks; the parts do not overlap."""
 
     compute: float
-    """Of the busiest stage: its operations at the stated efficiency."""
+    """Operations of the busiest stage, at the stated efficiency."""
     tensor: float
-    """Its sums over tensor-parallel ranks."""
+    """Sums over its tensor-parallel ranks."""
     bubble: float
-    """It waits for other stages, hidden chunks on their way included."""
+    """Waiting for other stages, and for hidden chunks on their way."""
     data: float
     """Gradients and weights over data-parallel ranks."""
     update: float
-    """The optimizer."""
+    """The optimizer's update."""
 
     @property
     def total(self) -> float:
@@ -43,11 +42,11 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Of the busiest stage's working time."""
+        """The bubble over the busiest stage's working time."""
         return self.bubble / (self.compute + self.tensor)
 
-    def as_dict(self) -> dict[str, float]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, float]:
+        """Return plain data, for JSON."""
         return {**asdict(self), "total": self.total}
 
 
@@ -58,14 +57,15 @@ class Layout:
     config: RunConfig
     dp_size: int
     counts: tuple[int, ...]
+    """Number of layers of each stage."""
 
     @property
     def sequences(self) -> int:
         """Micro-batches of a step on one data-parallel rank."""
         return self.config.accumulation_steps(self.dp_size)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data, for JSON."""
         parallel, training = self.config.parallel, self.config.training
         return {
             "pp": parallel.pp,
@@ -86,11 +86,11 @@ def step_time(
     flops: Cost | None = None,
     simulated: bool = True,
 ) -> StepTime:
-    """Of a step.
+    """Return the time of a step.
 
     Args:
-        parameters: of a rank of each stage.
-        efficiency: share of the device's peak.
+        parameters: number of parameters of a rank of each stage.
+        efficiency: share of the device's peak that ranks reach.
         flops: `chunk_flops` of the model so placed, if it is known already.
         simulated: play the schedule; if not, the bubble is that of even chunks, (P - 1) / (M C) of the working time.
     """
@@ -101,9 +101,11 @@ def step_time(
     tokens = config.model.chunk_size * training.micro_batch_size
     seconds_per_flop = tokens / parallel.tp / (efficiency * machine.peak(training.precision))
     hidden = float(tokens * config.model.hidden_size * element)
-    summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)  # of a layer and direction
+    # each layer sums over tensor-parallel ranks twice in each direction
+    summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
 
     def cost(stage: int, action: Action) -> float:
+        """Return the seconds of an action on a stage: operations and sums."""
         forward = Action("forward", action.micro_batch, action.chunk)
         work, sums = flops(stage, action), 1.0
         if action.kind == "backward" and training.recompute:
@@ -111,16 +113,19 @@ def step_time(
             work, sums = work + flops(stage, forward), 1.5
         return work * seconds_per_flop + sums * layout.counts[stage] * summed
 
+    # working time of each stage; the slowest sets the pace
     busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
     slowest = busy.index(max(busy))
     transfer = hidden / (parallel.tp if parallel.sequence_parallel else 1)
     transfer /= machine.hop(stages, parallel.tp * layout.dp_size)
+    # the bubble is what the schedule takes longer than the slowest stage works
     if stages == 1:
         makespan = busy[0]
     elif simulated:
         makespan = _makespan(layout, cost, transfer)
     else:
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
+    # of the working time, the sums over tensor-parallel ranks (recomputation repeats half of the forward's)
     sent = stage_traffic(layout, parameters)
     sums = layout.sequences * config.chunks * (2.5 if training.recompute else 2) * layout.counts[slowest] * summed
     shard = max(parameters) / (layout.dp_size if parallel.zero_stage else 1)
@@ -134,20 +139,25 @@ def step_time(
 
 
 def stage_traffic(layout: Layout, parameters: Sequence[int]) -> list[Traffic]:
-    """What a rank of each stage sends in a step."""
+    """Return the traffic of a rank of each stage. parameters: of a rank of each stage."""
     stages = enumerate(zip(contiguous(layout.counts), parameters, strict=True))
     return [traffic(layout.config, layers, stage, count, layout.dp_size) for stage, (layers, count) in stages]
 
 
 def _sequence_seconds(stage: int, chunks: int, cost: Cost) -> float:
+    """Return the seconds that a stage works on one sequence."""
     return sum(cost(stage, Action(kind, 0, chunk)) for chunk in range(chunks) for kind in ("forward", "backward"))
 
 
 def _makespan(layout: Layout, cost: Cost, transfer: float) -> float:
-    """Of the whole step. A long one is played until the pipeline is full; then all micro-batches take as long."""
+    """Return the seconds of the whole schedule.
+
+    A long one is played until the pipeline is full; after that all micro-batches take as long.
+    """
     config, stages = layout.config, len(layout.counts)
 
     def played(sequences: int) -> float:
+        """Return the seconds of a schedule of so many sequences."""
         orders = chunk_schedule(stages, sequences, config.chunks, config.bptt_chunks, config.interleaved)
         return simulate(orders, config.bptt_chunks, cost, transfer, config.interleaved).makespan
 

@@ -1,4 +1,4 @@
-"""What ranks send each other in an optimizer step, by kind and by formula."""
+"""Bytes that ranks send each other in an optimizer step, by kind and by formula."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Traffic:
 
 
 def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_size: int) -> Traffic:
-    """Of a rank of `stage`, which holds `layers` with `parameters` parameters.
+    """Return the traffic of a rank of `stage`, which holds `layers` with `parameters` parameters.
 
-    What mechanisms sum over ranks besides (their pages say so) is small and left out.
+    Sums over ranks that some mechanisms make besides (their pages say so) are small and left out.
     """
     parallel, training = config.parallel, config.training
     element = DTYPES[training.precision].itemsize
@@ -62,9 +62,10 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
 
 
 def _gathers(parameters: int, bptt_chunks: int) -> float:
-    """How often ZeRO 3 gathers a weight in a window: it stays gathered if its next use is within `LIVE` parameters.
+    """Return how often ZeRO 3 gathers a weight in a window.
 
-    Within a forward pass over chunks that is a whole model away, from the last forward to its backward up to two.
+    It stays gathered if its next use is within `LIVE` parameters. Between chunks of a forward pass its next use is a
+    whole model away, between the last forward and its backward up to two.
     """
     if parameters > LIVE:
         return 2.0 * bptt_chunks
@@ -72,15 +73,15 @@ def _gathers(parameters: int, bptt_chunks: int) -> float:
 
 
 def all_reduce(size: float, ranks: int) -> float:
-    """Bytes each rank sends to sum `size` bytes over a ring: a reduce-scatter and an all-gather."""
+    """Return the bytes that each rank sends to sum `size` bytes over a ring: a reduce-scatter and an all-gather."""
     return 2 * gather(size, ranks)
 
 
 def gather(size: float, ranks: int) -> float:
-    """Bytes each rank sends to gather (or reduce-scatter) `size` bytes over a ring."""
+    """Return the bytes that each rank sends to gather (or reduce-scatter) `size` bytes over a ring."""
     return size * (ranks - 1) / ranks
 
 
 def _windows(config: RunConfig, dp_size: int) -> int:
-    """Backward passes of a step without a pipeline."""
+    """Return the number of backward passes of a step without a pipeline."""
     return config.accumulation_steps(dp_size) * config.chunks // config.bptt_chunks

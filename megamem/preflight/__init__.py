@@ -1,1 +1,1 @@
-"""The check before a long run: do all ranks have the same software, reach each other and compute as fast."""
+"""The check before a long run that all ranks have the same software, reach each other and compute as fast."""

@@ -1,4 +1,4 @@
-"""What one rank finds out about itself, its host and the folder of runs."""
+"""Measurements that one rank makes of itself, its host and the folder of runs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 from megamem.runs.folder import environment
 
 SECONDS = 0.3
-"""Of each measurement of matrix products."""
+"""Duration of each measurement of matrix products."""
 SIZES = {"cpu": 512, "cuda": 8192}
-"""Of square matrices: large enough for full speed, small enough for seconds where a processor has no BF16 units (0.7 s
-a product were seen)."""
+"""Sizes of square matrices: large enough for full speed, small enough for seconds where a processor has no BF16 units
+(0.7 s a product were seen)."""
 REPEATS = 3
-"""Products at least, whatever they take."""
+"""Least number of products, however long they take."""
 SEEN_S = 5.0
-"""Network file systems keep new files back from other hosts for seconds."""
+"""Time after which a new file must be visible on other hosts: network file systems hold it back for seconds."""
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Of everything that ranks must agree on."""
+    """Return the versions of everything that ranks must agree on, by name."""
     here = environment()
     found = {"python": here["python"], **here["packages"], "revision": here["revision"] or "unknown"}
     if device.type == "cuda":
@@ -36,14 +36,14 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Version of the NVIDIA driver, as the kernel says it."""
+    """Return the version of the NVIDIA driver as the kernel reports it."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", text)
     return found[1] if found else "unknown"
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of products of square matrices, median over SECONDS."""
+    """Return the FLOP/s of products of square matrices, the median over SECONDS."""
     size = SIZES[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     times: list[float] = []
@@ -60,7 +60,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of the device, or of the host for the CPU (0 where the kernel does not say)."""
+    """Return the free bytes of the device, or of the host for the CPU (0 where the kernel does not report them)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
@@ -70,23 +70,28 @@ def free_memory(device: torch.device) -> int:
 
 
 class SharedFolder:
-    """Whether a folder can be written, and whether what rank 0 writes there is seen."""
+    """A check that a folder can be written, and that files which rank 0 writes there are visible."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        """Remember the folder and this rank."""
         self.folder, self.rank = folder, rank
 
     def _file(self, token: str, rank: int) -> Path:
+        """Return the file of a rank."""
         return self.folder / f".preflight-{token}-{rank}"
 
     def offer(self, token: str) -> None:
-        """On rank 0: make the folder, as a run would, and put a file there. token: of this check alone."""
+        """Make the folder, as a run would, and put a file there; on rank 0 only.
+
+        token: of this check alone, so that several checks can share a folder.
+        """
         if self.rank == 0:
-            with contextlib.suppress(OSError):  # `problem` finds the same and says so
+            with contextlib.suppress(OSError):  # `problem` finds the same and reports it
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._file(token, 0).write_text(token, encoding="utf-8")
 
     def problem(self, token: str) -> str | None:
-        """What is wrong with the folder on this rank, None if nothing is; after rank 0's `offer`."""
+        """Return what is wrong with the folder on this rank, None if nothing is; called after rank 0's `offer`."""
         try:
             if self.rank != 0:
                 deadline = time.monotonic() + SEEN_S
@@ -107,13 +112,13 @@ class SharedFolder:
         return None
 
     def clear(self, token: str) -> None:
-        """On rank 0, once all have looked: remove its file."""
+        """Remove rank 0's file once all have looked; on rank 0 only."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 self._file(token, 0).unlink()
 
     def free(self) -> int | None:
-        """Free bytes."""
+        """Return the free bytes of the disk; None if they cannot be read."""
         try:
             return shutil.disk_usage(self.folder).free
         except OSError:

@@ -1,4 +1,4 @@
-"""What is wrong in a record: pure functions, no process involved."""
+"""The findings of a preflight, from its record alone: pure functions, no process involved."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Literal
 from megamem.preflight.records import Link, RankFacts, Record
 
 SLOW, VERY_SLOW = 0.8, 0.5
-"""Below these shares of the median of all others, a rank or link is a warning and an error."""
+"""Shares of the median of all others below which a rank or link is a warning, and an error."""
 LOW_DISK = 5 * 2**30
-"""Below this a run's checkpoints and shards soon fill the disk."""
+"""Free bytes below which a run's checkpoints and shards soon fill the disk."""
 CLOCK_S = 1.0
-"""Clocks further apart make times in logs and heartbeats of different hosts hard to compare."""
+"""Seconds of difference from which times in logs and heartbeats of different hosts are hard to compare."""
 HARDWARE = ("device", "driver")
-"""What may differ between hosts of one job, at a price; all other versions must not."""
+"""Versions that may differ between hosts of one job, at a price; all others must not."""
 LISTED = 8
-"""Lines about single links."""
+"""Most lines about single links."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line."""
+    """One line about something that is wrong."""
 
     level: Literal["error", "warning"]
     line: str
 
 
 def findings(record: Record) -> list[Finding]:
-    """Everything that is wrong, errors first."""
+    """Return everything that is wrong, errors first."""
     ranks = {facts.rank: facts for facts in record.ranks}
     found = [Finding("error", line) for line in record.errors]
     found += disagreements(record.ranks)
@@ -40,7 +40,7 @@ def findings(record: Record) -> list[Finding]:
     for what in ("bf16", "fp32"):
         rates = {facts.rank: float(getattr(facts, what)) for facts in record.ranks}
         found += slow_ranks(rates, ranks, f"{what} matrix products run at")
-    # what another process holds of a device is missing later; the hosts of CPU ranks need not be alike
+    # memory that another process holds will be missing later; a warning only, as hosts of CPU ranks need not be alike
     found += [
         Finding("warning", finding.line)
         for finding in slow_ranks({r.rank: float(r.memory) for r in record.ranks}, ranks, "free memory is")
@@ -52,16 +52,16 @@ def findings(record: Record) -> list[Finding]:
 
 
 def healthy(found: Sequence[Finding]) -> bool:
-    """Whether there is no error."""
+    """Return whether there is no error."""
     return all(finding.level != "error" for finding in found)
 
 
 def disagreements(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Versions that are not the same on all ranks: who differs from most."""
+    """Return the versions that are not the same on all ranks, naming the ranks that differ from most."""
     found = []
-    told = [{**facts.versions, "device": facts.device} for facts in ranks]
-    for name in dict.fromkeys(name for versions in told for name in versions):
-        values = [versions.get(name, "absent") for versions in told]
+    reported = [{**facts.versions, "device": facts.device} for facts in ranks]
+    for name in dict.fromkeys(name for versions in reported for name in versions):
+        values = [versions.get(name, "absent") for versions in reported]
         usual, count = Counter(values).most_common(1)[0]
         for value in dict.fromkeys(values):
             if value != usual:
@@ -74,13 +74,13 @@ def disagreements(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def folders(ranks: Sequence[RankFacts], folder: str) -> list[Finding]:
-    """Problems with the folder of runs, once for each host."""
+    """Return problems with the folder of runs, once for each host."""
     found = []
     for facts in {facts.host: facts for facts in reversed(ranks)}.values():
         if facts.disk is not None and facts.disk < LOW_DISK:
             line = f"{folder}: {facts.disk / 2**30:.1f} GiB free on {facts.host}; checkpoints and shards need room"
             found.append(Finding("warning", line))
-    # where rank 0 cannot write, the others look for what is not there
+    # where rank 0 cannot write, the others miss its file: only rank 0's problem counts
     wrong = ranks[:1] if ranks and ranks[0].folder else [facts for facts in ranks if facts.folder]
     for facts in {(facts.host, facts.folder): facts for facts in reversed(wrong)}.values():
         found.append(Finding("error", f"{folder}: {facts.folder} ({facts.name})"))
@@ -88,7 +88,7 @@ def folders(ranks: Sequence[RankFacts], folder: str) -> list[Finding]:
 
 
 def clocks(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> list[Finding]:
-    """Hosts whose clock differs from that of rank 0's host by more than CLOCK_S, beyond doubt."""
+    """Return hosts whose clock differs from that of rank 0's host by more than CLOCK_S, beyond doubt."""
     return [
         Finding("warning", f"the clock of {host} is {clock:+.2f} s from that of {ranks[0].host} (to {error:.3f} s)")
         for host, (clock, error) in clock_offsets(links, ranks).items()
@@ -97,7 +97,10 @@ def clocks(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> list[Findin
 
 
 def clock_offsets(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> dict[str, tuple[float, float]]:
-    """By host: its clock less that of rank 0's host and how far that may be off, from the fastest link to rank 0."""
+    """Return the clock offset of each host from rank 0's host, and its uncertainty, both in seconds.
+
+    They are those of the host's fastest link to rank 0.
+    """
     best: dict[str, tuple[float, float]] = {}
     for link in links:
         if link.a == 0 and not link.error and (host := ranks[link.b].host) != ranks[0].host:
@@ -107,18 +110,19 @@ def clock_offsets(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> dict
 
 
 def others_median(figures: Mapping[int, float]) -> dict[int, float]:
-    """By key: the median of all other figures. Empty for fewer than two."""
+    """Return for each key the median of all other figures; nothing for fewer than two figures."""
     if len(figures) < 2:
         return {}
     return {key: statistics.median(figure for other, figure in figures.items() if other != key) for key in figures}
 
 
 def _level(share: float) -> Literal["error", "warning"]:
+    """Return how bad a share of the median is."""
     return "error" if share < VERY_SLOW else "warning"
 
 
 def slow_ranks(rates: Mapping[int, float], ranks: Mapping[int, RankFacts], what: str) -> list[Finding]:
-    """Ranks whose rate is far below that of the others. what: words before the share."""
+    """Return ranks whose rate is far below that of the others. what: words before the share."""
     return [
         Finding(
             _level(rates[rank] / usual), f"{ranks[rank].name}: {what} {rates[rank] / usual:.0%} of the others' median"
@@ -129,7 +133,7 @@ def slow_ranks(rates: Mapping[int, float], ranks: Mapping[int, RankFacts], what:
 
 
 def classes(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> dict[str, list[Link]]:
-    """Links within hosts and between them, which are no measure for each other."""
+    """Return the links within hosts and those between hosts, which cannot be compared with each other."""
     found: dict[str, list[Link]] = {}
     for link in links:
         same = ranks[link.a].host == ranks[link.b].host
@@ -138,16 +142,20 @@ def classes(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> dict[str, 
 
 
 def wrong_links(links: Sequence[Link], ranks: Mapping[int, RankFacts]) -> list[Finding]:
-    """Pairs that could not exchange anything."""
+    """Return pairs that could not exchange anything."""
     return [Finding("error", f"{_pair(link, ranks)}: {link.error}") for link in links if link.error]
 
 
 def slow_links(links: Sequence[Link], ranks: Mapping[int, RankFacts], title: str) -> list[Finding]:
-    """Links far below the others of their class. Where most links of a rank are, the rank is named, not each link."""
+    """Return links far below the others of their class.
+
+    Where most links of a rank are slow, the rank is named instead of each link. title: name of the class.
+    """
     rates = {number: link.bandwidth for number, link in enumerate(links) if not link.error}
     usual = others_median(rates)
     shares = {number: rates[number] / usual[number] for number in usual}
     slow = {number for number, share in shares.items() if share < SLOW}
+    # how many links each rank has, and how many of them are slow
     all_of = Counter(rank for number in shares for rank in (links[number].a, links[number].b))
     slow_of = Counter(rank for number in slow for rank in (links[number].a, links[number].b))
     found = []
@@ -168,9 +176,11 @@ def slow_links(links: Sequence[Link], ranks: Mapping[int, RankFacts], title: str
 
 
 def _pair(link: Link, ranks: Mapping[int, RankFacts]) -> str:
+    """Return the names of a link's ranks."""
     return f"{ranks[link.a].name} and {ranks[link.b].name}"
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more

@@ -1,4 +1,4 @@
-"""Every pair of ranks exchanges tensors, and all of them reduce some."""
+"""Measurements of links: every pair of ranks exchanges tensors, and all of them reduce some."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from megamem.preflight.meeting import LateError, Meeting, within
 from megamem.preflight.records import Link, Reduction
 
 TRIPS, LARGE_TRIPS = 10, 3
-"""Round trips of a number and of a large tensor; the fastest counts, so that a busy moment does not."""
+"""Numbers of round trips of a number and of a large tensor; the fastest counts, so that a busy moment does not."""
 PAIR_BYTES = {"cpu": 2 * 2**20, "cuda": 16 * 2**20}
+"""Bytes of the large tensor."""
 REDUCED_BYTES = {"cpu": (2**16, 2**20, 16 * 2**20), "cuda": (2**20, 2**24, 2**28)}
+"""Bytes of the tensors that all ranks reduce."""
 HANGS = {"cpu": 2, "cuda": 1}
-"""Pairs that may go wrong with a rank before it is left out of later rounds: each costs the whole time limit, and what
-hangs on a CUDA device keeps it from anything else, so that the next pair would be blamed for the last."""
+"""Number of failed pairs after which a rank is left out of later rounds: each costs the whole time limit, and and
+an operation that hangs on a CUDA device keeps it from others, so that the next pair would be blamed for the last."""
 SETUP_S = {"cpu": 0.0, "cuda": 30.0}
-"""Beyond the time limit, for the connections that NCCL makes when ranks first talk."""
+"""Seconds beyond the time limit for the connections that NCCL makes when ranks first talk."""
 
 
 def rounds(world: int) -> list[dict[int, int]]:
-    """Rounds of disjoint pairs (each rank's partner) in which every pair meets once; with an odd number one rests."""
+    """Return rounds of disjoint pairs, each rank's partner by rank, in which every pair meets once.
+
+    With an odd number of ranks one rests in each round.
+    """
+    # the circle method of tournaments: one seat is fixed, the others move on by one each round
     seats = list(range(world)) + [-1] * (world % 2)
     found = []
     for _ in range(len(seats) - 1):
@@ -39,7 +45,7 @@ def rounds(world: int) -> list[dict[int, int]]:
 
 
 def measure_links(meeting: Meeting, device: torch.device, limit_s: float) -> list[Link]:
-    """Every pair's link, on every rank. A pair that takes longer than `limit_s` is left with an error."""
+    """Return every pair's link, on every rank. A pair that takes longer than `limit_s` is left with an error."""
     found: list[Link] = []
     world = len(meeting.present)
     for partners in rounds(world):
@@ -47,14 +53,16 @@ def measure_links(meeting: Meeting, device: torch.device, limit_s: float) -> lis
         mine = None
         if partner is not None and not {partner, meeting.rank} & hanging(found, HANGS[device.type]):
             mine = _measure(meeting.rank, partner, device, limit_s)
-        told = meeting.gather(mine.model_dump() if mine is not None else None, limit_s + 10)
-        found += merged({rank: Link(**link) for rank, link in told.items() if link is not None}, partners)
+        reports = meeting.gather(mine.model_dump() if mine is not None else None, limit_s + 10)
+        sides = {rank: Link.model_validate(link) for rank, link in reports.items() if link is not None}
+        found += merged(sides, partners)
         if len(meeting.present) < world:
             break
     return found
 
 
 def _measure(rank: int, partner: int, device: torch.device, limit_s: float) -> Link:
+    """Return the link to a partner as this rank sees it."""
     a, b = sorted((rank, partner))
     try:
         return within(limit_s, lambda: exchange(rank, partner, device))
@@ -64,32 +72,35 @@ def _measure(rank: int, partner: int, device: torch.device, limit_s: float) -> L
         return Link(a=a, b=b, error=f"send/recv fails: {' '.join(str(error).split())[:200]}")
 
 
-def merged(told: Mapping[int, Link], partners: Mapping[int, int]) -> list[Link]:
-    """One link of each pair from what both ranks say: the first one's figures, unless one of them says it is wrong."""
+def merged(reports: Mapping[int, Link], partners: Mapping[int, int]) -> list[Link]:
+    """Return one link for each pair from the reports of both ranks.
+
+    It has the figures of the lower rank, or the error if either rank reports one.
+    """
     found = []
     for a, b in partners.items():
         if a < b:
-            sides = [told[rank] for rank in (a, b) if rank in told]
+            sides = [reports[rank] for rank in (a, b) if rank in reports]
             if wrong := [side for side in sides if side.error]:
                 found.append(wrong[0])
-            elif a in told:
-                found.append(told[a])
+            elif a in reports:
+                found.append(reports[a])
     return found
 
 
 def hanging(links: Sequence[Link], hangs: int) -> set[int]:
-    """Ranks that `hangs` pairs or more went wrong with."""
+    """Return the ranks of which `hangs` pairs or more failed."""
     wrong = [rank for link in links if link.error for rank in (link.a, link.b)]
     return {rank for rank in wrong if wrong.count(rank) >= hangs}
 
 
 def exchange(rank: int, partner: int, device: torch.device) -> Link:
-    """Round trips between this rank and its partner, which calls the same. Figures on the lower of the two.
+    """Exchange tensors with a partner, which calls the same, and return the link; the lower rank has the figures.
 
     Raises: RuntimeError if something else arrives than was sent.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # the current device is a thread's own
     first = rank < partner
     clock, error = _clocks(partner, first)
     small, large = (
@@ -108,7 +119,7 @@ def exchange(rank: int, partner: int, device: torch.device) -> Link:
 
 
 def _clocks(partner: int, first: bool) -> tuple[float, float]:
-    """The partner's clock less ours, as read in the fastest of some round trips, and half of what that took."""
+    """Return the partner's clock less this rank's, and its uncertainty, in seconds, from the fastest round trip."""
     found = (0.0, math.inf)
     theirs = torch.zeros(1, dtype=torch.float64)
     for _ in range(TRIPS):
@@ -125,7 +136,7 @@ def _clocks(partner: int, first: bool) -> tuple[float, float]:
 
 
 def _round_trip(rank: int, partner: int, elements: int, device: torch.device) -> float:
-    """Seconds for a tensor there and one back."""
+    """Return the seconds for a tensor there and one back. Raises RuntimeError for wrong values."""
     mine = torch.full((elements,), float(rank), device=device)
     theirs = torch.full((elements,), -1.0, device=device)
     if device.type == "cuda":
@@ -146,7 +157,7 @@ def _round_trip(rank: int, partner: int, elements: int, device: torch.device) ->
 
 
 def measure_reductions(world: int, device: torch.device, limit_s: float) -> list[Reduction]:
-    """All-reduces of some sizes over all ranks, which must call this together.
+    """Measure all-reduces of some sizes over all ranks, which must call this together.
 
     Raises: LateError if one does not end in time; RuntimeError for a wrong sum.
     """
@@ -154,6 +165,7 @@ def measure_reductions(world: int, device: torch.device, limit_s: float) -> list
 
 
 def _reduce(size: int, world: int, device: torch.device) -> Reduction:
+    """Measure an all-reduce of `size` bytes: the median of some, after one that is not counted."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     times = []
@@ -172,5 +184,6 @@ def _reduce(size: int, world: int, device: torch.device) -> Reduction:
 
 
 def _check(tensor: Tensor, world: int) -> None:
+    """Raise RuntimeError unless each entry of `tensor` [N], a sum of ones, is the number of ranks."""
     if not bool((tensor == world).all()):
         raise RuntimeError("an all-reduce gives a wrong sum")

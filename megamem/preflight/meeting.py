@@ -1,4 +1,4 @@
-"""Ranks meet through the job's store only: it answers while a link or a rank does not."""
+"""Meetings of ranks through the job's store, which answers while a link or a rank does not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
@@ -16,15 +16,18 @@ from megamem.errors import MegamemError
 
 T = TypeVar("T")
 MARGIN_S = 30.0
-"""Others may come so much earlier to a meeting than rank 0 does."""
+"""Seconds by which others may come earlier to a meeting than rank 0 does."""
 
 
 class LateError(Exception):
-    """Something did not end in time."""
+    """The error of work that did not end in time."""
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns. Raises LateError after `seconds`: its thread is left behind, there is no way to end it."""
+    """Return what `work` returns.
+
+    Raises: LateError after `seconds`; the thread is left behind, as there is no way to end it.
+    """
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -45,26 +48,28 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class Meeting:
-    """Gathers plain data from the ranks that answer. All ranks make the same calls."""
+    """A place where ranks gather plain data of all that answer. All ranks make the same calls."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        """store: of the job, used by nobody else under the same prefix."""
+        """Meet through `store`, which nobody else uses under the same prefix."""
         self.store, self.rank = store, rank
         self.present = set(range(world))
         """Ranks that have answered every time."""
         self._count = 0
 
-    def gather(self, value: Any, timeout_s: float) -> dict[int, Any]:
-        """Every rank's value (plain data), on every rank. Nobody goes on before all are there, or the time is up.
+    def gather(self, value: T, timeout_s: float) -> dict[int, T]:
+        """Return every rank's value, plain data for JSON, by rank, on every rank.
 
+        Nobody goes on before all are there, or the time is up.
         Ranks that rank 0 has not heard of within `timeout_s` are left out, now and at all later meetings.
+
         Raises: MegamemError if this rank was left out or rank 0 does not answer.
         """
         self._count += 1
         self.store.set(f"{self._count}/{self.rank}", json.dumps(value))
         every = f"{self._count}/all"
         if self.rank == 0:
-            found = self._collect(timeout_s)
+            found: dict[int, T] = self._collect(timeout_s)
             self.store.set(every, json.dumps(found))
         else:
             try:
@@ -77,7 +82,8 @@ class Meeting:
         self.present = set(found)
         return found
 
-    def _collect(self, timeout_s: float) -> dict[int, Any]:
+    def _collect(self, timeout_s: float) -> dict[int, T]:
+        """Return the values of the ranks that are present, on rank 0."""
         deadline = time.monotonic() + timeout_s
         found = {}
         for rank in sorted(self.present):

@@ -1,4 +1,4 @@
-"""What a preflight measures, as plain data."""
+"""The measurements of a preflight, as plain data."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from pydantic import BaseModel
 
 
 class RankFacts(BaseModel):
-    """What a rank says of itself and its host."""
+    """The measurements that a rank makes of itself and its host."""
 
     rank: int
     host: str
     device: str
-    """Its name."""
+    """Name of its device."""
     versions: dict[str, str]
-    """By package; `revision` is that of megamem's code, `driver` that of the device."""
+    """Versions by package; `revision` is that of megamem's code, `driver` that of the device."""
     bf16: float
-    """FLOP/s of matrix products while all ranks compute at the same time, median."""
+    """FLOP/s of BF16 matrix products while all ranks compute at the same time, median."""
     fp32: float
+    """FLOP/s of FP32 matrix products, likewise."""
     memory: int
-    """Free bytes, of the device where it has memory of its own, else of the host."""
+    """Free bytes of the device, or of the host for the CPU."""
     disk: int | None
-    """Free bytes where runs are written; None where that could not be asked."""
+    """Free bytes where runs are written; None where they cannot be read."""
     folder: str | None
-    """What is wrong with the folder where runs are written; None if nothing is."""
+    """Problem with the folder where runs are written; None without one."""
 
     @property
     def name(self) -> str:
-        """In messages."""
+        """Name in messages."""
         return f"rank {self.rank} ({self.host})"
 
 
@@ -36,15 +37,15 @@ class Link(BaseModel):
     a: int
     b: int
     latency_s: float = 0.0
-    """One way."""
+    """Seconds one way."""
     bandwidth: float = 0.0
     """Bytes per second, one way, while other pairs exchange too."""
     clock_s: float = 0.0
     """The clock of `b` less that of `a`."""
     clock_error_s: float = 0.0
-    """How far `clock_s` may be off: half the round trip it was read in."""
+    """Uncertainty of `clock_s`: half of the round trip in which it was read."""
     error: str | None = None
-    """What went wrong; then there are no figures."""
+    """What went wrong; there are no figures then."""
 
 
 class Reduction(BaseModel):
@@ -57,7 +58,7 @@ class Reduction(BaseModel):
 
 
 class Record(BaseModel):
-    """All of it, as rank 0 has it in the end."""
+    """All measurements, as rank 0 has them in the end."""
 
     world: int
     folder: str
@@ -65,5 +66,5 @@ class Record(BaseModel):
     links: list[Link] = []
     reductions: list[Reduction] = []
     errors: list[str] = []
-    """What kept the check itself from going on, a line each."""
+    """Lines that say what kept the check itself from going on."""
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""A record as tables."""
+"""A record as tables and lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megamem.preflight.records import Record
 
 
 def tables(record: Record) -> Iterator[Table]:
-    """Ranks, links, all-reduces; those without rows are left out."""
+    """Return the tables of ranks, links and all-reduces; those without rows are left out."""
     ranks = Table(title=f"{len(record.ranks)} of {record.world} ranks")
     for column in ("rank", "device"):
         ranks.add_column(column, overflow="fold")
@@ -38,6 +38,7 @@ def tables(record: Record) -> Iterator[Table]:
 
 
 def _links(record: Record) -> Table:
+    """Return the table of links by class."""
     table = Table(title="pairs of ranks: medians one way, and the slowest pair")
     table.add_column("", no_wrap=True)
     for column in ("pairs", "us", "GB/s", "slowest", "GB/s"):
@@ -61,7 +62,7 @@ def _links(record: Record) -> Table:
 
 
 def lines(record: Record, found: Sequence[Finding]) -> Iterator[Text]:
-    """Versions, clocks, then what is wrong, and the verdict."""
+    """Return lines about versions and clocks, the findings, and the verdict."""
     if record.ranks:
         versions = ", ".join(f"{name} {version}" for name, version in record.ranks[0].versions.items())
         yield Text(f"versions of rank 0: {versions}")

@@ -1,4 +1,4 @@
-"""The check as one rank goes through it."""
+"""The preflight check as one rank runs it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,22 @@ from megamem.preflight.meeting import LateError, Meeting, within
 from megamem.preflight.records import RankFacts, Record
 
 ARRIVE_S = 120.0
-"""How much later than rank 0 others may come: where many processes import torch from one file system, minutes."""
+"""Seconds by which others may come later than rank 0: many processes that import torch from one disk take minutes."""
 FACTS_S = 120.0
-"""Of everything that a rank finds out by itself: seconds, where all is well."""
+"""Time limit of everything that a rank measures by itself; where all is well it takes seconds."""
 GROUP_S = 3600.0
-"""Of the process group; a collective that gives up closes all connections, so time limits are kept by us."""
+"""Time limit of the process group; a collective that gives up closes all connections, so it must not be reached."""
 
 
-def preflight(folder: Path, device: str | None, limit_s: float, tell: Callable[[Record], None]) -> Record:
-    """Check this job. All ranks call it and get the same record, but for the times of all-reduces.
+def preflight(folder: Path, device: str | None, limit_s: float, report: Callable[[Record], None]) -> Record:
+    """Check this job and return the record. All ranks call it and get the same record, but for times of all-reduces.
 
     Args:
         folder: where runs are to be written.
         device: `cpu`, `cuda` or None for CUDA where there is one.
         limit_s: seconds that a pair of ranks, or an all-reduce, may take.
-        tell: called on rank 0 with the record. Nobody returns before: a launcher ends all ranks with the first.
+        report: called on rank 0 with the record. Nobody returns before: a launcher ends all ranks with the first.
+
     Raises: MegamemError if this rank was left out.
     """
     begun = time.monotonic()
@@ -48,13 +48,13 @@ def preflight(folder: Path, device: str | None, limit_s: float, tell: Callable[[
     _check_job(record, meeting, chosen, shared, limit_s)
     record.seconds = time.monotonic() - begun
     if rank == 0:
-        tell(record)
+        report(record)
     meeting.gather(None, FACTS_S)
     return record
 
 
 def _device(wanted: str | None) -> torch.device | str:
-    """This rank's device, or what is wrong with it: that is told at a meeting, as ranks that end say nothing there."""
+    """Return this rank's device, or what is wrong with it, which a meeting reports: ranks that end report nothing."""
     if wanted == "cpu" or not (wanted or torch.cuda.is_available()):
         return torch.device("cpu")
     local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -66,11 +66,12 @@ def _device(wanted: str | None) -> torch.device | str:
     try:
         torch.cuda.set_device(local)
     except Exception as error:  # of a device that is occupied or broken; torch raises what it likes
-        return f"CUDA device {local} cannot be used: {_said(error)}"
+        return f"CUDA device {local} cannot be used: {_message(error)}"
     return torch.device("cuda", local)
 
 
 def _store() -> Store:
+    """Return the launcher's store."""
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=ARRIVE_S)))
     return store
 
@@ -79,20 +80,25 @@ def _check_job(
     record: Record, meeting: Meeting, device: torch.device | str, shared: SharedFolder, limit_s: float
 ) -> None:
     """Fill in the record, as far as all ranks answer. device: of this rank, or what is wrong with it."""
+    # who is there
     hosts = meeting.gather(socket.gethostname(), ARRIVE_S)
     if _lost(record, meeting, hosts, f"did not come within {ARRIVE_S:g} s"):
         return
+    # what each rank finds out by itself
     token = meeting.gather(secrets.token_hex(4), FACTS_S)[0]
     shared.offer(token)
     meeting.gather(None, FACTS_S)  # rank 0's file is there, and all compute at the same time
     found = device if isinstance(device, str) else _facts(meeting.rank, device, shared, token)
-    told = meeting.gather(found if isinstance(found, str) else found.model_dump(), FACTS_S)
+    reports = meeting.gather(found if isinstance(found, str) else found.model_dump(), FACTS_S)
     shared.clear(token)
-    record.ranks = [RankFacts(**theirs) for _, theirs in sorted(told.items()) if not isinstance(theirs, str)]
-    record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in told.items() if isinstance(line, str)]
+    record.ranks = [
+        RankFacts.model_validate(facts) for _, facts in sorted(reports.items()) if not isinstance(facts, str)
+    ]
+    record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in reports.items() if isinstance(line, str)]
     silent = _lost(record, meeting, hosts, f"did not say what it found within {FACTS_S:g} s")
     if silent or record.errors or record.world == 1 or isinstance(device, str):
         return
+    # the process group, then every pair, then all ranks together
     problems = meeting.gather(_join(meeting, device), ARRIVE_S)
     record.errors += [f"rank {rank} ({hosts[rank]}): {problem}" for rank, problem in problems.items() if problem]
     if _lost(record, meeting, hosts, "did not join the process group") or record.errors:
@@ -104,31 +110,32 @@ def _check_job(
     if any(link.error for link in record.links):
         record.errors.append("all-reduce was not measured, since not all pairs of ranks can talk")
         return
-    wrong = None
+    wrong: str | None = None
     try:
         record.reductions = measure_reductions(record.world, device, limit_s)
     except LateError as late:
         wrong = f"all-reduce over all ranks {late}"
     except RuntimeError as error:
-        wrong = f"all-reduce over all ranks fails: {_said(error)}"
-    told = meeting.gather(wrong, limit_s * 4)
-    record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in told.items() if line]
+        wrong = f"all-reduce over all ranks fails: {_message(error)}"
+    failures = meeting.gather(wrong, limit_s * 4)
+    record.errors += [f"rank {rank} ({hosts[rank]}): {line}" for rank, line in failures.items() if line]
     _lost(record, meeting, hosts, "fell silent in an all-reduce")
 
 
-def _lost(record: Record, meeting: Meeting, hosts: dict[int, Any], what: str) -> bool:
-    """Whether ranks are missing since the last meeting; each is an error."""
+def _lost(record: Record, meeting: Meeting, hosts: Mapping[int, str], what: str) -> bool:
+    """Return whether ranks are missing since the last meeting; each is an error. what: it did, in the message."""
     missing = [rank for rank in range(record.world) if rank not in meeting.present]
     record.errors += [f"rank {rank} ({hosts.get(rank, 'host unknown')}): {what}" for rank in missing]
     return bool(missing)
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
+    """Return an error's message as one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _facts(rank: int, device: torch.device, shared: SharedFolder, token: str) -> RankFacts | str:
-    """What this rank is like, or what kept it from finding out."""
+    """Return the measurements of this rank, or the error that kept it from making them."""
     try:
         rates = [matmul_rate(device, dtype) for dtype in (torch.bfloat16, torch.float32)]
         return RankFacts(
@@ -143,11 +150,11 @@ def _facts(rank: int, device: torch.device, shared: SharedFolder, token: str) ->
             disk=shared.free(),
         )
     except Exception as error:  # no memory left on the device, an error of its memory; torch raises what it likes
-        return f"computing, or looking at device and host, fails: {_said(error)}"
+        return f"computing, or looking at device and host, fails: {_message(error)}"
 
 
 def _join(meeting: Meeting, device: torch.device) -> str | None:
-    """Join the process group; what went wrong, or None."""
+    """Join the process group, and return what went wrong, or None."""
     # pairs connect when they first talk: one that cannot is found by its own time limit, not by everyone's
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -164,5 +171,5 @@ def _join(meeting: Meeting, device: torch.device) -> str | None:
     except LateError as late:
         return f"joining the process group ({backend}) {late}"
     except Exception as error:  # torch and the backends raise what they like
-        return f"joining the process group ({backend}) fails: {_said(error)}"
+        return f"joining the process group ({backend}) fails: {_message(error)}"
     return None

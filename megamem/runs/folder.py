@@ -1,4 +1,4 @@
-"""The folder a run writes to: made once, never shared with another run, with what is needed to repeat the run."""
+"""The folder of a run: made once, never shared with another run, with what is needed to repeat the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from checkpoints.folder import FOLDER, begun_from, checkpoints_in
 from megamem.config.load import config_hash, dump_yaml
@@ -22,12 +22,12 @@ from megamem.errors import RunFolderError
 from megamem.runs.result import RESULT
 
 RESULTS = (RESULT, "model.safetensors")
-"""What a run leaves at its end."""
+"""Files that a run leaves at its end."""
 FREE_BYTES = 64 * 2**20
-"""Room asked for besides the weights: metrics, traces, pictures."""
+"""Bytes that must be free besides those of the weights: for metrics, traces, pictures."""
 
 LEASE_S = 120.0
-"""How long the lock of a host that was lost may outlive it: NFSv4 gives it up after a lease of 90 s as a rule."""
+"""Seconds that the lock of a lost host may outlive it: NFSv4 gives it up after a lease of 90 s as a rule."""
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables that count how often agents and SLURM have started a job again."""
 
@@ -36,15 +36,16 @@ class RunLock:
     """Keeps two jobs from writing one run folder: held from `take` to the end of the `with` block or of the process."""
 
     def __init__(self, folder: Path, busy: str = "is being written by another job") -> None:
-        """busy: what is said of a folder that somebody else holds."""
+        """Describe the lock of `folder`. busy: what the error says of a folder that somebody else holds."""
         self.path = folder / "lock"
         self.busy = busy
         self._file: TextIOWrapper | None = None
 
     def take(self, patience_s: float = 0.0) -> None:
-        """Make the folder and hold it. Raises RunFolderError naming who has it, and still has after `patience_s`.
+        """Make the folder and hold it. On file systems without locks nothing is held.
 
-        On file systems that know no locks nothing is held.
+        Raises:
+            RunFolderError: somebody else holds it, and still does after `patience_s` seconds; the message names who.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
@@ -72,36 +73,46 @@ class RunLock:
 
 
 def lock_patience() -> float:
-    """Seconds to wait for a run's lock: LEASE_S in a job that was started again, perhaps after its host was lost."""
+    """Return the seconds to wait for a run's lock: LEASE_S in a restarted job, whose host may have been lost."""
     return LEASE_S if any(os.environ.get(count, "0") != "0" for count in RESTARTS) else 0.0
 
 
-def locked(file: IO[Any]) -> bool:
-    """Whether this process holds the file's lock now: nobody else did. Where there are no locks everybody does."""
+def locked(file: IO[str] | IO[bytes]) -> bool:
+    """Lock a file unless somebody else holds its lock; return whether this process holds it now.
+
+    On file systems without locks everybody does.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
+        # a file system without locks
         pass
     return True
 
 
 def held(path: Path) -> bool:
-    """Whether another process holds the lock of a file, if there is one."""
+    """Return whether another process holds the lock of a file, if there is one."""
     if not path.exists():
         return False
-    with path.open("r+b") as file:  # NFS locks only what may be written
+    # NFS locks only files that are open for writing
+    with path.open("r+b") as file:
         return not locked(file)
 
 
 def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
-    """Raise RunFolderError if the folder holds a run that cannot be gone on with, cannot be written or has no room.
+    """Check that the run can be written, or resumed, in its folder.
 
-    checkpoint_bytes: of one checkpoint.
+    Args:
+        config: the run.
+        checkpoint_bytes: size of one checkpoint.
+
+    Raises:
+        RunFolderError: the folder holds a run that cannot be resumed, cannot be written, or its disk has no room.
     """
     folder = config.run_folder
-    if (folder / "config.yaml").exists() and not goes_on(config):
+    if (folder / "config.yaml").exists() and not can_resume(config):
         raise RunFolderError(_taken(config))
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder}: is a file, not a folder; choose another `name` or `runs_folder`")
@@ -117,7 +128,8 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
     if (folder / "lock").exists():
         with RunLock(folder) as lock:
             lock.take(lock_patience())
-    at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1  # one is written before one is removed
+    # a new checkpoint is written before an old one is removed
+    at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
     there = len(checkpoints_in(folder / FOLDER))
     needed_bytes = checkpoint_bytes * max(at_most - there, 1)
     free = shutil.disk_usage(existing).free
@@ -128,8 +140,8 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
         )
 
 
-def goes_on(config: RunConfig) -> bool:
-    """Whether the run folder holds the beginning of this run: checkpoints, or the same run ended before its first."""
+def can_resume(config: RunConfig) -> bool:
+    """Return whether the run folder holds a part of this run: checkpoints, or the same run ended before its first."""
     folder, resume = config.run_folder, config.checkpoint.resume
     if resume == "none":
         return False
@@ -143,10 +155,12 @@ def goes_on(config: RunConfig) -> bool:
 
 
 def _text(config: RunConfig) -> str:
+    """Return the contents of a run's config.yaml."""
     return f"# resolved configuration, hash {config_hash(config)}\n{dump_yaml(config)}"
 
 
 def _taken(config: RunConfig) -> str:
+    """Return the message about a run folder that holds another run."""
     folder = config.run_folder
     if checkpoints_in(folder / FOLDER):
         return f"{folder}: already holds a run; checkpoint.resume=auto goes on with it, or choose another `name`"
@@ -155,9 +169,12 @@ def _taken(config: RunConfig) -> str:
 
 
 def create_run_folder(config: RunConfig) -> Path:
-    """Make the folder with `config.yaml` and `environment.json`. Raises RunFolderError if another run was faster.
+    """Make the folder with `config.yaml` and `environment.json`, and return it.
 
-    A run that goes on keeps the configuration it had before as `config-before-N.yaml` if it has changed.
+    A run that resumes keeps the configuration it had before as `config-before-N.yaml` if it has changed.
+
+    Raises:
+        RunFolderError: another run was faster.
     """
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +184,7 @@ def create_run_folder(config: RunConfig) -> Path:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        if not goes_on(config):
+        if not can_resume(config):
             raise RunFolderError(_taken(config)) from None
         if path.read_text(encoding="utf-8") != text:
             earlier = len(list(folder.glob("config-before-*.yaml")))
@@ -177,8 +194,23 @@ def create_run_folder(config: RunConfig) -> Path:
     return folder
 
 
-def environment() -> dict[str, Any]:
-    """Versions, command and code revision."""
+class Environment(TypedDict):
+    """What a run ran in: the contents of environment.json."""
+
+    command: list[str]
+    """Arguments of the process."""
+    python: str
+    """Version of Python."""
+    platform: str
+    """Operating system and processor."""
+    packages: dict[str, str]
+    """Versions of the packages that compute."""
+    revision: str | None
+    """Git revision of the code, where it lies in a repository."""
+
+
+def environment() -> Environment:
+    """Return versions, command and code revision of this process."""
     packages = ["megamem", "torch", "deepspeed", "megatron-core", "numpy", "tokenizers"]
     revision = ""
     if git := shutil.which("git"):

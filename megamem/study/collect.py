@@ -1,10 +1,10 @@
-"""What a study's runs have found, in one table: a row for each run and reading."""
+"""The results of a study's runs in one table: a row for each run and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import torch
@@ -17,17 +17,38 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.report import METRICS
-from megamem.study.config import READING, SEED, TRAINED, StudyConfig
+from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.tasks import changes_of, check_begun, figures
 
 RUN = "run"
-Record = dict[str, Any]
+"""Column of the run's name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The numbers of one finished run, or of one evaluation of its model."""
+
+    run: str
+    """Name of the run."""
+    labels: Mapping[str, str]
+    """Value of each axis, the seed and the evaluation, by name."""
+    figures: Mapping[str, float]
+    """Every number of the result and of `planned_figures`, by name."""
+
+    @property
+    def evaluation(self) -> str:
+        """Name of the evaluation; `trained` for that of the training itself."""
+        return self.labels[EVALUATION]
+
+    @property
+    def row(self) -> dict[str, float | str]:
+        """All of it by name, as a row of a table."""
+        return {**self.figures, **self.labels, RUN: self.run}
 
 
 def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
-    """One flat record per finished run and reading: every number of its result and of `planned_figures`, then labels
-    and `reading`.
+    """Return a record for each finished run and evaluation.
 
     Raises: RunFolderError where a folder holds a run that was begun with another configuration.
     """
@@ -35,23 +56,24 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
     found = []
     for run in runs:
         planned = planned_figures(run.config)
-        for reading, change in {TRAINED: None, **changes_of(study, run)}.items():
-            if (result := figures(run, reading, change)) is not None:
-                record: Record = {**_numbers(result), **planned}
-                found.append({**record, **run.labels, READING: reading, RUN: run.name})
+        for evaluation, change in {TRAINED: None, **changes_of(study, run)}.items():
+            if (result := figures(run, evaluation, change)) is not None:
+                labels = {**run.labels, EVALUATION: evaluation}
+                found.append(Record(run.name, labels, {**_numbers(result), **planned}))
     return found
 
 
-def _numbers(result: Mapping[str, Any]) -> Record:
-    """Every number of a result; the largest of those that ranks have each."""
-    found = {k: v for k, v in result.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    if peaks := result.get("memory_gib_by_rank"):
-        found["peak_memory_gib"] = max(peaks)
-    return found
+def _numbers(result: Mapping[str, object]) -> dict[str, float]:
+    """Return every number of a result; of those that each rank has one of, the largest."""
+    numbers = {k: v for k, v in result.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    peaks = result.get("memory_gib_by_rank")
+    if isinstance(peaks, list) and peaks:
+        numbers["peak_memory_gib"] = max(peaks)
+    return numbers
 
 
 def planned_figures(config: RunConfig) -> dict[str, float]:
-    """What follows from a run's configuration alone.
+    """Return the figures that follow from a run's configuration alone.
 
     `parameters`, `non_embedding_parameters`, `training_tokens`, `training_flops` and `memory_floats`: numbers that the
     memories of all layers hold for one row at the end of a training sequence.
@@ -67,12 +89,12 @@ def planned_figures(config: RunConfig) -> dict[str, float]:
 
 
 def training_flops(config: RunConfig) -> float:
-    """Of both passes, per token."""
+    """Return the FLOPs per token of forward and backward pass."""
     return flops_per_token(config.model, config.data.sequence_length)["training"]
 
 
 def memory_floats(model: ModelConfig, context_tokens: int) -> int:
-    """Numbers that all layers' memories hold for one row after `context_tokens`; counters are none."""
+    """Return how many numbers all layers' memories hold for one row after `context_tokens`, without counters."""
     double, single = (
         model_state_bytes(model, 1, dtype, context_tokens=context_tokens)["memory"]
         for dtype in (torch.float64, torch.float32)
@@ -81,11 +103,12 @@ def memory_floats(model: ModelConfig, context_tokens: int) -> int:
 
 
 def write_table(study: StudyConfig, found: Sequence[Record], folder: Path) -> None:
-    """Write records.csv and records.parquet: labels first, then figures; empty where a row has none."""
-    labels = [RUN, *study.axes, SEED, READING]
-    names = [*labels, *dict.fromkeys(name for record in found for name in record if name not in labels)]
+    """Write records.csv and records.parquet: labels first, then figures; empty where a record has no such figure."""
+    rows = [record.row for record in found]
+    labels = [RUN, *study.axes, SEED, EVALUATION]
+    names = [*labels, *dict.fromkeys(name for row in rows for name in row if name not in labels)]
     columns = {
-        name: pyarrow.array([record.get(name) for record in found], pyarrow.string() if name in labels else None)
+        name: pyarrow.array([row.get(name) for row in rows], pyarrow.string() if name in labels else None)
         for name in names
     }
     table = pyarrow.table(columns)
@@ -94,5 +117,5 @@ def write_table(study: StudyConfig, found: Sequence[Record], folder: Path) -> No
 
 
 def curve(run: PlannedRun, figure: str) -> dict[float, float]:
-    """A figure of a run's metrics.jsonl by tokens trained on, as far as it got; empty without the file."""
+    """Return a figure of a run's metrics.jsonl by training tokens, as far as the run got; empty without the file."""
     return dict(read_points(run.folder / METRICS, figure))

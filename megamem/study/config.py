@@ -1,62 +1,65 @@
-"""`StudyConfig`: what a study varies, how its models are read after training, and which tables it ends in."""
+"""`StudyConfig`: what a study varies, which evaluations follow training, and which tables and laws it ends in."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
 
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9_+.]*$")]
-Changes = Mapping[str, Any]
+Changes = Mapping[str, object]
 """Values by dotted key of a run's configuration: `model.memory.0.mixer.order: 64`."""
 Where = Mapping[str, tuple[str, ...]]
-"""Values of axes (or of `reading`) to which something is bound; axes not named may have any value."""
-SEED, READING, TRAINED = "seed", "reading", "trained"
+"""Values of axes (or of `evaluation`) for which something holds; axes not named may have any value."""
+SEED, EVALUATION = "seed", "evaluation"
+"""Names that labels and tables have besides those of the axes."""
+TRAINED = "trained"
+"""The evaluation that belongs to the training itself."""
 
 
-class Reading(ConfigModel):
+class StudyEvaluation(ConfigModel):
     """One more evaluation of trained models, with another configuration."""
 
     where: Where = {}
-    """Runs that are read so; all if not given."""
+    """Runs that are evaluated so; all if not given."""
     change: Changes
-    """What differs from training: nothing that parameters depend on."""
+    """Values by dotted key that differ from training: none that parameters depend on."""
 
 
 class Adjustment(ConfigModel):
-    """What some combinations of values have different besides what each value brings."""
+    """Changes for some combinations of values, besides those that each value brings."""
 
     where: Where
-    """Combinations it is for."""
+    """The combinations that have these changes."""
     change: Changes
-    """Values by dotted key."""
+    """Values by dotted key of the run's configuration."""
 
 
 class TableConfig(ConfigModel):
     """A table over the study's records: mean and standard deviation over seeds."""
 
     name: Name
-    """Of its files."""
+    """Name of its files."""
     title: str
-    """What it shows."""
+    """Heading in the report."""
     figure: str
-    """Which figure of a run's result: `beyond_first_chunk_loss`, `sliding_perplexity` and so on."""
+    """The number of a run's result that it shows: `beyond_first_chunk_loss`, `sliding_perplexity` and so on."""
     rows: str
-    """Axis (or `reading`) that is listed downwards."""
+    """Axis (or `evaluation`) that is listed downwards."""
     columns: str
-    """Axis (or `reading`) that is listed across."""
+    """Axis (or `evaluation`) that is listed across."""
     against: str | None = None
     """Row that is subtracted from the others, seed by seed: what the seeds share cancels in the spread."""
     where: Where = {}
-    """Records to take; those of training itself (`reading: [trained]`) if readings are neither rows nor columns."""
+    """Records to take; those of training itself (`evaluation: [trained]`) unless evaluations are rows or columns."""
     paper: Mapping[str, Mapping[str, float]] = {}
     """Published figures by row and column, shown beside."""
     source: str = ""
-    """Where those are from and what they measure."""
+    """The source of the published figures, and what they measure."""
 
 
 _FIELDS: Mapping[tuple[str, str], tuple[set[str], set[str]]] = {
@@ -74,24 +77,24 @@ class LawConfig(ConfigModel):
     """A law fitted to the study's losses, with 90 % intervals by bootstrap."""
 
     name: Name
-    """Of its files."""
+    """Name of its files."""
     title: str
-    """What it shows."""
+    """Heading in the report."""
     kind: Literal["power", "iso_flop", "tokens_to_loss"]
     """`power`: E + sum of A / x^a. `iso_flop`: the best size for each budget of compute, and how it grows.
     `tokens_to_loss`: training tokens that a loss takes."""
     figure: str = "val_loss"
-    """Which figure: of a run's result, or of the lines of metrics.jsonl where points are validations."""
+    """The number that is fitted: of a run's result, or of the lines of metrics.jsonl where points are validations."""
     points: Literal["final", "validation"] = "final"
     """`final`: one point for each run. `validation`: each validation while training, as if the run had ended there."""
     x: tuple[str, ...] = ()
     """Figures, or axes whose values are numbers: the variables of `power`, the size of `iso_flop`."""
     per: str | None = None
-    """Axis (or `reading`): a law for each of its values."""
+    """Axis (or `evaluation`): a law for each of its values."""
     where: Where = {}
-    """Records to take; those of training itself (`reading: [trained]`) if readings are not compared."""
+    """Records to take; those of training itself (`evaluation: [trained]`) if evaluations are not compared."""
     axis: str | None = None
-    """Of final points: whose values are the budgets of `iso_flop`, the lengths of training of `tokens_to_loss`."""
+    """Axis of final points whose values are the budgets of `iso_flop` or the training lengths of `tokens_to_loss`."""
     budgets: tuple[PositiveFloat, ...] = ()
     """Training FLOPs of `iso_flop` from validations."""
     target: PositiveFloat | None = None
@@ -127,23 +130,23 @@ class StudyConfig(ConfigModel):
     model: Path | None = None
     """YAML file of its model, if `run` leaves it open or is to get another; relative to the study's file too."""
     folder: Path = Path("runs/studies")
-    """Where study folders lie."""
+    """The folder that holds the folders of studies."""
     change: Changes = {}
-    """What all runs of the study have different from `run`."""
+    """Values by dotted key in which all runs of the study differ from `run`."""
     axes: Mapping[Name, Mapping[Name, Changes]] = Field(min_length=1)
     """Values of each axis by name; every combination is a run."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
-    """Each sets training.seed and data.seed of a run: initial weights and order of the data."""
+    """Seeds: each sets training.seed and data.seed of a run, and so initial weights and order of the data."""
     adjust: tuple[Adjustment, ...] = ()
-    """Applied after the axes' values, in order."""
+    """Changes that are applied after the axes' values, in order."""
     skip: tuple[Where, ...] = ()
-    """Combinations that are left out."""
-    readings: Mapping[Name, Reading] = {}
+    """Combinations of values that are left out."""
+    evaluations: Mapping[Name, StudyEvaluation] = {}
     """Evaluations after training, besides that of training itself."""
     tables: tuple[TableConfig, ...] = ()
-    """What is made of the results."""
+    """Tables of the results."""
     laws: tuple[LawConfig, ...] = ()
-    """What is fitted to them."""
+    """Laws that are fitted to the results."""
     parallel: PositiveInt = 1
     """Runs at a time on this machine; processor threads are divided among them."""
     jobs: PositiveInt | None = None
@@ -153,21 +156,22 @@ class StudyConfig(ConfigModel):
     it would fail the same way, as after a loss that is not finite."""
 
     @model_validator(mode="after")
-    def _known(self) -> StudyConfig:
+    def _names_are_known(self) -> StudyConfig:
+        """Refuse axes, values and names that the study does not have, wherever it refers to them."""
         values = {
             **{axis: set(named) for axis, named in self.axes.items()},
-            READING: {TRAINED, *self.readings},
+            EVALUATION: {TRAINED, *self.evaluations},
             SEED: {str(seed) for seed in self.seeds},
         }
-        instead = {SEED: "give seeds", READING: "give readings", "run": "take another name"}
-        for reserved in sorted(instead.keys() & self.axes):
-            raise ValueError(f"axes.{reserved}: reserved; {instead[reserved]}")
-        if TRAINED in self.readings:
-            raise ValueError(f"readings.{TRAINED}: reserved for the evaluation at the end of training")
+        alternatives = {SEED: "give seeds", EVALUATION: "give evaluations", "run": "take another name"}
+        for reserved in sorted(alternatives.keys() & self.axes):
+            raise ValueError(f"axes.{reserved}: reserved; {alternatives[reserved]}")
+        if TRAINED in self.evaluations:
+            raise ValueError(f"evaluations.{TRAINED}: reserved for the evaluation at the end of training")
         wheres = [
             *((f"adjust.{i}.where", adjustment.where) for i, adjustment in enumerate(self.adjust)),
             *((f"skip.{i}", where) for i, where in enumerate(self.skip)),
-            *((f"readings.{name}.where", reading.where) for name, reading in self.readings.items()),
+            *((f"evaluations.{name}.where", evaluation.where) for name, evaluation in self.evaluations.items()),
             *((f"tables.{table.name}.where", table.where) for table in self.tables),
             *((f"laws.{law.name}.where", law.where) for law in self.laws),
         ]
@@ -196,12 +200,13 @@ class StudyConfig(ConfigModel):
 
 
 def _check_law(law: LawConfig, values: Mapping[str, Collection[str]]) -> None:
+    """Raise ValueError where a law names an axis or value that is not there, or that it cannot use."""
     for axis in filter(None, (law.per, law.axis)):
         _among(f"laws.{law.name}: axis", axis, values)
-    if law.axis in (READING, SEED) or (law.axis and law.axis == law.per):
+    if law.axis in (EVALUATION, SEED) or (law.axis and law.axis == law.per):
         raise ValueError(f"laws.{law.name}.axis: {law.axis!r} must be an axis of its own")
-    if READING in (law.per, *law.where) and law.points == "validation":
-        raise ValueError(f"laws.{law.name}: readings have no validations; take final points")
+    if EVALUATION in (law.per, *law.where) and law.points == "validation":
+        raise ValueError(f"laws.{law.name}: evaluations have no validations; take final points")
     if law.against is not None and law.per is not None:
         _among(f"laws.{law.name}.against:", law.against, values[law.per])
     for axis in law.x:
@@ -212,16 +217,17 @@ def _check_law(law: LawConfig, values: Mapping[str, Collection[str]]) -> None:
                 raise ValueError(f"laws.{law.name}.x: value {value!r} of axis {axis} is no number") from None
 
 
-def _among(what: str, name: str, known: Any) -> None:
+def _among(what: str, name: str, known: Collection[str]) -> None:
+    """Raise ValueError unless `name` is known. what: what the message calls it."""
     if name not in known:
         raise ValueError(f"{what} {name!r} is none of {', '.join(sorted(known))}")
 
 
-def readings_of(study: StudyConfig, labels: Mapping[str, str]) -> dict[str, Reading]:
-    """The readings of the run with these labels, by name."""
-    return {name: reading for name, reading in study.readings.items() if matches(reading.where, labels)}
+def evaluations_of(study: StudyConfig, labels: Mapping[str, str]) -> dict[str, StudyEvaluation]:
+    """Return the evaluations of the run with these labels, by name."""
+    return {name: evaluation for name, evaluation in study.evaluations.items() if matches(evaluation.where, labels)}
 
 
 def matches(where: Where, labels: Mapping[str, str]) -> bool:
-    """Whether each axis that `where` names has one of its values in `labels`."""
+    """Return whether each axis that `where` names has one of its values in `labels`."""
     return all(labels.get(axis) in chosen for axis, chosen in where.items())

@@ -9,12 +9,12 @@ from megamem.study.grid import PlannedRun
 from megamem.study.plots import Plot, Series
 
 POINTS = 150
-"""Of a curve in the page; 400 runs are then 60,000."""
+"""Most points of a curve in the page; 400 runs have at most 60,000 together."""
 TITLES = {"loss": "Training loss", "val_loss": "Validation loss while training"}
 
 
 def loss_plots(runs: Sequence[PlannedRun]) -> list[Plot]:
-    """A plot of each kind of loss that any run has a curve of, colored by whichever axis one chooses."""
+    """Return a plot of each kind of loss that any run has a curve of, colored by the axis that the reader chooses."""
     names = list(runs[0].labels)
     varied = [axis for axis in names if len({run.labels[axis] for run in runs}) > 1]
     drawn = []
@@ -35,7 +35,7 @@ def loss_plots(runs: Sequence[PlannedRun]) -> list[Plot]:
 
 
 def thinned(points: Mapping[float, float], most: int = POINTS) -> dict[float, float]:
-    """At most so many points, evenly taken, first and last among them."""
+    """Return at most `most` of the points, at even distances in their order, with the first and the last."""
     known = list(points.items())
     if len(known) <= most:
         return dict(known)

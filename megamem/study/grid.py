@@ -1,4 +1,4 @@
-"""From a study to its runs: every combination of the axes' values with every seed."""
+"""The runs of a study: every combination of the axes' values with every seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamem.config.load import Tree, load_config, parse_config, with_value
 from megamem.config.recipe import read_recipe
 from megamem.config.run import RunConfig, WandbConfig
 from megamem.errors import ConfigError
-from megamem.study.config import SEED, Changes, StudyConfig, matches, readings_of
+from megamem.study.config import SEED, Changes, StudyConfig, evaluations_of, matches
 
 
 @dataclass(frozen=True)
@@ -19,37 +19,40 @@ class PlannedRun:
     """One run of a study."""
 
     labels: dict[str, str]
-    """Value of each axis, and the seed, by name."""
+    """Value of each axis, and the seed, by the name of the axis."""
     tree: Tree
-    """Its configuration, as in a file."""
+    """The configuration as in a file."""
     config: RunConfig
-    """The same, validated."""
+    """The configuration, validated."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the run and of its folder."""
         return self.config.name
 
     @property
     def folder(self) -> Path:
-        """Where it writes."""
+        """The folder of the run."""
         return self.config.run_folder
 
 
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> StudyConfig:
-    """The study of a YAML file, `run` and `model` made paths of their own. Raises ConfigError."""
+    """Return the study of a YAML file, with `run` and `model` as paths from the working folder. Raises ConfigError."""
     study = load_config(StudyConfig, path, overrides)
     model = None if study.model is None else path.parent / study.model
     return study.model_copy(update={"run": path.parent / study.run, "model": model})
 
 
 def study_folder(study: StudyConfig) -> Path:
-    """Where the study writes."""
+    """Return the folder that the study writes to."""
     return study.folder / study.name
 
 
 def planned_runs(study: StudyConfig) -> list[PlannedRun]:
-    """All runs, validated. Raises ConfigError naming the combination whose configuration cannot run."""
+    """Return all runs, their evaluations validated too.
+
+    Raises: ConfigError naming the combination whose configuration cannot run.
+    """
     shared = _applied(read_recipe(study.run, study.model), [study.change], f"{study.name}: change")
     runs = []
     for labels, changes in _combinations(study):
@@ -61,26 +64,27 @@ def planned_runs(study: StudyConfig) -> list[PlannedRun]:
             tree = _applied(tree, [_wandb(study, labels, config.logging.wandb)], where)
             config = parse_config(RunConfig, tree, where)
         runs.append(PlannedRun(labels, tree, config))
-        for name, reading in readings_of(study, labels).items():
-            where_read = f"{where}, reading {name}"
-            parse_config(RunConfig, _applied(tree, [reading.change], where_read), where_read)
+        for name, evaluation in evaluations_of(study, labels).items():
+            at = f"{where}, evaluation {name}"
+            parse_config(RunConfig, _applied(tree, [evaluation.change], at), at)
     if not runs:
         raise ConfigError(f"{study.name}: skip leaves no run")
     return runs
 
 
 def _wandb(study: StudyConfig, labels: Mapping[str, str], given: WandbConfig) -> Changes:
+    """Return the group and tags under which Weights & Biases shows a run."""
     tags = [*given.tags, *(f"{axis}:{value}"[:64] for axis, value in labels.items())]
     return {"logging.wandb.group": given.group or study.name, "logging.wandb.tags": tags}
 
 
 def describe(labels: dict[str, str]) -> str:
-    """Labels in words."""
+    """Return labels in words: `model memory, seed 0`."""
     return ", ".join(f"{axis} {value}" for axis, value in labels.items())
 
 
 def _applied(tree: Tree, changes: Sequence[Changes], where: str) -> Tree:
-    """`tree` with values by dotted key."""
+    """Return `tree` with the values of `changes` set. Raises ConfigError that begins with `where`."""
     try:
         for change in changes:
             for path, value in change.items():
@@ -91,6 +95,7 @@ def _applied(tree: Tree, changes: Sequence[Changes], where: str) -> Tree:
 
 
 def _combinations(study: StudyConfig) -> Iterator[tuple[dict[str, str], list[Changes]]]:
+    """Return labels and changes of each run: those of its values, of adjustments that hold for it, and of its seed."""
     axes = list(study.axes)
     for chosen, seed in product(product(*study.axes.values()), study.seeds):
         labels = {**dict(zip(axes, chosen, strict=True)), SEED: str(seed)}

@@ -1,4 +1,4 @@
-"""What became of a study's processes: `journal.jsonl`, a line whenever one begins or ends."""
+"""The journal of a study's processes: `journal.jsonl`, a line whenever one begins or ends."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ FILE = "journal.jsonl"
 
 @dataclass(frozen=True)
 class History:
-    """Of one training or reading."""
+    """The processes so far of one training or evaluation."""
 
     seconds: float = 0.0
-    """From beginnings to ends; of a process that was killed with the queue no end is known."""
+    """Time from beginnings to ends; a process that was killed with the queue adds none, as its end is not known."""
     attempts: int = 0
-    """How often it was begun."""
+    """Number of times that it was begun."""
     code: int | None = None
     """Exit code of the last process; None while it runs, and of one that was killed with the queue."""
     failures: int = 0
-    """How often it ended otherwise than well or by a stop."""
+    """Number of times that it ended neither well nor by a stop."""
     began: float = 0.0
-    """When the last process began, seconds since 1970."""
+    """Time at which the last process began, in seconds since 1970."""
 
     @property
     def state(self) -> str:
-        """`waiting`, `begun`, `stopped`, `failed`, `ended`."""
+        """One of `waiting`, `begun`, `stopped`, `failed` and `ended`."""
         if not self.attempts:
             return "waiting"
         if self.code is None:
@@ -41,26 +41,30 @@ class History:
 
 
 class Journal:
-    """Appends lines: whole ones stay whole if the queue is killed."""
+    """Appends to the journal; lines that were written stay whole if the queue is killed."""
 
     def __init__(self, folder: Path) -> None:
+        """Write to the journal in a study's folder."""
         self.path = folder / FILE
 
-    def began(self, run: str, reading: str) -> None:
-        """A process was started."""
-        self._write(run, reading, None)
+    def began(self, run: str, evaluation: str) -> None:
+        """Note that a process was started."""
+        self._write(run, evaluation, None)
 
-    def ended(self, run: str, reading: str, code: int) -> None:
-        """It ended with an exit code (negative: by that signal)."""
-        self._write(run, reading, code)
+    def ended(self, run: str, evaluation: str, code: int) -> None:
+        """Note that it ended with an exit code (negative: by that signal)."""
+        self._write(run, evaluation, code)
 
-    def _write(self, run: str, reading: str, code: int | None) -> None:
+    def _write(self, run: str, evaluation: str, code: int | None) -> None:
+        """Append a line."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), "run": run, "reading": reading, "code": code}) + "\n")
+            file.write(
+                json.dumps({"time": round(time.time(), 3), "run": run, "evaluation": evaluation, "code": code}) + "\n"
+            )
 
 
 def read_journal(folder: Path) -> dict[tuple[str, str], History]:
-    """Histories by run and reading. A line cut short is left out."""
+    """Return histories by run and evaluation. A line that was cut short is left out."""
     path = folder / FILE
     found: dict[tuple[str, str], History] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -68,7 +72,7 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        key = entry["run"], entry["reading"]
+        key = entry["run"], entry["evaluation"]
         known = found.get(key, History())
         if entry["code"] is None:
             found[key] = replace(known, attempts=known.attempts + 1, code=None, began=entry["time"])
@@ -80,13 +84,17 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
 
 
 def last_words(*logs: Path) -> str:
-    """The last line that says why a process ended, of the first log with any: ours, or the end of a traceback."""
+    """Return the last line that says why a process ended, of the first log that has one.
+
+    That is a line of `megamem: ...`, or the last line of a traceback; empty if there is none.
+    """
     for log in logs:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-        if said := next((line.strip() for line in reversed(lines) if _says_why(line)), ""):
-            return said
+        if reason := next((line.strip() for line in reversed(lines) if _names_cause(line)), ""):
+            return reason
     return ""
 
 
-def _says_why(line: str) -> bool:
+def _names_cause(line: str) -> bool:
+    """Return whether a line of a log says why the process ended."""
     return line.startswith("megamem: ") or bool(line and not line[0].isspace() and "Error" in line.split(":")[0])

@@ -1,4 +1,4 @@
-"""report.html: everything a study has found in one file that needs no network."""
+"""The page of a study, report.html: all results in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from megamem.evaluation.report import finite
-from megamem.study.collect import RUN, Record
-from megamem.study.config import READING, TRAINED, StudyConfig
+from megamem.study.collect import Record
+from megamem.study.config import TRAINED, StudyConfig
 from megamem.study.plots import Plot, plotly_figure
-from megamem.study.states import RunState
+from megamem.study.status import RunStatus
 
 FIGURES = {
     "val_loss": ("loss", "{:.4f}"),
@@ -30,7 +29,7 @@ FIGURES = {
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "peak_memory_gib": ("GiB", "{:.2f}"),
 }
-"""Of each run: heads and forms."""
+"""Figures in the list of runs: head of the column, and format."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ def page(
     tables: Sequence[Section],
     laws: Sequence[Section],
     curves: Sequence[Plot],
-    states: Sequence[RunState],
+    statuses: Sequence[RunStatus],
     found: Sequence[Record],
 ) -> str:
-    """The page. Whatever comes from files is escaped, and the page may load nothing."""
+    """Return the page as HTML. Whatever comes from files is escaped, and the page may load nothing."""
     template = files("megamem.study").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"code": _code, "json": _json, "figure": plotly_figure}
-    counts = Counter(state.state for state in states)
+    counts = Counter(status.state for status in statuses)
     return environment.from_string(template).render(
         name=study.name,
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -65,47 +64,43 @@ def page(
         laws=laws,
         curves=curves,
         heads=[
-            *states[0].run.labels,
+            *statuses[0].run.labels,
             "state",
             "step",
             *(head for head, _ in FIGURES.values()),
             "minutes",
             "what failed",
         ],
-        runs=_run_rows(states, found),
+        runs=_run_rows(statuses, found),
         plotly=Markup(get_plotlyjs()),
     )
 
 
-def _run_rows(states: Sequence[RunState], found: Sequence[Record]) -> list[tuple[str, str, list[str]]]:
-    """(name, state, cells) of each run."""
-    trained = {record[RUN]: record for record in found if record[READING] == TRAINED}
+def _run_rows(statuses: Sequence[RunStatus], found: Sequence[Record]) -> list[tuple[str, str, list[str]]]:
+    """Return name, state and cells of each run."""
+    trained = {record.run: record.figures for record in found if record.evaluation == TRAINED}
     rows = []
-    for state in states:
-        record: Mapping[str, Any] = trained.get(state.run.name, {})
-        done, of = state.readings
-        job = f" (job {state.jobs[-1].number})" if state.in_queue else ""
+    for status in statuses:
+        figures: Mapping[str, float] = trained.get(status.run.name, {})
+        done, of = status.evaluations
+        job = f" (job {status.jobs[-1].number})" if status.in_queue else ""
         cells = [
-            *state.run.labels.values(),
-            state.state + job + (f", {done} of {of} readings" if of else ""),
-            f"{state.step:,} / {state.run.config.steps:,}",
-            *(form.format(record[name]) if _number(record.get(name)) else "" for name, (_, form) in FIGURES.items()),
-            f"{state.seconds / 60:.1f}" if state.seconds else "",
-            "; ".join(state.failures),
+            *status.run.labels.values(),
+            status.state + job + (f", {done} of {of} evaluations" if of else ""),
+            f"{status.step:,} / {status.run.config.steps:,}",
+            *(form.format(figures[name]) if name in figures else "" for name, (_, form) in FIGURES.items()),
+            f"{status.seconds / 60:.1f}" if status.seconds else "",
+            "; ".join(status.failures),
         ]
-        rows.append((state.run.name, state.state, cells))
+        rows.append((status.run.name, status.state, cells))
     return rows
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
 def _code(words: str) -> Markup:
-    """Escaped text; what stands between backticks as code."""
+    """Return escaped text, with what stands between backticks as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(words))))
 
 
 def _json(value: object) -> Markup:
-    """JSON that cannot end its script element; numbers that JSON has no word for become null."""
+    """Return JSON that cannot end its script element; numbers that are not finite become null."""
     return Markup(json.dumps(finite(value), separators=(",", ":")).replace("<", "\\u003c"))

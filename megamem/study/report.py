@@ -1,10 +1,9 @@
-"""What a study leaves in its folder: its records, tables and laws as data, in words, as pictures, and as a page."""
+"""The report of a study: records, tables and laws as data, as text, as pictures and as a page."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from megamem.study.collect import records, write_table
 from megamem.study.config import StudyConfig
@@ -13,40 +12,45 @@ from megamem.study.grid import planned_runs, study_folder
 from megamem.study.laws.fitted import fitted_laws
 from megamem.study.page import Section, page
 from megamem.study.plots import draw_png
-from megamem.study.states import run_states
+from megamem.study.status import run_statuses
 from megamem.study.tables import as_json, cells, filled, markdown, plots
 
 TABLES, RECORDS, PAGE = "tables.md", "records.json", "report.html"
 
 
 def write_report(study: StudyConfig) -> tuple[str, Path]:
-    """(tables and laws in markdown, folder), from what has finished so far. Raises ConfigError as `places`."""
+    """Write the report of what has finished so far.
+
+    Returns: tables and laws in markdown, and the study's folder. Raises: ConfigError as `places`.
+    """
     folder, runs = study_folder(study), planned_runs(study)
     folder.mkdir(parents=True, exist_ok=True)
-    found, states = records(study, runs), run_states(study, runs)
-    data: dict[str, Any] = {"records": found, "tables": [], "laws": []}
-    _write_json(folder / RECORDS, data)
+    found, statuses = records(study, runs), run_statuses(study, runs)
+    rows, table_data, law_data = [record.row for record in found], list[dict[str, object]](), list[dict[str, object]]()
+    # records first: they stay if a table or a law fails
+    _write_json(folder / RECORDS, {"records": rows, "tables": [], "laws": []})
     write_table(study, found, folder)
     texts, tables, laws = [], [], []
     for table in study.tables:
-        if known := cells(study, table, states, found):
+        if known := cells(study, table, statuses, found):
             words = filled(study, table, known)
             texts.append(markdown(table, words))
-            data["tables"].append(as_json(table, known))
+            table_data.append(as_json(table, known))
             tables.append(Section(table.title, words.heads, words.rows, [words.note], plots(study, table, known)))
     for law in fitted_laws(study, runs, found):
         texts.append(law.markdown())
-        data["laws"].append({"name": law.config.name, "fitted": law.data, "notes": law.notes})
+        law_data.append({"name": law.config.name, "fitted": law.data, "notes": law.notes})
         laws.append(Section(law.config.title, law.heads, law.rows, law.notes, law.plots))
     curves = loss_plots(runs)
     for plot in [*(plot for section in (*tables, *laws) for plot in section.plots), *curves]:
         draw_png(plot, folder / f"{plot.name}.png")
     text = "\n".join(texts)
     (folder / TABLES).write_text(text, encoding="utf-8")
-    _write_json(folder / RECORDS, data)
-    (folder / PAGE).write_text(page(study, tables, laws, curves, states, found), encoding="utf-8")
+    _write_json(folder / RECORDS, {"records": rows, "tables": table_data, "laws": law_data})
+    (folder / PAGE).write_text(page(study, tables, laws, curves, statuses, found), encoding="utf-8")
     return text, folder
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def _write_json(path: Path, data: dict[str, object]) -> None:
+    """Write data as indented JSON."""
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Hand a study's runs to SLURM: those that are not done, not in its queue and have not failed for good."""
+"""Submit a study's runs to SLURM: those that are not done, not in its queue and have not failed for good."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megamem.study import tasks as processes
 from megamem.study.config import StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.queue import study_lock
-from megamem.study.states import RunState, run_states
-from megamem.study.tasks import Task, changes_of, keep_figures, open_partial, plain, reading_command, tasks
+from megamem.study.status import RunStatus, run_statuses
+from megamem.study.tasks import Task, changes_of, evaluation_command, keep_figures, open_partial, plain, tasks
 
 TARGET = SlurmTarget.name
-CONFIG, READINGS = "config.yaml", "readings.yaml"
-"""In the job's folder: the run, and what is read after training, by name."""
+CONFIG, EVALUATIONS = "config.yaml", "evaluations.yaml"
+"""Files in the job's folder: the run, and the changes of each evaluation after training, by name."""
 Options = Mapping[str, str | int | None]
 """Options of sbatch, by their long names."""
 
 
 @dataclass
 class Submission:
-    """What became of the runs that are not done and not in the queue."""
+    """The runs that were neither done nor in the queue: submitted, or not."""
 
-    submitted: list[RunState] = field(default_factory=list)
-    failed: list[RunState] = field(default_factory=list)
-    """For good: not submitted."""
+    submitted: list[RunStatus] = field(default_factory=list)
+    failed: list[RunStatus] = field(default_factory=list)
+    """Runs that failed for good, and are not submitted."""
 
 
 def submit_runs(
@@ -61,24 +61,24 @@ def submit_runs(
     with study_lock(study) as lock:
         lock.take()
         tasks(study, runs)
-        for number, state in enumerate(run_states(study, runs, sure=True)):
-            if state.complete or state.in_queue:
+        for number, status in enumerate(run_statuses(study, runs, strict=True)):
+            if status.complete or status.in_queue:
                 continue
-            if failed_for_good(state, study.retries) and not failed_too:
-                found.failed.append(state)
+            if failed_for_good(status, study.retries) and not failed_too:
+                found.failed.append(status)
             else:
-                ready.append((state, run_launch(study, cluster, state, one_after_another(study, state.run, number))))
-        for state, launch in ready:
-            launch.write({READINGS: yaml.safe_dump(plain(changes_of(study, state.run)), sort_keys=False)})
-            report(f"{state.run.name}: {submit_job(launch.job.folder)}")
-            found.submitted.append(state)
+                ready.append((status, run_launch(study, cluster, status, one_after_another(study, status.run, number))))
+        for status, launch in ready:
+            launch.write({EVALUATIONS: yaml.safe_dump(plain(changes_of(study, status.run)), sort_keys=False)})
+            report(f"{status.run.name}: {submit_job(launch.job.folder)}")
+            found.submitted.append(status)
     return found
 
 
-def run_launch(study: StudyConfig, cluster: ClusterConfig, state: RunState, options: Options) -> Launch:
-    """Return the job of a run on SLURM, with its readings after it, checked but not written.
+def run_launch(study: StudyConfig, cluster: ClusterConfig, status: RunStatus, options: Options) -> Launch:
+    """Return the job of a run on SLURM, with its evaluations after it, checked but not written.
 
-    Where only readings are left it takes one node.
+    Where only evaluations are left it takes one node.
 
     Args:
         options: of sbatch, besides the cluster's.
@@ -91,11 +91,13 @@ def run_launch(study: StudyConfig, cluster: ClusterConfig, state: RunState, opti
     if "dependency" in target.sbatch and "dependency" in options:
         sbatch["dependency"] = f"{target.sbatch['dependency']},{options['dependency']}"
     cluster = cluster.model_copy(update={TARGET: target.model_copy(update={"sbatch": sbatch})})
-    launch = plan_launch(state.run.config, cluster, TARGET)
+    launch = plan_launch(status.run.config, cluster, TARGET)
     job = launch.job
-    if changes_of(study, state.run):
-        job = replace(job, follow_up=("study", "read", str(job.folder)), result=state.run.config.run_folder / RESULT)
-    if state.trained:
+    if changes_of(study, status.run):
+        job = replace(
+            job, follow_up=("study", "evaluate", str(job.folder)), result=status.run.config.run_folder / RESULT
+        )
+    if status.trained:
         one_node = cluster.model_copy(update={"nodes": 1, "min_nodes": None})
         job = replace(job, cluster=one_node, processes=1, node_counts=(1,))
     else:
@@ -103,15 +105,15 @@ def run_launch(study: StudyConfig, cluster: ClusterConfig, state: RunState, opti
     return replace(launch, job=job)
 
 
-def failed_for_good(state: RunState, retries: int) -> bool:
-    """Whether the run's last job failed in a way that is the same the next time, or more than `retries` did."""
-    if not state.jobs or not state.jobs[-1].failed:
+def failed_for_good(status: RunStatus, retries: int) -> bool:
+    """Return whether the last job failed in a way that is the same the next time, or more than `retries` jobs did."""
+    if not status.jobs or not status.jobs[-1].failed:
         return False
-    return state.jobs[-1].code in FINAL or sum(job.failed for job in state.jobs) > retries
+    return status.jobs[-1].code in FINAL or sum(job.failed for job in status.jobs) > retries
 
 
 def one_after_another(study: StudyConfig, run: PlannedRun, number: int) -> Options:
-    """What keeps to `jobs`: SLURM runs one at a time of jobs that have the same name and this dependency.
+    """Return the options that keep to `jobs`: SLURM runs one at a time of jobs with the same name and this dependency.
 
     number: of the run among all of the study.
     """
@@ -120,12 +122,15 @@ def one_after_another(study: StudyConfig, run: PlannedRun, number: int) -> Optio
     return {"job-name": f"{study.name}-{number % study.jobs}", "dependency": "singleton", "comment": run.name}
 
 
-def read_here(folder: Path) -> int:
-    """Make the readings of a job in `folder` that are not there yet, one after another; the first exit code but 0."""
+def evaluate_here(folder: Path) -> int:
+    """Make the evaluations of a job in `folder` that are not there yet, one after another.
+
+    Returns: the first exit code that is not 0, or 0.
+    """
     run = PlannedRun({}, read_yaml(folder / CONFIG), load_config(RunConfig, folder / CONFIG))
     code = 0
-    for name, change in read_yaml(folder / READINGS).items():
-        task = Task(run, name, reading_command(run, change), folder, change)
+    for name, change in read_yaml(folder / EVALUATIONS).items():
+        task = Task(run, name, evaluation_command(run, change), folder, change)
         if task.done:
             continue
         with open_partial(task) as out:

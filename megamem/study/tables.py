@@ -1,4 +1,4 @@
-"""Tables and plots of a study: mean and standard deviation over seeds, beside published figures."""
+"""The tables of a study and their plots: mean and standard deviation over seeds, beside published figures."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
-from typing import Any
 
 from megamem.errors import ConfigError
-from megamem.study.collect import RUN, Record
-from megamem.study.config import READING, SEED, TRAINED, StudyConfig, TableConfig, matches, readings_of
+from megamem.study.collect import Record
+from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig, TableConfig, evaluations_of, matches
 from megamem.study.grid import PlannedRun
 from megamem.study.plots import Plot, Series
-from megamem.study.states import RunState
+from megamem.study.status import RunStatus
 
-NOT_FINITE, NOT_READ = "without a finite figure", "not read"
-"""Why a seed of a finished run has no value."""
+NOT_FINITE, NOT_EVALUATED = "without a finite figure", "not evaluated"
+"""Reasons why a seed of a finished run has no value."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what was measured with each seed."""
+    """One cell: the values that were measured with each seed."""
 
     values: tuple[float, ...]
-    """None where every seed failed."""
+    """Measured values; empty where every seed failed."""
     seeds: tuple[str, ...]
+    """The seeds of the values."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Planned seeds without a value, and why: the run's state, `NOT_FINITE`, `NOT_READ`."""
+    """Planned seeds without a value, and the reason: the run's state, `NOT_FINITE` or `NOT_EVALUATED`."""
 
     @property
     def mean(self) -> float | None:
-        """Over seeds."""
+        """Mean over seeds, None without a value."""
         return mean(self.values) if self.values else None
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over seeds, None of a single one."""
+        """Standard deviation over seeds, None for fewer than two."""
         return stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
+        """Return mean and standard deviation, and what is missing."""
         known = f"{self.mean:.4g}" if self.values else ""
         known += f" ± {self.spread:.2g}" if self.spread is not None else ""
         if not self.missing:
             return known
-        why = ", ".join(f"{count} {reason}" for reason, count in Counter(self.missing.values()).items())
-        return f"{known} ({len(self.values)} of {len(self.values) + len(self.missing)} seeds; {why})".strip()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(self.missing.values()).items())
+        return f"{known} ({len(self.values)} of {len(self.values) + len(self.missing)} seeds; {reasons})".strip()
 
 
 Place = tuple[str, str]
@@ -54,50 +55,51 @@ Cells = dict[Place, Cell]
 
 
 def axis_values(study: StudyConfig, axis: str) -> list[str]:
-    """All values of an axis, in the order of the study."""
-    if axis == READING:
-        return [TRAINED, *study.readings]
+    """Return all values of an axis, of `evaluation` or of `seed`, in the order of the study."""
+    if axis == EVALUATION:
+        return [TRAINED, *study.evaluations]
     return [str(seed) for seed in study.seeds] if axis == SEED else list(study.axes[axis])
 
 
 def places(study: StudyConfig, table: TableConfig, runs: Sequence[PlannedRun]) -> dict[Place, list[tuple[str, str]]]:
-    """What each cell is to hold: (run, reading) of each seed.
+    """Return the planned contents of each cell: run and evaluation of each seed.
 
     Raises: ConfigError where those of one cell differ in more than their seed.
     """
     where = dict(table.where)
-    if READING not in where and READING not in (table.rows, table.columns):
-        where[READING] = (TRAINED,)
+    if EVALUATION not in where and EVALUATION not in (table.rows, table.columns):
+        where[EVALUATION] = (TRAINED,)
     grouped: dict[Place, list[tuple[PlannedRun, dict[str, str]]]] = {}
     for run in runs:
-        for reading in (TRAINED, *readings_of(study, run.labels)):
-            labels = {**run.labels, READING: reading}
+        for evaluation in (TRAINED, *evaluations_of(study, run.labels)):
+            labels = {**run.labels, EVALUATION: evaluation}
             if matches(where, labels):
                 grouped.setdefault((labels[table.rows], labels[table.columns]), []).append((run, labels))
+    # a cell holds seeds of one configuration
     for group in grouped.values():
-        for axis in (*study.axes, READING):
+        for axis in (*study.axes, EVALUATION):
             if len(mixed := sorted({labels[axis] for _, labels in group})) > 1:
                 raise ConfigError(
                     f"tables.{table.name}: {axis} {', '.join(mixed)} fall into one cell; make it rows or columns, or "
                     f"choose one under where.{axis}"
                 )
-    return {place: [(run.name, labels[READING]) for run, labels in group] for place, group in grouped.items()}
+    return {place: [(run.name, labels[EVALUATION]) for run, labels in group] for place, group in grouped.items()}
 
 
-def cells(study: StudyConfig, table: TableConfig, states: Sequence[RunState], found: Sequence[Record]) -> Cells:
-    """Cells in which something was measured, or failed for good. Raises ConfigError as `places`."""
-    at = {state.run.name: state for state in states}
-    known = {(record[RUN], record[READING]): record for record in found}
+def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus], found: Sequence[Record]) -> Cells:
+    """Return the cells in which something was measured, or failed for good. Raises ConfigError as `places`."""
+    by_run = {status.run.name: status for status in statuses}
+    known = {(record.run, record.evaluation): record for record in found}
     made = {}
-    for place, planned in places(study, table, [state.run for state in states]).items():
+    for place, planned in places(study, table, [status.run for status in statuses]).items():
         values, missing = {}, {}
-        for run, reading in planned:
-            seed, record = at[run].run.labels[SEED], known.get((run, reading))
+        for run, evaluation in planned:
+            seed, record = by_run[run].run.labels[SEED], known.get((run, evaluation))
             if record is None:
-                missing[seed] = NOT_READ if at[run].trained else at[run].state
-            elif table.figure in record:
-                values[seed] = float(record[table.figure])
-            else:  # as of a run that diverged
+                missing[seed] = NOT_EVALUATED if by_run[run].trained else by_run[run].state
+            elif table.figure in record.figures:
+                values[seed] = float(record.figures[table.figure])
+            else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
         if values or {"failed", NOT_FINITE} & set(missing.values()):
             made[place] = Cell(tuple(values.values()), tuple(values), missing)
@@ -105,7 +107,7 @@ def cells(study: StudyConfig, table: TableConfig, states: Sequence[RunState], fo
 
 
 def differences(found: Cells, reference: str) -> Cells:
-    """Every cell minus that of the row `reference`, over the seeds that both have."""
+    """Return every cell minus that of the row `reference`, over the seeds that both have."""
     paired: Cells = {}
     for (row, column), cell in found.items():
         base = found.get((reference, column))
@@ -113,14 +115,14 @@ def differences(found: Cells, reference: str) -> Cells:
             continue
         known = dict(zip(base.seeds, base.values, strict=True))
         pairs = {s: v - known[s] for s, v in zip(cell.seeds, cell.values, strict=True) if s in known}
-        missing = {**{s: why for s, why in base.missing.items() if s in cell.seeds}, **cell.missing}
+        missing = {**{s: reason for s, reason in base.missing.items() if s in cell.seeds}, **cell.missing}
         if pairs or missing:
             paired[row, column] = Cell(tuple(pairs.values()), tuple(pairs), missing)
     return paired
 
 
 def sides(study: StudyConfig, table: TableConfig, found: Cells) -> tuple[list[str], list[str]]:
-    """Row and column names with at least one cell."""
+    """Return the names of rows and of columns that have at least one cell."""
     rows = [name for name in axis_values(study, table.rows) if any(name == row for row, _ in found)]
     columns = [name for name in axis_values(study, table.columns) if any(name == column for _, column in found)]
     return rows, columns
@@ -128,7 +130,7 @@ def sides(study: StudyConfig, table: TableConfig, found: Cells) -> tuple[list[st
 
 @dataclass(frozen=True)
 class Filled:
-    """A table in words."""
+    """A table as text."""
 
     heads: list[str]
     rows: list[list[str]]
@@ -136,7 +138,7 @@ class Filled:
 
 
 def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
-    """Measured figures first, published ones in columns of their own."""
+    """Return the table as text: measured figures first, published ones in columns of their own."""
     rows, columns = sides(study, table, found)
     published = [c for c in columns if any(c in table.paper.get(row, {}) for row in rows)]
     lines = []
@@ -154,15 +156,15 @@ def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
 
 
 def markdown(table: TableConfig, words: Filled) -> str:
-    """The table under its title."""
+    """Return the table in markdown, under its title."""
     lines = [words.heads, *words.rows]
     text = [f"| {' | '.join(cells)} |" for cells in lines]
     text.insert(1, "|---" * len(words.heads) + "|")
     return f"### {table.title}\n\n" + "\n".join(text) + f"\n\n{words.note}\n"
 
 
-def as_json(table: TableConfig, found: Cells) -> dict[str, Any]:
-    """The table as plain data."""
+def as_json(table: TableConfig, found: Cells) -> dict[str, object]:
+    """Return the table as plain data."""
     return {
         "title": table.title, "figure": table.figure, "rows": table.rows, "columns": table.columns,
         "against": table.against,
@@ -176,7 +178,7 @@ def as_json(table: TableConfig, found: Cells) -> dict[str, Any]:
 
 
 def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
-    """Points with error bars by column, a color for each row; published figures in a plot of their own."""
+    """Return points with error bars by column, a color for each row; published figures in a plot of their own."""
     rows, columns = sides(study, table, found)
     figure = f"{table.figure}, less that of {table.against}" if table.against else table.figure
     measured, published = [], []

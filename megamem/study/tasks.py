@@ -1,4 +1,4 @@
-"""The processes of a study's runs: trainings and readings, and the files that say they are done."""
+"""The processes of a study's runs, trainings and evaluations, and the files that show they are done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import yaml
 
@@ -15,62 +15,68 @@ from megamem.config.load import read_yaml
 from megamem.errors import RunFolderError
 from megamem.runs.folder import held, locked
 from megamem.runs.result import RESULT, read_result
-from megamem.study.config import TRAINED, Changes, StudyConfig, readings_of
+from megamem.study.config import TRAINED, Changes, StudyConfig, evaluations_of
 from megamem.study.grid import PlannedRun, study_folder
 
 COMMAND = [sys.executable, "-m", "megamem"]
-"""How a process is started."""
+"""The command of a process, without its arguments."""
 LOGS = "logs"
 """Folder of the processes' output."""
 CHANGE = "change"
-"""Beside a reading's figures: how it was defined."""
+"""Key of an evaluation's file: the changes that it was defined by, beside its figures."""
+Figures = Mapping[str, object]
+"""The result of a training or an evaluation, as its JSON file has it."""
 
 
 @dataclass(eq=False)
 class Task:
-    """One process: a training, or a reading of a trained model."""
+    """One process: a training, or an evaluation of a trained model."""
 
     run: PlannedRun
-    reading: str
+    evaluation: str
     command: list[str]
     log: Path
     change: Changes | None = None
-    """What a reading's configuration has different; None of a training."""
+    """Values by dotted key in which an evaluation's configuration differs; None for a training."""
     failures: int = 0
+    """Number of times that it failed."""
 
     @property
     def name(self) -> str:
-        """In messages."""
-        return self.run.name if self.change is None else f"{self.run.name}, {self.reading}"
+        """Name in messages."""
+        return self.run.name if self.change is None else f"{self.run.name}, {self.evaluation}"
 
     @property
     def output(self) -> Path:
-        """File that says it is done."""
-        return reading_file(self.run, self.reading)
+        """File that shows that it is done."""
+        return evaluation_file(self.run, self.evaluation)
 
     @property
     def done(self) -> bool:
-        """Whether its figures are there, a reading's under the same definition."""
-        return figures(self.run, self.reading, self.change) is not None
+        """Whether its figures are there; those of an evaluation under the same definition."""
+        return figures(self.run, self.evaluation, self.change) is not None
 
 
-def reading_file(run: PlannedRun, reading: str) -> Path:
-    """Where a reading's figures lie; those of training are the run's own result."""
-    return run.folder / (RESULT if reading == TRAINED else f"reading-{reading}.json")
+def evaluation_file(run: PlannedRun, evaluation: str) -> Path:
+    """Return the file of an evaluation's figures; those of training are the run's own result."""
+    return run.folder / (RESULT if evaluation == TRAINED else f"evaluation-{evaluation}.json")
 
 
-def figures(run: PlannedRun, reading: str, change: Changes | None) -> dict[str, Any] | None:
-    """What a training (`change` None) or a reading found; None if it has not ended, or was defined otherwise."""
+def figures(run: PlannedRun, evaluation: str, change: Changes | None) -> Figures | None:
+    """Return the figures of a training (`change` None) or an evaluation.
+
+    Returns: None if it has not ended, or was defined by other changes.
+    """
     if change is None:
         result = read_result(run.folder)
         return None if result is None else result.to_dict()
-    path = reading_file(run, reading)
+    path = evaluation_file(run, evaluation)
     found = _object(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if found is None or found.get(CHANGE) == plain(change) else None
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    """None of what is no JSON object: a file that was cut short, words instead of figures."""
+def _object(text: str) -> dict[str, object] | None:
+    """Return a JSON object, None where the text is none: a file that was cut short, or words instead of figures."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:
@@ -90,17 +96,17 @@ def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
 
 
 def config_file(study: StudyConfig, run: PlannedRun) -> Path:
-    """Where a run's configuration lies."""
+    """Return the file of a run's configuration."""
     return study_folder(study) / "configs" / f"{run.name}.yaml"
 
 
-def log_file(study: StudyConfig, run: PlannedRun, reading: str) -> Path:
-    """Where the output of a training or a reading goes."""
-    return study_folder(study) / LOGS / (f"{run.name}.log" if reading == TRAINED else f"{run.name}-{reading}.log")
+def log_file(study: StudyConfig, run: PlannedRun, evaluation: str) -> Path:
+    """Return the file of the output of a training or an evaluation."""
+    return study_folder(study) / LOGS / (f"{run.name}.log" if evaluation == TRAINED else f"{run.name}-{evaluation}.log")
 
 
 def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, list[Task]]]:
-    """Each run's training and the readings that follow it. Writes each run's configuration beside the run folders.
+    """Return each run's training and the evaluations that follow it, and write each run's configuration file.
 
     Raises: RunFolderError where a folder holds a run that was begun with another configuration.
     """
@@ -113,7 +119,7 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
         config.write_text(yaml.safe_dump(plain(run.tree), sort_keys=False), encoding="utf-8")
         training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
         after = [
-            Task(run, name, reading_command(run, change), log_file(study, run, name), change)
+            Task(run, name, evaluation_command(run, change), log_file(study, run, name), change)
             for name, change in changes_of(study, run).items()
         ]
         planned.append((training, after))
@@ -121,38 +127,38 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
 
 
 def changes_of(study: StudyConfig, run: PlannedRun) -> dict[str, Changes]:
-    """What the readings of a run have different, by name."""
-    return {name: reading.change for name, reading in readings_of(study, run.labels).items()}
+    """Return the changes of a run's evaluations, by name."""
+    return {name: evaluation.change for name, evaluation in evaluations_of(study, run.labels).items()}
 
 
-def reading_command(run: PlannedRun, change: Changes) -> list[str]:
-    """Verb and arguments: in training's precision, and on its device where the configuration names one."""
-    how = ["--dtype", run.config.training.precision, "--json"]
+def evaluation_command(run: PlannedRun, change: Changes) -> list[str]:
+    """Return verb and arguments of an evaluation, in training's precision and on its device if the run names one."""
+    options = ["--dtype", run.config.training.precision, "--json"]
     if run.config.parallel.device:
-        how += ["--device", run.config.parallel.device]
-    return ["evaluate", str(run.folder), *(f"{path}={json.dumps(value)}" for path, value in change.items()), *how]
+        options += ["--device", run.config.parallel.device]
+    return ["evaluate", str(run.folder), *(f"{path}={json.dumps(value)}" for path, value in change.items()), *options]
 
 
 def partial_file(task: Task) -> Path:
-    """Where a reading's figures go until it has ended. Locked as long as the process lives that writes it."""
+    """Return the file of an evaluation's output until it has ended, locked by the process that writes it."""
     return task.output.with_suffix(".partial")
 
 
 def open_partial(task: Task) -> BinaryIO:
-    """A new one, for standard output: the process inherits the lock with the file, and holds it after us."""
+    """Open a new partial file as standard output of a process, which inherits the lock and may outlive this one."""
     partial_file(task).unlink(missing_ok=True)
     file = partial_file(task).open("wb")
     locked(file)
     return file
 
 
-def elsewhere(task: Task) -> bool:
-    """Whether a process writes the task's files that a queue which was killed left going on."""
+def written_elsewhere(task: Task) -> bool:
+    """Return whether another process writes the task's files, such as one that a killed queue left behind."""
     return (task.change is not None and held(partial_file(task))) or held(task.run.folder / "lock")
 
 
 def keep_figures(task: Task) -> None:
-    """Make the output of a reading that has ended its result, if its last line is one."""
+    """Make the output of an evaluation that has ended its result, if its last line has the figures."""
     partial = partial_file(task)
     lines = partial.read_text(encoding="utf-8").splitlines()
     if lines and (found := _object(lines[-1])) is not None:
@@ -160,6 +166,7 @@ def keep_figures(task: Task) -> None:
         partial.replace(task.output)
 
 
-def plain(tree: Mapping[str, Any]) -> Any:
-    """The same in JSON's types."""
-    return json.loads(json.dumps(tree))
+def plain(tree: Mapping[str, object]) -> object:
+    """Return a tree in JSON's types, as a file has it: lists for tuples."""
+    converted: object = json.loads(json.dumps(tree))
+    return converted

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from checkpoints.folder import FOLDER, Checkpoint, RunFacts, SavedRun
-from checkpoints.resume import check_identity, choose, identity, load
+from checkpoints.resume import check_identity, choose_checkpoint, load_training_state, run_identity
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
@@ -57,7 +57,7 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
     """
 
     def chosen() -> tuple[Checkpoint | None, list[str]]:
-        checkpoint, skipped = choose(config.checkpoint, config.run_folder / FOLDER)
+        checkpoint, skipped = choose_checkpoint(config.checkpoint, config.run_folder / FOLDER)
         if checkpoint is not None:
             saved = checkpoint.run()
             check_identity(checkpoint, saved, facts)
@@ -94,7 +94,7 @@ def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunCon
 def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunFacts:
     """Return what every checkpoint of the run says in run.json besides its counters."""
     return {
-        **identity(config, data_fingerprint, tokenizer_sha256),
+        **run_identity(config, data_fingerprint, tokenizer_sha256),
         "config": config.model_dump(mode="json"),
         "megamem": version("megamem"),
     }
@@ -176,6 +176,6 @@ class Checkpoints(Callback):
 
 def resume(trainer: Trainer, checkpoint: Checkpoint, bad_steps: BadSteps, group: ProcessGroup) -> None:
     """Put a run where a checkpoint was saved. A collective call of all ranks of `group`."""
-    run = load(trainer.engine, checkpoint, group)
+    run = load_training_state(trainer.engine, checkpoint, group)
     trainer.step = run["step"]
     bad_steps.set_counts(run["bad_steps"])

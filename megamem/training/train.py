@@ -11,7 +11,7 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from checkpoints.folder import FOLDER, Checkpoint, RunFacts
-from checkpoints.resume import start_from
+from checkpoints.resume import load_initial_weights
 from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
 from megamem.config.run import RunConfig
@@ -181,7 +181,7 @@ def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadS
         resume(trainer, checkpoint, bad_steps, group)
     elif weights is not None:
         trainer.watch(f"loading {weights}")
-        start_from(trainer.engine, weights, group)
+        load_initial_weights(trainer.engine, weights, group)
 
 
 def _fit(trainer: Trainer, saver: Saver, group: ProcessGroup) -> None:

@@ -18,7 +18,7 @@ LONG_S = 300
 
 @pytest.fixture
 def study(data, tmp_path):
-    """File of a study of two runs with a reading each."""
+    """File of a study of two runs with an evaluation each."""
     training = {"steps": STEPS, "micro_batch_size": 1}
     sections = {"checkpoint": {"every": 2}, "evaluation": {"every": 0}, "logging": {"every": 1}}
     write_config(tmp_path / "run.yaml", run_tree(data, tmp_path, training=training, **sections))
@@ -27,9 +27,9 @@ def study(data, tmp_path):
         "run": "run.yaml",
         "folder": str(tmp_path / "studies"),
         "axes": {"order": {"few": {"model.memory.0.mixer.order": 4}, "more": {}}},
-        "readings": {"short": {"change": {"evaluation.final_max_tokens": 256}}},
+        "evaluations": {"short": {"change": {"evaluation.final_max_tokens": 256}}},
         "tables": [
-            {"name": "t", "title": "Losses", "figure": "val_tokens", "rows": "order", "columns": "reading"},
+            {"name": "t", "title": "Losses", "figure": "val_tokens", "rows": "order", "columns": "evaluation"},
         ],
     }
     return write_config(tmp_path / "study.yaml", tree)
@@ -68,6 +68,6 @@ def test_a_study_is_submitted_and_gone_on_with(slurm, study, tmp_path):
     assert states() == [("few-0", third, "done"), ("more-0", second, "done")]
     for run in (few, more):
         assert sorted(losses(run)) == list(range(1, STEPS + 1))
-        assert len(list(run.glob("reading-*.json"))) == 1
+        assert len(list(run.glob("evaluation-*.json"))) == 1
     assert "goes on from" in logs()
-    assert "done, 1 of 1 readings" in (tmp_path / "studies" / "pair" / "report.html").read_text()
+    assert "done, 1 of 1 evaluations" in (tmp_path / "studies" / "pair" / "report.html").read_text()

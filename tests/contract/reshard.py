@@ -92,5 +92,5 @@ def loaded(lanes: Lanes, path: Path, group: Any) -> States:
     carried = lanes.empty(set(read_index(path)))
     tensors = lanes.fragments(carried)
     read_tensors(path, tensors, group)
-    lanes.drop_filling(carried, tensors)
+    lanes.drop_padding(carried, tensors)
     return carried.get(0) or lanes.stage.initial_states(lanes.rows, CPU, lanes.dtype)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.folder import at, folder_name
-from checkpoints.read import weights
+from checkpoints.folder import folder_name, open_checkpoint
+from checkpoints.read import read_weights
 from megamem.hf.export import to_hf
 from megamem.hf.importing import from_hf
 from tests.contract.cases import CASES, PATIENCE_S
@@ -60,7 +60,7 @@ class Exports:
             parts = [result[f"{case.id}/{layout}"] for result in results]
             assert all(part["made"] == parts[0]["made"] for part in parts), "all ranks agree"
             logits = next(part["logits"] for part in parts if part["logits"] is not None)
-            checkpoint = at(self.folder / f"{case.id}-{layout}" / folder_name(0))
+            checkpoint = open_checkpoint(self.folder / f"{case.id}-{layout}" / folder_name(0))
             self.found[case.id, layout] = checkpoint, {"logits": logits, "made": parts[0]["made"]}
 
     def exported(self, case, layout):
@@ -99,7 +99,7 @@ class TestExport:
         folder, _, _ = exports.exported(model, layout)
         from_hf(folder, tmp_path / "back")
         back = load_file(tmp_path / "back" / "weights.safetensors")
-        original = dict(weights(exports.trained(model, layout)[0]))
+        original = dict(read_weights(exports.trained(model, layout)[0]))
         assert back.keys() == original.keys()
         assert max((back[name] - original[name]).abs().max().item() for name in back) == 0
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.folder import at, checkpoints_in, folder_name
+from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint
 from checkpoints.read import compare
 from megamem.errors import FINAL, STOPPED
 from tests.integration.commands import run_tree, write_config
@@ -111,7 +111,7 @@ def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, A
     ):
         for job in (tormented, calm):
             assert job.codes(300) == [0] * WORLD, job.output(0)
-    last = [at(folder / "runs" / name / "checkpoints" / folder_name(steps)) for name in configs]
+    last = [open_checkpoint(folder / "runs" / name / "checkpoints" / folder_name(steps)) for name in configs]
     count, differences = compare(*last)
     assert count
     assert [str(difference) for difference in differences] == []

@@ -65,8 +65,8 @@ def tasks_under(layouts: dict[str, dict[str, Any]], checkpoint: str, tasks: str)
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from checkpoints.folder import at
-    from checkpoints.resume import load
+    from checkpoints.folder import open_checkpoint
+    from checkpoints.resume import load_training_state
     from megamem.evaluation.harness import HarnessModel
     from megamem.pipeline.engine import build_engine
     from megamem.training.build import open_tokenizer, start_topology
@@ -77,7 +77,7 @@ def tasks_under(layouts: dict[str, dict[str, Any]], checkpoint: str, tasks: str)
         config = parse_config(RunConfig, tree, name)
         topology = start_topology(config)
         engine = build_engine(config, topology)
-        load(engine, at(Path(checkpoint)), cpu_group(60))
+        load_training_state(engine, open_checkpoint(Path(checkpoint)), cpu_group(60))
         model = HarnessModel(
             engine.stage, open_tokenizer(config), topology=topology, device=topology.device, dtype=engine.dtype,
             max_length=config.data.sequence_length, rows=3,

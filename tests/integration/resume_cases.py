@@ -25,8 +25,8 @@ def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Load a checkpoint under another layout and save it again at once: case -> {"tree", "from", "to"}."""
-    from checkpoints.folder import at
-    from checkpoints.resume import load
+    from checkpoints.folder import open_checkpoint
+    from checkpoints.resume import load_training_state
     from checkpoints.saver import Saver
     from checkpoints.states import Lanes
     from checkpoints.training_state import optimizer_fragments, optimizer_steps
@@ -40,7 +40,7 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
         topology = start_topology(config)
         engine = build_engine(config, topology)
         group = cpu_group(60)
-        run = load(engine, at(Path(case["from"])), group)
+        run = load_training_state(engine, open_checkpoint(Path(case["from"])), group)
         saver = Saver(Path(case["to"]), CheckpointConfig(), group)
         tensors = {**optimizer_fragments(engine), **Lanes.of(engine).fragments(engine.carried)}
         saver.save(run["step"], tensors, {**run, "optimizer_steps": optimizer_steps(engine)}, wait=True)

@@ -11,7 +11,7 @@ import yaml
 
 def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     """Whole logits [tokens, vocabulary] of an imported model, read chunk by chunk."""
-    from checkpoints.resume import start_from
+    from checkpoints.resume import load_initial_weights
     from megamem.evaluation.generate import read_logits
     from megamem.pipeline.engine import build_engine
     from megamem.training.build import start_topology
@@ -26,7 +26,7 @@ def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     )  # fmt: skip
     topology = start_topology(config)
     engine = build_engine(config, topology)
-    start_from(engine, Path(folder) / "weights.safetensors", cpu_group(300))
+    load_initial_weights(engine, Path(folder) / "weights.safetensors", cpu_group(300))
     tokens = torch.tensor(ids)[:, None]
     logits = read_logits(engine.stage, tokens, topology=topology, device=topology.device, dtype=torch.float32)
     return {"logits": logits[:, 0].clone() if logits is not None and topology.rank == 0 else None}

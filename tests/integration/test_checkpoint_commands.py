@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints.folder import at, checkpoints_in, verify
+from checkpoints.folder import checkpoints_in, open_checkpoint, verify
 from megamem.cli.main import app
 from megamem.errors import CheckpointError
 from tests.integration.commands import finish, megamem, run_tree, write_config
@@ -128,7 +128,7 @@ def test_a_new_run_starts_from_weights(data, run, tmp_path, layout):
         assert job.codes(90) == [0, 0], job.output(0)
     (first,), before = losses(tmp_path / "runs" / "new"), losses(run)
     assert first < before[0] - 0.2, "it does not begin at the beginning"
-    assert at(tmp_path / "runs" / "new" / "checkpoints" / "step-00000001").run()["optimizer_steps"] == 1
+    assert open_checkpoint(tmp_path / "runs" / "new" / "checkpoints" / "step-00000001").run()["optimizer_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
     with Job(tmp_path / "second", 2, command, "train", str(config)) as job:
         assert job.codes(90) == [0, 0], job.output(0)
         assert f"goes on from {saved.path}" in job.output(0, "out").replace("\n", "")
-    verify(at(folder / "step-00000030"))
+    verify(open_checkpoint(folder / "step-00000030"))
 
 
 @pytest.mark.alone

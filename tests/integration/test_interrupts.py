@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.folder import at, checkpoints_in, folder_name, verify
+from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint, verify
 from checkpoints.read import compare
 from megamem.errors import STOPPED, NonFiniteError
 from megamem.runs.heartbeat import read_beat
@@ -242,7 +242,8 @@ class TestBadSteps:
         train("halves", [2], "second", 0)  # its second step is the run's fifth
         for step in (3, 6, 8):
             straight, halves = (
-                at(tmp_path / "runs" / name / "checkpoints" / folder_name(step)) for name in ("straight", "halves")
+                open_checkpoint(tmp_path / "runs" / name / "checkpoints" / folder_name(step))
+                for name in ("straight", "halves")
             )
             assert [str(difference) for difference in compare(straight, halves)[1]] == [], step
             assert straight.run()["bad_steps"] == halves.run()["bad_steps"], step

@@ -189,7 +189,7 @@ def test_a_recorded_step_is_the_schedule_as_it_ran(command, tmp_path):
         before = event.stage - 1 if event.action.kind == "forward" else event.stage + 1
         assert ended.get((before, event.action), 0.0) <= event.start, "nothing starts before its input is there"
     picture = tmp_path / "schedule.png"
-    sizes = ["--stages", "2", "--sequences", "2", "--chunks", "4", "--bptt-chunks", "2"]
+    sizes = ["--stages", "2", "--micro-batches", "2", "--chunks", "4", "--bptt-chunks", "2"]
     code, out, _ = finish(megamem("plan", *sizes, "--draw-schedule", str(picture), "--recorded", str(folder)))
     assert code == 0
     assert f"picture: {picture}" in out

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from checkpoints.folder import Checkpoint, at, checkpoints_in, verify
-from checkpoints.read import compare, whole
+from checkpoints.folder import Checkpoint, checkpoints_in, open_checkpoint, verify
+from checkpoints.read import compare, read_tensor
 from checkpoints.storage import read_index
 from tests.integration.commands import CHUNK, run_tree
 from tests.integration.ranks import Job
@@ -131,7 +131,7 @@ def runs(form, data, tmp_path_factory):
 
 
 def saved(runs, name, step) -> Checkpoint:
-    return at(runs / name / "checkpoints" / f"step-{step:08d}")
+    return open_checkpoint(runs / name / "checkpoints" / f"step-{step:08d}")
 
 
 def records(runs, name):
@@ -164,7 +164,7 @@ def test_streams_save_their_memory(form, runs):
     """Elastic Memory's coefficients and full attention's keys and values, of every lane."""
     for name in [name for name in form.layouts if "streams" in name]:
         checkpoint = saved(runs, name, form.steps)
-        coefficients = whole(checkpoint, "states/layers.1/coefficients")
+        coefficients = read_tensor(checkpoint, "states/layers.1/coefficients")
         assert coefficients.shape[0] == ROWS, "a lane per row of the batch"
         assert all(lane.abs().max() > 0 for lane in coefficients)
         assert [n for n in read_index(checkpoint.path) if n.startswith("states/layers.2/")], "growing lists"
@@ -193,7 +193,7 @@ def test_another_layout_reads_the_same_bits_and_goes_on(form, runs, moved):
     for source, target in form.pairs:
         name = f"{source}--{target}"
         origin = saved(runs, source, form.half)
-        again = at(moved / "again" / name / origin.path.name)
+        again = open_checkpoint(moved / "again" / name / origin.path.name)
         _, differences = compare(origin, again)
         # generators belong to ranks, and are not saved again here
         assert [str(d) for d in differences if not d.name.startswith("rng/")] == [], name
@@ -238,7 +238,7 @@ def test_lanes_with_memories_of_different_age(tmp_path):
     run_all(tmp_path / "first", {"straight": (1, one["straight"]), "halves": (1, half["halves"])})
     checkpoint = saved(tmp_path / "runs", "halves", form.half)
     (entries,) = [name for name in read_index(checkpoint.path) if name.endswith(".entries")]
-    counts = whole(checkpoint, entries).tolist()
+    counts = read_tensor(checkpoint, entries).tolist()
     assert len(counts) == ROWS
     assert len(set(counts)) > 1, f"the lanes are alike: {counts}"
     moved = tree(

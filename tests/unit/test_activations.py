@@ -7,6 +7,7 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.ops import rotary
 from megamem.pipeline.window import Window
@@ -34,7 +35,7 @@ def test_storages_count_once_and_as_long_as_they_live():
     assert count.live == 400
     del b
     assert count.live == 0
-    assert max(count.course) == 800
+    assert max(count.live_after) == 800
 
 
 def test_large_results_are_not_computed_but_have_their_shapes():
@@ -63,7 +64,7 @@ def test_other_shares_lie_on_the_lines(case, recompute):
     predicted = found.layer(0, Share(5, 1, recompute))
     measured = _measure_part(model, torch.float32, range(1), CHUNKS, False, Share(5, 1, recompute))
     for here, there in zip(predicted, measured, strict=False):
-        expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.handed_back)
+        expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.state_gradients)
         assert tuple(here) == pytest.approx(tuple(expected), rel=0.01, abs=0.01 * there.kept)
 
 
@@ -123,7 +124,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
     )  # fmt: skip
     planned = step_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
     stage = build_stage(config.model, RankLinears(1))
-    window = Window(stage)
+    window = Window(stage, NextToken(config.model))
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
     for _ in range(2):  # the first pass makes tables that stay
         count = Ledger()
@@ -138,14 +139,14 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
                 starts = np.repeat(np.arange(first, first + bptt_chunks)[:, None] * size, rows, axis=1)
                 loss, _, states = window(tokens[part], tokens[part], starts, states, torch.tensor(1.0))
                 loss.backward()
-    assert 0.99 < planned.total / max(count.course) < 1.08
+    assert 0.99 < planned.total / max(count.live_after) < 1.08
 
 
 def test_what_is_not_computed_is_remembered(monkeypatch):
     """A second look at the same shapes costs no second search."""
-    x, asked, search = torch.ones(300, 300), [], ledger._shapes
+    x, asked, search = torch.ones(300, 300), [], ledger._result_shapes
     monkeypatch.setattr(ledger, "_results", {})
-    monkeypatch.setattr(ledger, "_shapes", lambda func, *operands: asked.append(func) or search(func, *operands))
+    monkeypatch.setattr(ledger, "_result_shapes", lambda func, *operands: asked.append(func) or search(func, *operands))
     with Ledger():
         x @ x
         x @ x

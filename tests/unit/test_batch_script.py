@@ -191,7 +191,7 @@ class TestSlurm:
         """By one process of the first node, once the run is done, also if it was done before."""
         launch = load_launch(config, [], None, "slurm")
         result = tmp_path / "the result.json"
-        job = replace(launch.job, follow_up=("study", "read", "a b"), result=result)
+        job = replace(launch.job, follow_up=("study", "evaluate", "a b"), result=result)
         if there:
             result.touch()
         played = (
@@ -210,6 +210,8 @@ class TestSlurm:
         )
         assert done.returncode == ends_with, done.stderr
         made = (tmp_path / "calls").read_text().splitlines()
-        alone = ["--nodes=1 --ntasks=1" in call and call.endswith(" python -m megamem study read a b") for call in made]
+        alone = [
+            "--nodes=1 --ntasks=1" in call and call.endswith(" python -m megamem study evaluate a b") for call in made
+        ]
         assert ["then" if one else "ranks" for one in alone] == calls
         assert (job.folder / "ended").read_text() == f"{ends_with}\n"

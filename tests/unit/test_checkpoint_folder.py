@@ -7,15 +7,15 @@ import pytest
 
 from checkpoints.folder import (
     MARKER,
-    at,
     checkpoints_in,
-    complete,
     folder_name,
-    kept,
+    mark_complete,
+    open_checkpoint,
     prune,
+    steps_to_keep,
     verify,
 )
-from checkpoints.resume import MUST_AGREE, check_identity, choose
+from checkpoints.resume import MUST_AGREE, check_identity, choose_checkpoint
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
@@ -35,8 +35,8 @@ def write(folder, step, val_loss=None):
     for name, content in contents.items():
         (partial / name).write_bytes(content)
     files = {name: {"bytes": len(c), "sha256": sha256_file(partial / name)} for name, c in contents.items()}
-    complete(partial, folder / folder_name(step), files)
-    return at(folder / folder_name(step))
+    mark_complete(partial, folder / folder_name(step), files)
+    return open_checkpoint(folder / folder_name(step))
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_unfinished_folders_do_not_exist_for_readers(tmp_path):
     write(folder, 7)
     (folder / folder_name(7) / MARKER).unlink()
     assert [(c.step, c.complete) for c in checkpoints_in(folder)] == [(5, True), (7, False)]
-    assert choose(CheckpointConfig(), folder)[0].step == 5
+    assert choose_checkpoint(CheckpointConfig(), folder)[0].step == 5
     assert checkpoints_in(tmp_path / "nothing") == []
 
 
@@ -156,7 +156,7 @@ def test_what_is_kept(tmp_path, rule, steps):
     for step in range(10, 70, 10):
         write(tmp_path, step, losses.get(step))
     rule = {"every": None, "best": 0, **rule}
-    assert kept(checkpoints_in(tmp_path), scores=losses, **rule) == steps
+    assert steps_to_keep(checkpoints_in(tmp_path), losses=losses, **rule) == steps
     removed = prune(tmp_path, **rule)
     assert {c.step for c in checkpoints_in(tmp_path)} == steps
     assert {c.step for c in removed} == set(range(10, 70, 10)) - steps
@@ -174,27 +174,27 @@ def test_remains_are_removed_with_the_rest(tmp_path):
 
 class TestChoose:
     def test_nothing_yet(self, tmp_path):
-        assert choose(CheckpointConfig(), tmp_path) == (None, [])
+        assert choose_checkpoint(CheckpointConfig(), tmp_path) == (None, [])
 
     def test_none_looks_at_nothing(self, checkpoint):
-        assert choose(CheckpointConfig(resume="none"), checkpoint.path.parent) == (None, [])
+        assert choose_checkpoint(CheckpointConfig(resume="none"), checkpoint.path.parent) == (None, [])
 
     def test_a_path(self, checkpoint, tmp_path):
-        assert choose(CheckpointConfig(resume=str(checkpoint.path)), tmp_path) == (checkpoint, [])
+        assert choose_checkpoint(CheckpointConfig(resume=str(checkpoint.path)), tmp_path) == (checkpoint, [])
         with pytest.raises(CheckpointError, match=r"nowhere: no checkpoint"):
-            choose(CheckpointConfig(resume=str(tmp_path / "nowhere")), tmp_path)
+            choose_checkpoint(CheckpointConfig(resume=str(tmp_path / "nowhere")), tmp_path)
 
     def test_only_broken_ones_stop_the_run(self, checkpoint):
         (checkpoint.path / MARKER).unlink()
         with pytest.raises(CheckpointError, match=r"holds 1 checkpoint\(s\), but none was written to its end"):
-            choose(CheckpointConfig(), checkpoint.path.parent)
+            choose_checkpoint(CheckpointConfig(), checkpoint.path.parent)
 
     def test_a_damaged_newest_stops_the_run_or_is_skipped_by_name(self, tmp_path):
         write(tmp_path, 10)
         flip(write(tmp_path, 20).path / "rank-00000.safetensors")
         with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: is damaged.*; --fallback goes on from"):
-            choose(CheckpointConfig(), tmp_path)
-        chosen, skipped = choose(CheckpointConfig(fallback=True), tmp_path)
+            choose_checkpoint(CheckpointConfig(), tmp_path)
+        chosen, skipped = choose_checkpoint(CheckpointConfig(fallback=True), tmp_path)
         assert chosen.step == 10
         (line,) = skipped
         assert line.startswith("skipped step-00000020: ")
@@ -203,14 +203,14 @@ class TestChoose:
         for step in (10, 20):
             flip(write(tmp_path, step).path / "rank-00000.safetensors")
         with pytest.raises(CheckpointError, match=r"all 2 checkpoints are damaged; the newest: .*step-00000020"):
-            choose(CheckpointConfig(fallback=True), tmp_path)
+            choose_checkpoint(CheckpointConfig(fallback=True), tmp_path)
 
     def test_a_half_removed_folder_is_no_checkpoint(self, tmp_path):
         write(tmp_path, 10)
         newest = write(tmp_path, 20)
         (newest.path / MARKER).unlink()
         shutil.rmtree(newest.path / "x", ignore_errors=True)
-        assert choose(CheckpointConfig(), tmp_path)[0].step == 10
+        assert choose_checkpoint(CheckpointConfig(), tmp_path)[0].step == 10
 
 
 SAVED = {

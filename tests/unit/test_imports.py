@@ -127,6 +127,13 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not forbidden
 
 
+def test_nothing_but_tests_imports_the_command_line() -> None:
+    users = [path for path in EVERYTHING if "tests" not in path.relative_to(ROOT).parts]
+    for path in users:
+        if not module_name(path).startswith(("megamem.cli.", "megamem.__main__")):
+            assert not [name for name in imports(path, types=True) if name.startswith("megamem.cli")], path
+
+
 def test_families_of_mechanisms_stand_by_themselves() -> None:
     for path in SOURCES:
         name = module_name(path)

@@ -32,9 +32,9 @@ def plan(*arguments):
     return result.output
 
 
-def sizes(stages, sequences, chunks, *bptt):
+def sizes(stages, micro_batches, chunks, *bptt):
     window = ("--bptt-chunks", *bptt) if bptt else ()
-    return ("--stages", stages, "--sequences", sequences, "--chunks", chunks, *window)
+    return ("--stages", stages, "--micro-batches", micro_batches, "--chunks", chunks, *window)
 
 
 def error(kind, *arguments):
@@ -52,7 +52,7 @@ def error(kind, *arguments):
 def test_the_example_of_the_design_as_json():
     assert json.loads(plan("--schedule", *sizes(8, 8, 16, 16), "--json")) == {
         "stages": 8,
-        "sequences": 8,
+        "micro_batches": 8,
         "chunks": 16,
         "bptt_chunks": 16,
         "bubble": 0.0546875,
@@ -87,7 +87,7 @@ def test_table():
 def test_a_configuration_says_its_sizes():
     found = json.loads(plan("--schedule", "--json", DEMO, "parallel.pp=2", "training.batch_tokens=16384"))
     # 2,048 tokens are 8 chunks; 16,384 are 4 micro-batches of 2 rows
-    assert [found[name] for name in ("stages", "sequences", "chunks", "bptt_chunks")] == [2, 4, 8, 8]
+    assert [found[name] for name in ("stages", "micro_batches", "chunks", "bptt_chunks")] == [2, 4, 8, 8]
     assert found["peak_units"] == [9, 8]
     assert found["1f1b"]["peak_units"] == [16, 8]
     assert 0 < found["bubble"] < found["1f1b"]["bubble"]
@@ -118,14 +118,14 @@ def test_layers_are_where_the_configuration_places_them():
 def test_data_parallel_ranks_share_the_micro_batches():
     batch = (DEMO, "parallel.pp=2", "training.batch_tokens=16384")
     assert [
-        json.loads(plan("--schedule", "--json", *batch, *dp))["sequences"] for dp in ((), ("--dp", 2), ("--dp", 4))
+        json.loads(plan("--schedule", "--json", *batch, *dp))["micro_batches"] for dp in ((), ("--dp", 2), ("--dp", 4))
     ] == [4, 2, 1]
     assert "4 data-parallel ranks; use a multiple of 8" in error(ConfigError, "--schedule", DEMO, "--dp", 4)
 
 
 def test_the_configuration_s_data_parallel_size_counts():
     given = ("parallel.pp=2", "training.batch_tokens=16384", "parallel.dp=2")
-    assert json.loads(plan("--schedule", "--json", DEMO, *given))["sequences"] == 2
+    assert json.loads(plan("--schedule", "--json", DEMO, *given))["micro_batches"] == 2
 
 
 def test_both_schedules_do_the_same_work():
@@ -171,7 +171,7 @@ def test_layouts_are_those_of_the_configuration_s_data_parallel_ranks():
 
 # refusals
 
-NEEDED = "give a configuration or --stages, --sequences and --chunks"
+NEEDED = "give a configuration or --stages, --micro-batches and --chunks"
 
 
 @pytest.mark.parametrize(
@@ -180,13 +180,13 @@ NEEDED = "give a configuration or --stages, --sequences and --chunks"
         ((), "plan: nothing to plan; give a configuration, or --schedule and sizes"),
         (sizes(2, 2, 2), "plan: nothing to plan; give a configuration, or --schedule and sizes"),
         (("--schedule",), f"plan: --stages is missing; {NEEDED}"),
-        (("--schedule", "--sequences", 2, "--chunks", 2), f"plan: --stages is missing; {NEEDED}"),
-        (("--schedule", "--stages", 2, "--chunks", 2), f"plan: --sequences is missing; {NEEDED}"),
-        (("--schedule", "--stages", 2, "--sequences", 2), f"plan: --chunks is missing; {NEEDED}"),
+        (("--schedule", "--micro-batches", 2, "--chunks", 2), f"plan: --stages is missing; {NEEDED}"),
+        (("--schedule", "--stages", 2, "--chunks", 2), f"plan: --micro-batches is missing; {NEEDED}"),
+        (("--schedule", "--stages", 2, "--micro-batches", 2), f"plan: --chunks is missing; {NEEDED}"),
         (("--schedule", *sizes(2, 2, 4, 3)), "plan: bptt_chunks 3 does not divide 4 chunks"),
         (("--schedule", *sizes(2, 2, 4, 8)), "plan: bptt_chunks 8 does not divide 4 chunks"),
         (("--schedule", DEMO, "--stages", 2), "plan: --stages does not go with a configuration"),
-        (("--schedule", DEMO, "--sequences", 2), "plan: --sequences does not go with a configuration"),
+        (("--schedule", DEMO, "--micro-batches", 2), "plan: --micro-batches does not go with a configuration"),
         (("--schedule", DEMO, "--chunks", 2), "plan: --chunks does not go with a configuration"),
         (("--schedule", DEMO, "--bptt-chunks", 2), "plan: --bptt-chunks does not go with a configuration"),
         (("--layouts",), "plan: --layouts goes with a configuration, --dp and --json"),
@@ -202,7 +202,7 @@ def test_refusals(arguments, said):
     assert said in error(ConfigError, *arguments)
 
 
-@pytest.mark.parametrize("option", ["--stages", "--sequences", "--chunks", "--bptt-chunks", "--dp"])
+@pytest.mark.parametrize("option", ["--stages", "--micro-batches", "--chunks", "--bptt-chunks", "--dp"])
 def test_sizes_are_positive(option):
     result = CliRunner().invoke(app, ["plan", "--schedule", option, "0"])
     assert result.exit_code == 2
@@ -262,10 +262,10 @@ def test_the_picture_is_where_the_command_says(tmp_path):
     assert Path(figures["picture"]).is_file()
 
 
-@pytest.mark.parametrize(("sequences", "bars", "numbered"), [(5, 160, True), (6, 192, False)])
-def test_many_bars_are_drawn_without_numbers(tmp_path, sequences, bars, numbered):
+@pytest.mark.parametrize(("micro_batches", "bars", "numbered"), [(5, 160, True), (6, 192, False)])
+def test_many_bars_are_drawn_without_numbers(tmp_path, micro_batches, bars, numbered):
     """Numbers on thin bars would run into each other. An SVG names the texts it draws in comments."""
-    timeline = simulate(chunk_schedule(2, sequences, 8, 8), 8)
+    timeline = simulate(chunk_schedule(2, micro_batches, 8, 8), 8)
     assert len(timeline.events) == bars
     path = tmp_path / "picture.svg"
     draw_schedules({"title": timeline}, {"title": "a note"}, path)

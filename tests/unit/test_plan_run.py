@@ -75,7 +75,7 @@ def test_recomputation_and_short_windows_take_less():
     whole = make_plan(config, 1, H100)
     again = make_plan(demo("training.recompute=true"), 1, H100)
     short = make_plan(demo("training.bptt_chunks=2"), 1, H100)
-    assert again.total == pytest.approx(whole.other_way[0].total)
+    assert again.total == pytest.approx(whole.switched_ranks[0].total)
     assert again.total < short.total < whole.total
     assert again.time.compute == pytest.approx(
         whole.time.compute * 4 / 3, rel=0.05
@@ -194,7 +194,7 @@ def test_a_search_finds_the_best_that_fits():
     found = search.run(top=5)
     fits = []
     for layout in search._layouts():
-        made = make_plan(layout.config, layout.dp_size, small, found=search.activations)
+        made = make_plan(layout.config, layout.dp_size, small, activations=search.activations)
         if made.total <= small.memory and layout.config.bptt_chunks == config.bptt_chunks:
             fits.append(made.time.total)
     assert found.best

@@ -26,9 +26,9 @@ from megamem.study.journal import Journal, last_words, read_journal
 from megamem.study.laws import fitted
 from megamem.study.laws.fit import Fit, Law
 from megamem.study.laws.fitted import fitted_laws
-from megamem.study.laws.points import together
+from megamem.study.laws.points import mixing_note
 from megamem.study.plots import Plot, Series, plotly_figure
-from megamem.study.states import run_states
+from megamem.study.status import run_statuses
 from tests.finished_study import LAWS, STUDY, finished_study, quick_report
 
 
@@ -48,12 +48,17 @@ def report(study):
 
 def test_a_record_says_what_the_run_was(study):
     runs = planned_runs(study)
-    found = {record["run"]: record for record in records(study, runs)}
+    found = {record.run: record.row for record in records(study, runs)}
     assert len(found) == len(runs) - 1, "the failed run has no result"
     run = next(run for run in runs if run.name == "large-elastic-1")
     record = found[run.name]
     counts, model = parameter_counts(run.config.model), run.config.model
-    assert (record["size"], record["memory"], record["seed"], record["reading"]) == ("large", "elastic", "1", "trained")
+    assert (record["size"], record["memory"], record["seed"], record["evaluation"]) == (
+        "large",
+        "elastic",
+        "1",
+        "trained",
+    )
     assert (record["parameters"], record["non_embedding_parameters"]) == (counts["total"], counts["non_embedding"])
     assert record["training_tokens"] == 64 * 64
     assert record["training_flops"] == 64 * 64 * flops_per_token(model, 16)["training"]
@@ -77,12 +82,16 @@ def test_csv_and_parquet_hold_every_record(study, report):
     _, folder = report
     found = records(study, planned_runs(study))
     table = parquet.read_table(folder / "records.parquet").to_pylist()
-    assert [{name: value for name, value in row.items() if value is not None} for row in table] == found
+    assert [{name: value for name, value in row.items() if value is not None} for row in table] == [
+        record.row for record in found
+    ]
     with (folder / "records.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0])[:5] == ["run", "size", "memory", "seed", "reading"]
-    assert [float(row["val_loss"]) for row in rows] == [record["val_loss"] for record in found]
-    assert [row["parameters"] for row in rows] == [str(record["parameters"]) for record in found], "whole numbers"
+    assert list(rows[0])[:5] == ["run", "size", "memory", "seed", "evaluation"]
+    assert [float(row["val_loss"]) for row in rows] == [record.figures["val_loss"] for record in found]
+    assert [row["parameters"] for row in rows] == [str(record.figures["parameters"]) for record in found], (
+        "whole numbers"
+    )
 
 
 # --- laws ---
@@ -139,7 +148,10 @@ def law(**changes):
         (law(kind="tokens_to_loss", axis="memory", per="memory"), "'memory' must be an axis of its own"),
         (law(kind="tokens_to_loss", axis="size", per="memory", against="magic"), "against: 'magic' is none of"),
         (law(kind="power", x=["parameters"], per="depth"), "laws.law: axis 'depth' is none of"),
-        (law(kind="power", x=["training_tokens"], points="validation", per="reading"), "readings have no validations"),
+        (
+            law(kind="power", x=["training_tokens"], points="validation", per="evaluation"),
+            "evaluations have no validations",
+        ),
         (law(kind="power", x=["parameters"], where={"size": ["tiny"]}), "laws.law.where.size: 'tiny' is none of"),
         (law(kind="power", x=["parameters"], name="losses"), "tables and laws: losses names two of them"),
     ],
@@ -178,16 +190,16 @@ def test_points_of_several_kinds_of_model_are_said(study):
     """A memory with parameters of its own: no two models have the same x, and one law would go through all."""
     found = records(study, planned_runs(study))
     for record in found:
-        record["parameters"] += 100 * (record["memory"] == "elastic")
-    none = [record for record in found if record["memory"] == "none"]
+        record.figures["parameters"] += 100 * (record.labels["memory"] == "elastic")
+    none = [record for record in found if record.labels["memory"] == "none"]
     config = LawConfig(name="law", title="Law", kind="iso_flop", x=("parameters",), axis="size")
     one = study.model_copy(update={"laws": (config,)})
     (mixed,) = fitted_laws(one, [], found)
     values = "size (small, medium, large, huge) and memory (none, elastic)"
     said = f"one law through {values}; where their laws may differ make one `per`, or choose under where"
     assert mixed.notes[0] == said
-    assert together(one, config, none) == ""
-    assert together(one, config.model_copy(update={"per": "memory"}), found) == ""
+    assert mixing_note(one, config, none) == ""
+    assert mixing_note(one, config.model_copy(update={"per": "memory"}), found) == ""
 
 
 def test_the_best_size_by_compute_is_of_parameters_and_tokens(study, monkeypatch):
@@ -248,7 +260,7 @@ def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
 
 
 def test_states_of_runs(study):
-    states = run_states(study, planned_runs(study))
+    states = run_statuses(study, planned_runs(study))
     assert [state.state for state in states] == ["done"] * (len(states) - 1) + ["failed"]
     assert (states[0].step, states[-1].step) == (64, 32)
     assert states[-1].failures == ("trained: exit code 5, megamem: <script>alert(1)</script> loss is not finite",)

@@ -22,8 +22,8 @@ from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.journal import read_journal
 from megamem.study.queue import Queue
-from megamem.study.states import run_states
-from megamem.study.tasks import config_file, elsewhere, open_partial, tasks
+from megamem.study.status import run_statuses
+from megamem.study.tasks import config_file, open_partial, tasks, written_elsewhere
 
 RUN = {
     "name": "small",
@@ -46,11 +46,13 @@ STUDY = {
     },
     "adjust": [{"where": {"model": ["memory"], "width": ["wide"]}, "change": {"model.memory.0.mixer.order": 6}}],
     "skip": [{"model": ["plain"], "width": ["wide"]}],
-    "readings": {"uniform": {"where": {"model": ["memory"]}, "change": {"model.memory.0.mixer.sampling": "uniform"}}},
+    "evaluations": {
+        "uniform": {"where": {"model": ["memory"]}, "change": {"model.memory.0.mixer.sampling": "uniform"}},
+    },
     "tables": [
         {"name": "losses", "title": "Losses", "figure": "val_loss", "rows": "model", "columns": "width",
          "paper": {"memory": {"wide": 1.5}}, "source": "nowhere"},
-        {"name": "read", "title": "Read otherwise", "figure": "val_loss", "rows": "model", "columns": "reading",
+        {"name": "read", "title": "Read otherwise", "figure": "val_loss", "rows": "model", "columns": "evaluation",
          "where": {"width": ["narrow"]}},
     ],
 }  # fmt: skip
@@ -97,9 +99,9 @@ def test_a_combination_that_cannot_run_is_named(study):
         ({"axes": {"seed": {"a": {}}}}, "axes.seed: reserved; give seeds"),
         ({"axes": {}}, "axes"),
         ({"axes": {"run": {"a": {}}}}, "axes.run: reserved; take another name"),
-        ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of model, reading, seed, width"),
+        ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of evaluation, model, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
-        ({"readings": {"trained": {"change": {}}}}, "readings.trained: reserved"),
+        ({"evaluations": {"trained": {"change": {}}}}, "evaluations.trained: reserved"),
         ({"tables": [{**STUDY["tables"][0], "rows": "depth"}]}, "tables.losses: axis 'depth'"),
         ({"tables": [{**STUDY["tables"][0], "paper": {"magic": {}}}]}, "paper: row 'magic'"),
         ({"tables": [{**STUDY["tables"][0], "against": "magic"}]}, "tables.losses.against: 'magic' is none of"),
@@ -170,7 +172,7 @@ def run(study):
     return outcome, said, moved
 
 
-def test_runs_then_readings_then_nothing_more(study, fake):
+def test_runs_then_evaluations_then_nothing_more(study, fake):
     outcome, said, moved = run(study.model_copy(update={"parallel": 2}))
     assert (len(outcome.done), outcome.failed, outcome.stopped) == (10, [], False)
     assert moved[-1] == (10, 10)
@@ -183,17 +185,20 @@ def test_runs_then_readings_then_nothing_more(study, fake):
     assert (len(again.done), said, len(fake())) == (10, [], 10)
     found = records(study, planned_runs(study))
     assert len(found) == 10
-    assert found[0].items() >= {
-        "model": "plain", "width": "narrow", "seed": "3", "reading": "trained", "run": "plain-narrow-3", "val_loss": 3
+    assert found[0].row.items() >= {
+        "model": "plain", "width": "narrow", "seed": "3", "evaluation": "trained", "run": "plain-narrow-3",
+        "val_loss": 3,
     }.items()  # fmt: skip
     assert {history.state for history in read_journal(study.folder / "pair").values()} == {"ended"}
 
 
-def test_a_reading_defined_otherwise_is_made_again(study, fake):
+def test_an_evaluation_defined_otherwise_is_made_again(study, fake):
     run(study)
-    reading = study.readings["uniform"]
-    narrower = reading.model_copy(update={"change": {"model.memory.0.mixer.samples": 3}, "where": {"width": ("wide",)}})
-    changed = study.model_copy(update={"readings": {"uniform": narrower}})
+    evaluation = study.evaluations["uniform"]
+    narrower = evaluation.model_copy(
+        update={"change": {"model.memory.0.mixer.samples": 3}, "where": {"width": ("wide",)}}
+    )
+    changed = study.model_copy(update={"evaluations": {"uniform": narrower}})
     assert len(records(changed, planned_runs(changed))) == 6, "neither the old definition nor runs it is not for"
     outcome, said, _ = run(changed)
     assert (len(outcome.done), len(said)) == (8, 2)
@@ -223,7 +228,7 @@ def test_runs_that_a_killed_queue_left_take_up_room(study, fake, tmp_path, monke
         lock.take()
 
     def end(done: int, total: int) -> None:
-        if done == 5:  # four runs and readings, one after another as one of three places is left
+        if done == 5:  # four runs and evaluations, one after another as one of three places is left
             write_result(other.folder, RunResult(str(other.folder), 4, 1.0, (1.0,), {"val_loss": 4}))
             for lock in locks:
                 lock.__exit__()
@@ -258,19 +263,19 @@ def test_devices_of_runs_that_a_killed_queue_left_are_given_to_nobody(study, fak
     assert min(begin for _, begin, _ in spans(tmp_path)) > ended[0]
 
 
-def test_a_reading_that_a_killed_queue_left_is_waited_for(study, fake):
+def test_an_evaluation_that_a_killed_queue_left_is_waited_for(study, fake):
     """Its process holds the file that it writes to, the queue being gone."""
-    _, readings = tasks(study, planned_runs(study))[2]
-    readings[0].run.folder.mkdir(parents=True)
-    with open_partial(readings[0]) as out:
+    _, evaluations = tasks(study, planned_runs(study))[2]
+    evaluations[0].run.folder.mkdir(parents=True)
+    with open_partial(evaluations[0]) as out:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=out)
-    assert elsewhere(readings[0])
+    assert written_elsewhere(evaluations[0])
     process.communicate(b"\n")
-    assert not elsewhere(readings[0])
+    assert not written_elsewhere(evaluations[0])
 
 
 def test_words_instead_of_figures_are_a_failure(study, fake, monkeypatch):
-    """Of one reading: the others are made, and a result that was cut short is none."""
+    """Of one evaluation: the others are made, and a result that was cut short is none."""
     monkeypatch.setenv("LAST_LINE", "bye")
     outcome, said, _ = run(study)
     assert (len(outcome.done), len(outcome.failed)) == (6, 4)
@@ -295,10 +300,10 @@ def test_runs_say_in_weights_and_biases_what_they_are(study):
     assert without.tree["logging"]["wandb"] == {"mode": "disabled"}
 
 
-def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):
-    wrong = study.readings["uniform"].model_copy(update={"change": {"evaluation.corruption.shares": 0.5}})
-    broken = study.model_copy(update={"readings": {"noise": wrong}})
-    with pytest.raises(ConfigError, match=r"model memory, width narrow, seed 3, reading noise: .*shares"):
+def test_an_evaluation_that_cannot_be_is_refused_before_anything_runs(study):
+    wrong = study.evaluations["uniform"].model_copy(update={"change": {"evaluation.corruption.shares": 0.5}})
+    broken = study.model_copy(update={"evaluations": {"noise": wrong}})
+    with pytest.raises(ConfigError, match=r"model memory, width narrow, seed 3, evaluation noise: .*shares"):
         planned_runs(broken)
     axes = {**study.axes, "width": {"narrow": {"model.memory.3.mixer.order": 2}, "wide": {}}}
     with pytest.raises(ConfigError, match=r"pair: model memory, width narrow, seed 3: .*'3' is no index"):
@@ -307,9 +312,9 @@ def test_a_reading_that_cannot_be_is_refused_before_anything_runs(study):
 
 def test_an_axis_named_as_a_figure_keeps_its_labels(study, fake):
     axes = {"val_loss": {"low": {}, "high": {}}}
-    other = study.model_copy(update={"axes": axes, "adjust": (), "skip": (), "readings": {}, "tables": ()})
+    other = study.model_copy(update={"axes": axes, "adjust": (), "skip": (), "evaluations": {}, "tables": ()})
     run(other)
-    assert {record["val_loss"] for record in records(other, planned_runs(other))} == {"low", "high"}
+    assert {record.row["val_loss"] for record in records(other, planned_runs(other))} == {"low", "high"}
 
 
 def test_runs_side_by_side_have_devices_of_their_own(study, fake, monkeypatch, tmp_path):
@@ -339,16 +344,16 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     assert [task.name for task in outcome.failed] == ["memory-wide-3"]
     assert any(f"memory-wide-3: failed ({code}); see " in line for line in said)
     assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
-    (failed,) = [state for state in run_states(study, planned_runs(study)) if state.state != "done"]
-    assert (failed.run.name, failed.state, failed.readings) == ("memory-wide-3", "failed", (0, 1))
+    (failed,) = [state for state in run_statuses(study, planned_runs(study)) if state.state != "done"]
+    assert (failed.run.name, failed.state, failed.evaluations) == ("memory-wide-3", "failed", (0, 1))
     assert failed.failures == (f"trained: exit code {code}",)
-    assert len(outcome.done) == 8, "everything else, but for its reading"
+    assert len(outcome.done) == 8, "everything else, but for its evaluation"
     later, said, _ = run(study)
     assert [task.name for task in later.failed] == ["memory-wide-3"], "still"
-    assert said == [f"memory-wide-3: failed ({code}) in an earlier call; --again starts it once more"]
+    assert said == [f"memory-wide-3: failed ({code}) in an earlier call; --retry-failed starts it once more"]
     assert sum("memory-wide-3.yaml" in call for call in fake()) == calls
     monkeypatch.delenv("ALWAYS_FAILS")
-    mended = Queue(study, print, lambda done, total: None, again=True).run(planned_runs(study))
+    mended = Queue(study, print, lambda done, total: None, retry_failed=True).run(planned_runs(study))
     assert (len(mended.done), mended.failed) == (10, [])
 
 
@@ -366,7 +371,7 @@ def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch)
     outcome, _, _ = run(study)
     assert outcome.stopped
     assert not outcome.failed
-    states = {state.run.name: state.state for state in run_states(study, planned_runs(study))}
+    states = {state.run.name: state.state for state in run_statuses(study, planned_runs(study))}
     assert (states["memory-narrow-3"], states["memory-wide-4"]) == ("stopped", "waiting")
     assert time.monotonic() - begin < 20
     assert len(outcome.done) == 2

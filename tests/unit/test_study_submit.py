@@ -21,8 +21,8 @@ from megamem.study import tasks as processes
 from megamem.study.grid import load_study, planned_runs, study_folder
 from megamem.study.journal import Journal
 from megamem.study.queue import Queue, check_not_submitted, shares, study_lock, visible_devices
-from megamem.study.states import run_states
-from megamem.study.submit import read_here
+from megamem.study.status import run_statuses
+from megamem.study.submit import evaluate_here
 from tests.integration.commands import run_tree, write_config
 
 REPORT = cli_study._report
@@ -77,16 +77,16 @@ def cluster(tmp_path, monkeypatch):
 
 @pytest.fixture
 def path(data, tmp_path):
-    """File of a study of two runs, one of them with a reading."""
+    """File of a study of two runs, one of them with an evaluation."""
     write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "elsewhere"))
-    reading = {"where": {"order": ["more"]}, "change": {"model.memory.0.mixer.sampling": "exponential"}}
+    evaluation = {"where": {"order": ["more"]}, "change": {"model.memory.0.mixer.sampling": "exponential"}}
     tree = {
         "name": "pair",
         "run": "run.yaml",
         "folder": str(tmp_path / "studies"),
         "axes": {"order": {"few": {"model.memory.0.mixer.order": 4}, "more": {}}},
-        "readings": {"other": reading},
-        "tables": [{"name": "t", "title": "T", "figure": "val_loss", "rows": "order", "columns": "reading"}],
+        "evaluations": {"other": evaluation},
+        "tables": [{"name": "t", "title": "T", "figure": "val_loss", "rows": "order", "columns": "evaluation"}],
     }
     return write_config(tmp_path / "study.yaml", tree)
 
@@ -103,19 +103,19 @@ def submit(path, *overrides, ends_with=0, **options):
 
 def states(path, *overrides):
     study = load_study(path, overrides)
-    return {state.run.name: state for state in run_states(study, planned_runs(study))}
+    return {state.run.name: state for state in run_statuses(study, planned_runs(study))}
 
 
-def finish(path, name, code, reading=False):
+def finish(path, name, code, evaluation=False):
     """Files that the last job of a run leaves."""
     found = states(path)[name].run
     job = slurm_jobs(found.folder)[-1]
     (job.folder / "ended").write_text(f"{code}\n")
     if code == 0:
         write_result(found.folder, RunResult(str(found.folder), 4, 1.0, (1.0,), {"val_loss": 2.0}))
-        if reading:
+        if evaluation:
             change = {"model.memory.0.mixer.sampling": "exponential"}
-            (found.folder / "reading-other.json").write_text(json.dumps({"change": change, "val_loss": 3.0}))
+            (found.folder / "evaluation-other.json").write_text(json.dumps({"change": change, "val_loss": 3.0}))
     return job
 
 
@@ -132,7 +132,7 @@ def test_all_are_submitted_once_and_nothing_twice(path, cluster, capsys, monkeyp
     assert cluster.submitted == 2
     assert (cluster.folder / "asked").read_text() == "--jobs=41,42\n"
     finish(path, "few-0", 0)
-    finish(path, "more-0", 0, reading=True)
+    finish(path, "more-0", 0, evaluation=True)
     cluster.show()
     monkeypatch.setattr(cli_study, "_report", REPORT)
     submit(path)
@@ -143,16 +143,16 @@ def test_all_are_submitted_once_and_nothing_twice(path, cluster, capsys, monkeyp
 
 def test_a_job_trains_then_reads(path, cluster):
     submit(path, "nodes=1", "slurm.time=1-0")
-    without, with_reading = cluster.script(41), cluster.script(42)
-    assert "study read" not in without
+    without, with_evaluation = cluster.script(41), cluster.script(42)
+    assert "study evaluate" not in without
     job = slurm_jobs(states(path)["more-0"].run.folder)[-1]
-    assert f"python -m megamem study read {job.folder}\n" in with_reading
-    assert "#SBATCH --time=1-0\n" in with_reading
-    assert yaml.safe_load((job.folder / "readings.yaml").read_text()) == {
+    assert f"python -m megamem study evaluate {job.folder}\n" in with_evaluation
+    assert "#SBATCH --time=1-0\n" in with_evaluation
+    assert yaml.safe_load((job.folder / "evaluations.yaml").read_text()) == {
         "other": {"model.memory.0.mixer.sampling": "exponential"}
     }
     assert {"config.yaml", "cluster.yaml", "snapshot.json"} <= {file.name for file in job.folder.iterdir()}
-    assert "singleton" not in with_reading, "the cluster decides how many at a time"
+    assert "singleton" not in with_evaluation, "the cluster decides how many at a time"
 
 
 def test_what_is_left_of_a_trained_run_takes_one_node(path, cluster):
@@ -184,18 +184,20 @@ def test_where_they_stand(path, cluster, capsys):
         ("running", "41", False), ("queued", "42", False)
     ]  # fmt: skip
     REPORT(path, None)
-    assert "queued (job 42), 0 of 1 readings" in (path.parent / "studies/pair/report.html").read_text()
+    assert "queued (job 42), 0 of 1 evaluations" in (path.parent / "studies/pair/report.html").read_text()
     finish(path, "few-0", 75)
     cluster.show(j42="RUNNING", j41="PENDING")
     assert states(path)["few-0"].state == "queued", "requeued by its script"
     cluster.show(j42="RUNNING", j41="COMPLETED")
     assert states(path)["few-0"].state == "stopped", "squeue may show jobs that are over"
     finish(path, "more-0", 0)
-    assert states(path)["more-0"].state == "running", "at its readings"
+    assert states(path)["more-0"].state == "running", "at its evaluations"
     cluster.show()
     assert (states(path)["more-0"].state, states(path)["more-0"].complete) == ("done", False)
-    assert listed(path, capsys)["more-0"].items() >= {"state": "done", "done": False}.items(), "its reading is missing"
-    assert listed(path, capsys)["more-0"]["readings"] == {"done": 0, "of": 1}
+    assert listed(path, capsys)["more-0"].items() >= {"state": "done", "done": False}.items(), (
+        "its evaluation is missing"
+    )
+    assert listed(path, capsys)["more-0"]["evaluations"] == {"done": 0, "of": 1}
 
 
 def test_a_run_that_failed_is_submitted_again_so_often(path, cluster, capsys):
@@ -218,7 +220,7 @@ def test_a_run_that_failed_is_submitted_again_so_often(path, cluster, capsys):
     finish(path, "few-0", 6)
     cluster.show(j42="RUNNING")
     submit(path, ends_with=1)
-    submit(path, again=True)
+    submit(path, retry_failed=True)
     assert cluster.submitted == 5
 
 
@@ -229,7 +231,7 @@ def test_what_would_fail_again_is_not_submitted_again(path, cluster):
     cluster.show()
     submit(path, ends_with=1)
     assert cluster.submitted == 3, "the one that was stopped, not the one whose loss was not finite"
-    submit(path, again=True)
+    submit(path, retry_failed=True)
     assert cluster.submitted == 4
 
 
@@ -336,19 +338,19 @@ else:
 """
 
 
-def test_readings_in_a_job(path, cluster, tmp_path, monkeypatch):
+def test_evaluations_in_a_job(path, cluster, tmp_path, monkeypatch):
     """Each into its own file; one that fails does not keep the others from being made."""
     submit(path)
     job = finish(path, "more-0", 0)
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(processes, "COMMAND", ["/usr/bin/env", "python3", str(tmp_path / "fake.py")])
-    readings = yaml.safe_load((job.folder / "readings.yaml").read_text())
+    evaluations = yaml.safe_load((job.folder / "evaluations.yaml").read_text())
     uniform = {"model.memory.0.mixer.sampling": "uniform"}
-    (job.folder / "readings.yaml").write_text(yaml.safe_dump({"uniform": uniform, **readings}, sort_keys=False))
-    assert read_here(job.folder) == 9
+    (job.folder / "evaluations.yaml").write_text(yaml.safe_dump({"uniform": uniform, **evaluations}, sort_keys=False))
+    assert evaluate_here(job.folder) == 9
     found = states(path)["more-0"]
-    assert found.readings == (1, 1)
-    assert json.loads((found.run.folder / "reading-other.json").read_text())["val_loss"] == 3.0
+    assert found.evaluations == (1, 1)
+    assert json.loads((found.run.folder / "evaluation-other.json").read_text())["val_loss"] == 3.0
 
 
 # --- devices of runs side by side on one machine ---

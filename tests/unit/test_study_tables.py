@@ -17,9 +17,9 @@ from megamem.study import tasks as processes
 from megamem.study.collect import records
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.report import write_report
-from megamem.study.states import run_states
+from megamem.study.status import run_statuses
 from megamem.study.tables import as_json, cells, filled, markdown, plots
-from megamem.study.tasks import changes_of, plain, reading_file
+from megamem.study.tasks import changes_of, evaluation_file, plain
 from tests.finished_study import STUDY, finished_study, write_study
 from tests.unit.test_study import RUN as PAIR_RUN
 from tests.unit.test_study import STUDY as PAIR
@@ -33,12 +33,12 @@ def made(tmp_path):
     """(study, states, records): all done but the last run, which failed."""
     study = finished_study(tmp_path, laws=[])
     runs = planned_runs(study)
-    return study, run_states(study, runs), records(study, runs)
+    return study, run_statuses(study, runs), records(study, runs)
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """The same of a study of two seeds with readings; losses are the seed, one more if wide, one more with a memory."""
+    """The same of a study of two seeds with evaluations; losses: the seed, one more if wide, one more with a memory."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(PAIR_RUN))
     tree = {**PAIR, "folder": str(tmp_path / "studies")}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -50,8 +50,8 @@ def pair(tmp_path):
         figures = {"val_loss": loss, "picture": "x.png", "ok": True}
         write_result(run.folder, RunResult(str(run.folder), 4, 1.0, (1.0,), figures))
         for name, change in changes_of(study, run).items():
-            reading_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
-    return study, run_states(study, runs), records(study, runs)
+            evaluation_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
+    return study, run_statuses(study, runs), records(study, runs)
 
 
 def test_cells_are_means_over_seeds(pair):
@@ -78,7 +78,7 @@ def test_differences_are_paired_by_seed(pair):
     assert paired["memory", "narrow"].spread == 0, "where each alone has 0.71"
     assert "`val_loss` minus that of plain, seed by seed" in filled(study, table, paired).note
     # a seed that one of the two has no figure of is in no difference
-    del found[0]["val_loss"]
+    del found[0].figures["val_loss"]
     assert cells(study, table, states, found)["memory", "narrow"].seeds == ("4",)
 
 
@@ -124,7 +124,7 @@ def test_seeds_that_are_missing_are_counted(made):
     first = next(state.run for state in states if state.run.name == "huge-none-0")
     (first.folder / "result.json").unlink()
     states = [replace(state, state="waiting") if state.run is first else state for state in states]
-    found = [record for record in found if record["run"] != first.name]
+    found = [record for record in found if record.run != first.name]
     assert str(cells(study, study.tables[0], states, found)["none", "huge"]).endswith(" (1 of 2 seeds; 1 waiting)")
     against = study.tables[0].model_copy(update={"against": "none"})
     assert str(cells(study, against, states, found)["elastic", "huge"]) == "(0 of 2 seeds; 1 waiting, 1 failed)"
@@ -132,7 +132,7 @@ def test_seeds_that_are_missing_are_counted(made):
 
 def test_a_run_that_diverged_is_left_out_and_said(made):
     study, states, found = made
-    del found[0]["val_loss"], found[1]["val_loss"]
+    del found[0].figures["val_loss"], found[1].figures["val_loss"]
     losses = cells(study, study.tables[0], states, found)
     assert str(losses["none", "small"]) == "(0 of 2 seeds; 2 without a finite figure)", "no empty cell"
     measured, _published = plots(study, study.tables[0], losses)

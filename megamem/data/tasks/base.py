@@ -1,6 +1,7 @@
-"""What a synthetic task is: a configuration with a `kind`, and a maker of examples.
+"""The interface of synthetic tasks: a configuration with a `kind`, and a maker of examples.
 
 A new task is one file in this package; other packages bring theirs through the entry-point group `megamem.tasks`.
+docs/tasks.md shows one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Task(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of what examples are made of, besides the configuration."""
+        """What examples are made of besides the configuration, in a text that changes with it."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,7 +33,12 @@ class Task(Protocol):
         """SHA-256 of the tokenizer's file, if there is one."""
 
     def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
-        """Tokens and labels [length] of one example; labels that are not asked for are `IGNORED`."""
+        """Return tokens and labels of one example, both [length].
+
+        `labels[t]` is to be predicted after `tokens[t]`; `IGNORED` where nothing is.
+
+        generator: the example's own; a task draws from nothing else.
+        """
 
 
 class TaskConfig(ConfigModel):
@@ -49,7 +55,7 @@ class TaskConfig(ConfigModel):
 
     @abstractmethod
     def open(self) -> Task:
-        """The maker of examples. Raises DataError where what it is made of is missing or does not fit."""
+        """Return the maker of examples. Raises DataError where something it is made of is missing or does not fit."""
 
 
 TASKS: Registry[TaskConfig] = Registry("task", "megamem.data.tasks", "megamem.tasks")

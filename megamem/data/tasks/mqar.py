@@ -1,4 +1,7 @@
-"""Multi-query associative recall (MQAR): pairs of keys and values, then keys again, whose values are asked for."""
+"""The task `mqar`, multi-query associative recall: pairs of keys and values, then the keys again.
+
+Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Models", 2023.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megamem.data.tasks.base import TASKS, TaskConfig
 
 @TASKS.register
 class RecallConfig(TaskConfig):
-    """Multi-query associative recall (MQAR): pairs of keys and values, then keys again, whose values are asked for.
+    """Multi-query associative recall (MQAR): pairs of keys and values, then the keys again, whose values are predicted.
 
     Arora et al., "Zoology", 2023. Values are labels only; the token after a query is filled like any other.
     """
@@ -26,9 +29,9 @@ class RecallConfig(TaskConfig):
     length: PositiveInt = 256
     """Tokens of an example."""
     pairs: PositiveInt = 16
-    """Key-value pairs, each asked for once."""
+    """Key-value pairs; each key is queried once."""
     power: Annotated[float, Field(gt=0)] = 0.01
-    """Gaps between the pairs and their queries follow a i^(a-1): the smaller, the sooner most are asked for."""
+    """Gaps i between the pairs and their queries have probability ~ a i^(a-1): the smaller, the sooner most queries."""
     random_fill: bool = True
     """Fill the places between queries with random tokens, keys among them; else with token 0."""
     examples: PositiveInt = 100_000
@@ -47,17 +50,18 @@ class RecallConfig(TaskConfig):
         return self
 
     def open(self) -> Recall:
-        """The maker of examples."""
+        """See `TaskConfig.open`."""
         return Recall(self)
 
 
 class Recall:
-    """Examples of MQAR."""
+    """Makes examples of MQAR."""
 
     fingerprint = "mqar-1"
     tokenizer_hash = None
 
     def __init__(self, config: RecallConfig) -> None:
+        """Make examples as `config` describes them."""
         self.config = config
         self.vocab_size = config.vocab_size
         places = (config.length - 2 * config.pairs) // 2
@@ -67,15 +71,16 @@ class Recall:
     def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
         """See `Task.make`."""
         config, half = self.config, self.config.vocab_size // 2
+        # keys come from the lower half of the vocabulary, values from the upper one, none of them twice
         keys = generator.choice(np.arange(1, half), config.pairs, replace=False)
         values = generator.choice(np.arange(half, config.vocab_size), config.pairs, replace=False)
         context = 2 * config.pairs
-        asked = context + 2 * generator.choice(len(self.gaps), config.pairs, replace=False, p=self.gaps)
+        queries = context + 2 * generator.choice(len(self.gaps), config.pairs, replace=False, p=self.gaps)
         tokens = np.zeros(config.length, np.int64)
         if config.random_fill:
             tokens[context:] = generator.integers(0, config.vocab_size, config.length - context)
         tokens[0:context:2], tokens[1:context:2] = keys, values
-        tokens[asked] = keys
+        tokens[queries] = keys
         labels = np.full(config.length, IGNORED, np.int64)
-        labels[asked] = values
+        labels[queries] = values
         return tokens, labels

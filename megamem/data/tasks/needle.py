@@ -1,7 +1,8 @@
-"""A needle in a haystack: one sentence hidden in a long text, and the question for what it says.
+"""The task `niah`, a needle in a haystack: one sentence hidden in a long text, and the question for what it says.
 
-Single-needle tasks of RULER (Hsieh et al., 2024), S-NIAH-1 to 3: the haystack is noise or text, the value a number or
-a UUID. Text and tokens are joined piece by piece, so the haystack fills an example to the token.
+Single-needle tasks of RULER (Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+2024), S-NIAH-1 to 3: the haystack is noise or text, the value a number or a UUID. The parts of an example are encoded
+one by one, so that the haystack fills it to the token.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NOUNS = _NOUNS.split()
 
 @TASKS.register
 class NeedleConfig(TaskConfig):
-    """Single-needle retrieval (S-NIAH): a number or a UUID hidden in noise or in text, asked for at the end."""
+    """Single-needle retrieval (S-NIAH): a number or a UUID hidden in noise or in text, to be told at the end."""
 
     kind: Literal["niah"] = "niah"
     """`niah`"""
@@ -57,7 +58,7 @@ class NeedleConfig(TaskConfig):
     haystack: str = "noise"
     """`noise`, one sentence again and again, or a folder of token shards whose texts hide the needle."""
     value: Literal["number", "uuid"] = "number"
-    """What is asked for: seven digits, or a UUID."""
+    """What the needle says: seven digits, or a UUID."""
     length: PositiveInt = 1024
     """Tokens of an example."""
     supervise: Literal["answer", "all"] = "answer"
@@ -68,9 +69,10 @@ class NeedleConfig(TaskConfig):
     """Seed of the examples."""
 
     def open(self) -> Needle:
-        """The maker of examples.
+        """See `TaskConfig.open`.
 
-        Raises: DataError for a foreign haystack, one without a text long enough, or a length without room for one.
+        Raises:
+            DataError: a foreign haystack, one without a text long enough, or a length without room for one.
         """
         return Needle(self)
 
@@ -79,6 +81,7 @@ class Haystack:
     """Stretches of tokens to hide a needle in."""
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer) -> None:
+        """Open the haystack that `config` names. Raises DataError where it does not fit the task."""
         self.noise: Int64 | None = None
         self.store: ShardStore | None = None
         if config.haystack == "noise":
@@ -96,7 +99,10 @@ class Haystack:
         self.ends = np.unique([token[-1] for stop in stops if len(token := tokenizer.encode(stop))])
 
     def draw(self, generator: np.random.Generator, tokens: int) -> tuple[Int64, int]:
-        """So many tokens, and before which of them the needle belongs: a line of noise, or the end of a sentence."""
+        """Return so many tokens, and the number of the one that the needle precedes.
+
+        The needle stands between two lines of noise, or at the end of a sentence.
+        """
         if self.noise is not None:
             text = np.resize(self.noise, tokens)
             lines = tokens // len(self.noise)
@@ -112,9 +118,10 @@ class Haystack:
 
 
 class Needle:
-    """Examples of S-NIAH."""
+    """Makes examples of S-NIAH."""
 
     def __init__(self, config: NeedleConfig) -> None:
+        """Open tokenizer and haystack, and check that examples have room for one. Raises DataError."""
         self.config = config
         self.tokenizer = Tokenizer.load(config.tokenizer)
         self.haystack = Haystack(config, self.tokenizer)
@@ -142,7 +149,7 @@ class Needle:
         return whole[:-1], labels
 
     def _framing(self, generator: np.random.Generator) -> tuple[Int64, Int64, Int64, Int64]:
-        """Tokens of what surrounds the haystack: opening, needle, question, answer."""
+        """Return the tokens of what surrounds the haystack: opening, needle, question, answer."""
         key = f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
         value, kind = self._value(generator), self.config.value
         opening = self.tokenizer.encode(
@@ -158,6 +165,7 @@ class Needle:
         return opening, needle, question, answer
 
     def _value(self, generator: np.random.Generator) -> str:
+        """Draw what the needle says."""
         if self.config.value == "number":
             return str(generator.integers(1_000_000, 10_000_000))
         digits = "".join(f"{byte:02x}" for byte in generator.bytes(16))

@@ -1,4 +1,4 @@
-"""Synthetic tasks as sources: each example is a document made when it is read, a pure function of seed and number.
+"""The store of a synthetic task: each example is a document made when it is read, a pure function of seed and number.
 
 A source whose path ends in .yaml describes one (docs/tasks.md). Training and held-out examples differ in their `seed`.
 """
@@ -18,11 +18,15 @@ from megamem.errors import ConfigError, DataError
 
 
 class TaskStore:
-    """A `DocumentStore` of a task's examples, each one token longer than is read, as windows need a token after it."""
+    """A `DocumentStore` of a task's examples, each one token longer than is read: documents end in a token that is not.
+
+    Tokens and labels come from the task; the token after an example is padding.
+    """
 
     text_bytes: Int64 | None = None
 
     def __init__(self, path: str) -> None:
+        """Read a task's description and open it. Raises DataError naming file and field."""
         self.path = path
         self.config = read_task(Path(path))
         try:
@@ -35,23 +39,23 @@ class TaskStore:
         self.tokenizer_hash: str | None = self.task.tokenizer_hash
         made_of = self.config.model_dump_json() + self.task.fingerprint
         self.fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
-        # tokens and labels are asked for one after the other
+        # tokens and labels of an example are read one after the other
         self._example = lru_cache(2)(self._make_example)
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return self.config.examples
 
     def tokens(self, document: int, start: int, stop: int) -> Int64:
-        """Tokens [stop - start] of an example from `start` on."""
+        """See `DocumentStore.tokens`."""
         return np.append(self._example(document)[0], 0)[start:stop]
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
-        """What is asked for at each of these tokens."""
+        """Return what is to be predicted after each of these tokens, [stop - start]; `IGNORED` where nothing is."""
         return self._example(document)[1][start:stop]
 
     def name(self, document: int) -> str:
-        """Kind and number of the example."""
+        """Return kind and number of the example."""
         return f"{self.config.kind}:{document}"
 
     def _make_example(self, document: int) -> tuple[Int64, Int64]:
@@ -59,7 +63,7 @@ class TaskStore:
 
 
 def read_task(path: Path) -> TaskConfig:
-    """A task's description. Raises DataError in one line naming file and field."""
+    """Read a task's description. Raises DataError in one line naming file and field."""
     try:
         tree = read_yaml(path)
         if "kind" not in tree:

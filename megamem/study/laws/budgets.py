@@ -1,4 +1,4 @@
-"""The best size for a budget of compute, and how many tokens a loss takes."""
+"""The best size for a budget of compute, and the training tokens that a loss takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megamem.study.laws.fit import QUANTILES, RESAMPLES, Array, Estimate, FitError, unpulled, widening
+from megamem.study.laws.fit import QUANTILES, RESAMPLES, Array, Estimate, FitError, leave_group_out, student_factor
+
+CONSTANTS = 3
+"""Number of constants of a parabola."""
+RESAMPLES_WITH_MINIMUM = 0.95
+"""Least share of resamples with a minimum: of fewer, the interval would be of those that happen to have one."""
 
 
 @dataclass(frozen=True)
@@ -20,27 +25,27 @@ class Parabola:
     sizes: tuple[float, ...]
     losses: tuple[float, ...]
     runs: tuple[str, ...]
-    """That the losses are of. One run may give losses to several budgets."""
+    """The runs that the losses are of. One run may give losses to several budgets."""
     coefficients: tuple[float, float, float]
-    """Of log10(size)^2, log10(size), 1."""
+    """Factors of log10(size)^2, of log10(size) and of 1."""
 
     @property
     def best_size(self) -> float:
-        """Where the loss is least."""
+        """The size with the least loss."""
         return float(10 ** (-self.coefficients[1] / (2 * self.coefficients[0])))
 
     @property
     def best_loss(self) -> float:
-        """The loss there."""
+        """The loss at the best size."""
         return float(self(self.best_size))
 
     def __call__(self, size: npt.ArrayLike) -> Array:
-        """Losses at sizes."""
+        """Return the losses at sizes."""
         return np.asarray(np.polyval(self.coefficients, np.log10(size)))
 
 
 def parabola(budget: float, points: Sequence[tuple[float, float, str]]) -> Parabola:
-    """Through (size, loss, run), by least squares.
+    """Fit a parabola through (size, loss, run) by least squares.
 
     Raises: FitError for fewer than three sizes or a curve without a minimum among them.
     """
@@ -59,34 +64,36 @@ def parabola(budget: float, points: Sequence[tuple[float, float, str]]) -> Parab
 
 @dataclass(frozen=True)
 class BestSize:
-    """size = scale * budget^exponent."""
+    """The law of the best size: scale * budget^exponent."""
 
     scale: float
     exponent: Estimate
 
     def __call__(self, budget: npt.ArrayLike) -> Array:
-        """Best sizes for budgets."""
+        """Return the best sizes for budgets."""
         return self.scale * np.asarray(budget, dtype=np.float64) ** self.exponent.value
 
 
 def best_size(curves: Sequence[Parabola], resamples: int = RESAMPLES, seed: int = 0) -> BestSize:
-    """How the best size grows with the budget, by least squares of the logarithms.
+    """Fit how the best size grows with the budget, by least squares of the logarithms.
 
-    Interval: the residuals of each run change their signs by chance, at all budgets together, freed and scaled up as in
-    `fit_law`. Runs are as many as there are losses or fewer, so they are what is counted.
+    Interval: the residuals of each run change their signs by chance, at all budgets together, corrected and scaled up
+    as in `fit_law`. There are as many runs as losses or fewer, so degrees of freedom are counted in runs.
+
     Raises: FitError for fewer than two budgets, where one run alone decides a part of a parabola, or where resampled
         parabolas lose their minimum: then the losses do not decide.
     """
     if len(curves) < 2:
         raise FitError(f"best sizes by budget need at least 2 budgets with a minimum, got {len(curves)}")
     runs = sorted({run for curve in curves for run in curve.runs})
-    freed = [_freed(curve) for curve in curves]
-    widened = [residuals * widening(len(runs) - CONSTANTS) for residuals in freed]
+    corrected = [_corrected_residuals(curve) for curve in curves]
+    widened = [residuals * student_factor(len(runs) - CONSTANTS) for residuals in corrected]
     members = [np.searchsorted(runs, curve.runs) for curve in curves]
     generator = np.random.default_rng(seed)
     budgets = np.log([curve.budget for curve in curves])
     exponents = []
     for _ in range(resamples):
+        # one sign for each run, at all budgets
         signs, best = generator.choice([-1.0, 1.0], len(runs)), []
         for curve, residuals, mine in zip(curves, widened, members, strict=True):
             losses = curve(curve.sizes) + signs[mine] * residuals
@@ -102,25 +109,19 @@ def best_size(curves: Sequence[Parabola], resamples: int = RESAMPLES, seed: int 
     return BestSize(float(np.exp(log_scale)), Estimate(float(exponent), float(low), float(high)))
 
 
-def _freed(curve: Parabola) -> Array:
-    """A parabola's residuals as if no run had pulled it towards its own."""
+def _corrected_residuals(curve: Parabola) -> Array:
+    """Return a parabola's residuals as if each run had been left out of its fit."""
     logs = np.log10(curve.sizes)
     try:
-        return unpulled(curve.losses - curve(curve.sizes), np.vander(logs - logs.mean(), CONSTANTS), curve.runs)
+        return leave_group_out(curve.losses - curve(curve.sizes), np.vander(logs - logs.mean(), CONSTANTS), curve.runs)
     except FitError as error:
         raise FitError(f"budget {curve.budget:.3g}: {error}") from None
 
 
-CONSTANTS = 3
-"""Of a parabola."""
-RESAMPLES_WITH_MINIMUM = 0.95
-"""Of all: the interval would be one of those that happen to have a minimum."""
-
-
 def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
-    """Tokens after which a curve, loss by tokens, first is at or below `target`; None if never.
+    """Return the tokens after which a curve, loss by tokens, first is at or below `target`; None if never.
 
-    Between two points along log tokens. At most that many where already the first point is: see `at_once`.
+    Interpolates along log tokens. An upper bound where the first point is at the target already: see `at_once`.
     """
     before: tuple[float, float] | None = None
     for tokens, loss in sorted(curve.items()):
@@ -131,12 +132,12 @@ def tokens_to(target: float, curve: Mapping[float, float]) -> float | None:
 
 
 def at_once(target: float, curve: Mapping[float, float]) -> bool:
-    """Whether the first point of a curve, loss by tokens, is at or below `target`: when it got there is not known."""
+    """Return whether the first point of a curve, loss by tokens, is at or below `target`: nobody knows since when."""
     return bool(curve) and curve[min(curve)] <= target
 
 
 def loss_at(tokens: float, curve: Mapping[float, float]) -> float | None:
-    """Loss of a curve, loss by tokens, between its points along log tokens; None outside of them."""
+    """Return the loss of a curve, loss by tokens, interpolated along log tokens; None outside of its points."""
     known = sorted(curve)
     if not known or not known[0] <= tokens <= known[-1]:
         return None
@@ -144,5 +145,6 @@ def loss_at(tokens: float, curve: Mapping[float, float]) -> float | None:
 
 
 def _between(target: float, above: tuple[float, float], below: tuple[float, float]) -> float:
+    """Return the tokens at which the line between two points, (tokens, loss), has the target loss."""
     share = (above[1] - target) / (above[1] - below[1])
     return float(np.exp(np.log(above[0]) + share * (np.log(below[0]) - np.log(above[0]))))

@@ -20,23 +20,23 @@ from scipy.stats import t as student
 
 Array = npt.NDArray[np.float64]
 HUBER = 1.345
-"""Standard deviations beyond which a residual counts linearly; of normal ones that wastes 5 % (Huber 1964)."""
+"""Standard deviations beyond which a residual counts linearly; for normal residuals that wastes 5 % (Huber 1964)."""
 LEAST_BEND = 1e-6
-"""Of log L: losses without noise have residuals of rounding only."""
+"""Least residual of log L from which the loss is linear: losses without noise have residuals of rounding only."""
 EXPONENTS = np.linspace(0.05, 1.25, 13)
-"""Where the search begins, for each variable."""
+"""Exponents at which the search begins, for each variable."""
 LOG_BOUNDS, EXPONENT_BOUNDS = (-20.0, 10.0), (1e-3, 4.0)
-"""Of the search: logarithms of floor and terms, exponents."""
+"""Bounds of the search: for logarithms of floor and terms, and for exponents."""
 POLISHED = 5
-"""Starts that are followed to their minimum."""
+"""Number of starts that are followed to their minimum."""
 LEAST_SHARE = 0.01
-"""Of the loss at the center, that floor and terms have where a refit begins: from a floor of 0 it may end at once."""
+"""Least share of the loss at the center that floor and terms have where a refit begins: at a floor of 0 it may stop."""
 LEVEL = 0.9
-"""Of all intervals."""
+"""Probability of all intervals."""
 QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 RESAMPLES = 200
-LEAST_LEFT = 1e-6
-"""Of what a group's losses differ from the fit by: where less is left the group alone decides a part of it."""
+LEAST_REMAINDER = 1e-6
+"""Least share of a group's deviations that its own pull leaves: with less, it alone decides a part of the fit."""
 
 
 class FitError(ValueError):
@@ -52,34 +52,35 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
+        """Return the value with its interval in brackets."""
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
 @dataclass(frozen=True)
 class Law:
-    """L = floor + sum_i scales[i] / x_i^exponents[i]."""
+    """A law of losses: L = floor + sum_i scales[i] / x_i^exponents[i]."""
 
     floor: float
     scales: tuple[float, ...]
     exponents: tuple[float, ...]
 
     def __call__(self, x: npt.ArrayLike) -> Array:
-        """Losses [points] at x [points, variables]."""
+        """Return losses [points] at x [points, variables]."""
         powers = np.asarray(x, dtype=np.float64) ** -np.array(self.exponents)
         return self.floor + powers @ np.array(self.scales)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with what is known of it."""
+    """A fitted law with its uncertainty."""
 
     law: Law
     resampled: tuple[Law, ...]
-    """The same, fitted to each resampled set of losses."""
+    """The law as fitted to each resampled set of losses."""
     names: tuple[str, ...]
-    """Of the variables."""
+    """Names of the variables."""
     points: int
-    """How many losses it was fitted to."""
+    """Number of losses that it was fitted to."""
     residual: float
     """Root of the mean squared residual of log L, each of the law's constants counted as a point less."""
 
@@ -100,12 +101,12 @@ class Fit:
         return [name for name, e in ends if e.low < 1.01 * low or e.high > 0.99 * high]
 
     def predict(self, x: npt.ArrayLike) -> tuple[Array, Array, Array]:
-        """(losses, lower ends, upper ends) [points] at x [points, variables]."""
+        """Return losses, lower ends and upper ends of their intervals, [points] each, at x [points, variables]."""
         low, high = np.quantile([law(x) for law in self.resampled], QUANTILES, axis=0)
         return self.law(x), low, high
 
     def estimate(self, of: Callable[[Law], float]) -> Estimate:
-        """Any number that follows from the law."""
+        """Return a number that follows from the law, with its interval. of: computes the number."""
         low, high = np.quantile([of(law) for law in self.resampled], QUANTILES)
         return Estimate(of(self.law), float(low), float(high))
 
@@ -121,16 +122,18 @@ def fit_law(
     """Fit a law to losses, by a Huber loss of the residuals of log L.
 
     Intervals: each residual keeps or changes its sign by chance and is added to the fitted loss; the law is fitted to
-    each such set. Points themselves are not drawn: a grid of runs from which a size is missing says something else. So
-    that few points do not make intervals too short, residuals are first freed from their own pull on the fit, and
-    scaled up as Student's t is wider than the normal distribution.
+    each such set (a wild bootstrap). Points themselves are not drawn: a grid of runs from which a size is missing says
+    something else. So that few points do not make intervals too short, residuals are first taken as if their own group
+    had been left out of the fit, and scaled up as Student's t is wider than the normal distribution.
 
     Args:
         x: [points, variables], positive.
         loss: [points], positive, nats per token.
         names: of the variables.
-        groups: [points], what points come from; those of one run err together, so their signs change together, and
-            what differs between runs only is known from so many runs. Each point is its own if not given.
+        groups: [points], the run that each point comes from; points of one run err together, so their signs change
+            together, and a constant that differs between runs only is known from so many runs. Each point is a group
+            of its own if not given.
+
     Raises: FitError where there are not more points (or groups) than constants, a variable has fewer than three
         values, variables change together only, anything is not positive, the losses do not decide an exponent, or one
         group alone decides a part of the law.
@@ -140,9 +143,11 @@ def fit_law(
     named = [f"point {i}" for i in range(len(loss))] if groups is None else list(map(str, groups))
     members = np.unique(named, return_inverse=True)[1]
     count = members.max() + 1
+    # a variable that is the same within each run is known from the runs alone, however many points they have
     constants = 1 + 2 * sum(_same_within(column, members) for column in x.T)
     if count <= constants:
         raise FitError(f"{constants} of the constants depend on what differs between runs; {count} runs are too few")
+    # logarithms around the center: the constants of the search are then of similar size
     center = np.exp(np.log(x).mean(0))
     logs, target = np.log(x / center), np.log(loss)
     best, bend = _best(logs, loss)
@@ -151,45 +156,50 @@ def fit_law(
             raise FitError(f"the losses do not decide the exponent of {name}: {exponent:.3g} ends the search")
     fitted, slopes = log_loss(best, logs)
     residuals = target - fitted
-    widened = unpulled(residuals, slopes, named) * widening(count - constants)
+    # the wild bootstrap: residuals with random signs, one sign for each group, on the fitted losses
+    widened = leave_group_out(residuals, slopes, named) * student_factor(count - constants)
     generator = np.random.default_rng(seed)
-    begin, again = lifted(best, len(names)), []
+    begin, resampled = lifted(best, len(names)), []
     for _ in range(resamples):
         signs = generator.choice([-1.0, 1.0], count)[members]
-        again.append(_law(polish(begin, logs, fitted + signs * widened, bend)[0], center))
+        resampled.append(_law(polish(begin, logs, fitted + signs * widened, bend)[0], center))
     error = float(np.sqrt((residuals**2).sum() / (len(loss) - len(best))))
-    return Fit(_law(best, center), tuple(again), tuple(names), len(loss), error)
+    return Fit(_law(best, center), tuple(resampled), tuple(names), len(loss), error)
 
 
-def unpulled(residuals: Array, slopes: Array, groups: Sequence[str]) -> Array:
-    """Residuals [points] as if their own group had not pulled the fit towards it (the jackknife's, to first order).
+def leave_group_out(residuals: Array, slopes: Array, groups: Sequence[str]) -> Array:
+    """Return residuals [points] as if their own group had been left out of the fit (the jackknife's, to first order).
 
     Args:
         slopes: [points, constants], derivatives of the fitted values.
-        groups: [points], what each point comes from.
+        groups: [points], the run that each point comes from.
+
     Raises: FitError where a group alone decides a part of the fit: its residuals are rounding errors then.
     """
-    basis, found, named = np.linalg.qr(slopes)[0], np.empty_like(residuals), np.array(groups)
+    # the fit projects deviations on the span of the slopes; its orthonormal basis gives the hat matrix basis basis^T
+    basis, corrected, named = np.linalg.qr(slopes)[0], np.empty_like(residuals), np.array(groups)
     for group in dict.fromkeys(groups):
         here = named == group
-        left = np.eye(here.sum()) - basis[here] @ basis[here].T
-        if np.linalg.eigvalsh(left)[0] < LEAST_LEFT:
+        # I - H of the group: what the fit leaves of its deviations
+        remainder = np.eye(here.sum()) - basis[here] @ basis[here].T
+        if np.linalg.eigvalsh(remainder)[0] < LEAST_REMAINDER:
             raise FitError(f"{group} alone decides a part of the fit, and nothing tells by how much it errs; add seeds")
-        found[here] = np.linalg.solve(left, residuals[here])
-    return found
+        corrected[here] = np.linalg.solve(remainder, residuals[here])
+    return corrected
 
 
 def _same_within(column: Array, members: npt.NDArray[np.int64]) -> bool:
-    """Whether a variable has one value in each group."""
+    """Return whether a variable has one value in each group."""
     return all(np.ptp(column[members == group]) == 0 for group in np.unique(members))
 
 
-def widening(freedom: int) -> float:
-    """By how much an interval of Student's t with so many degrees of freedom is wider than a normal one."""
+def student_factor(freedom: int) -> float:
+    """Return the ratio of an interval of Student's t with so many degrees of freedom to that of a normal one."""
     return float(student.ppf(QUANTILES[1], freedom) / normal.ppf(QUANTILES[1]))
 
 
 def _check(x: Array, loss: Array, names: Sequence[str]) -> None:
+    """Raise FitError where points [points, variables] and losses [points] cannot decide a law; see `fit_law`."""
     constants = 1 + 2 * len(names)
     if len(loss) <= constants:
         raise FitError(f"a law of {' and '.join(names)} has {constants} constants; {len(loss)} losses are too few")
@@ -205,20 +215,21 @@ def _check(x: Array, loss: Array, names: Sequence[str]) -> None:
 
 
 def _law(theta: Array, center: Array) -> Law:
-    """From logarithms of floor and of the terms at the center, and exponents."""
+    """Return the law from its constants in the search, which `log_loss` describes."""
     count = len(center)
     scales = np.exp(theta[1 : 1 + count]) * center ** theta[1 + count :]
     return Law(float(np.exp(theta[0])), tuple(scales.tolist()), tuple(theta[1 + count :].tolist()))
 
 
 def log_loss(theta: Array, logs: Array) -> tuple[Array, Array]:
-    """Logarithm of a law [points], and its derivatives [points, constants].
+    """Return the logarithm of a law [points], and its derivatives [points, constants].
 
     Args:
         theta: logarithms of the floor and of each term at the center, then exponents.
         logs: [points, variables], logarithms of x over the center.
     """
     count = logs.shape[1]
+    # logarithms of the floor and of each term at the points; their sum in the logarithm is a logsumexp
     parts = np.column_stack([np.full(len(logs), theta[0]), theta[1 : 1 + count] - theta[1 + count :] * logs])
     total = logsumexp(parts, axis=1)
     shares = np.exp(parts - total[:, None])
@@ -226,15 +237,19 @@ def log_loss(theta: Array, logs: Array) -> tuple[Array, Array]:
 
 
 def polish(theta: Array, logs: Array, target: Array, bend: float) -> tuple[Array, float]:
-    """The minimum of the Huber loss near `theta`, and its value.
+    """Return the minimum of the Huber loss near `theta`, and its value.
 
-    bend: residual of log L from which on the loss is linear.
+    Args:
+        theta, logs: see `log_loss`.
+        target: [points], logarithms of the losses.
+        bend: residual of log L from which on the loss is linear.
     """
     count = logs.shape[1]
     low, high = np.array([LOG_BOUNDS] * (1 + count) + [EXPONENT_BOUNDS] * count).T
+    # scipy's Huber loss with f_scale: quadratic up to `bend`, linear beyond
     found = least_squares(
         lambda at: log_loss(at, logs)[0] - target,
-        np.clip(theta, low + 1e-9, high - 1e-9),
+        np.minimum(np.maximum(theta, low + 1e-9), high - 1e-9),
         jac=lambda at: log_loss(at, logs)[1],
         bounds=(low, high), loss="huber", f_scale=bend, x_scale="jac", max_nfev=500,
     )  # fmt: skip
@@ -242,16 +257,17 @@ def polish(theta: Array, logs: Array, target: Array, bend: float) -> tuple[Array
 
 
 def lifted(theta: Array, variables: int) -> Array:
-    """`theta` with floor and terms of at least `LEAST_SHARE`."""
-    found = theta.copy()
-    found[: 1 + variables] = np.maximum(theta[: 1 + variables], logsumexp(theta[: 1 + variables]) + np.log(LEAST_SHARE))
-    return found
+    """Return `theta` with floor and terms of at least `LEAST_SHARE`."""
+    raised, terms = theta.copy(), theta[: 1 + variables]
+    raised[: 1 + variables] = np.maximum(terms, logsumexp(terms) + np.log(LEAST_SHARE))
+    return raised
 
 
 def _best(logs: Array, loss: Array) -> tuple[Array, float]:
-    """The minimum over all starts, and the bend: of the deviation that residuals of a least-squares fit have."""
+    """Return the minimum over all starts, and the bend, from the residuals' deviation in a least-squares fit."""
     target, starts = np.log(loss), _starts(logs, loss)
     plain = min((polish(start, logs, target, bend=1.0) for start in starts), key=lambda found: found[1])[0]
+    # a robust estimate of their standard deviation: the median over that of a normal distribution
     residuals = np.abs(target - log_loss(plain, logs)[0]) * np.sqrt(len(loss) / (len(loss) - len(plain)))
     bend = max(HUBER * float(np.median(residuals)) / float(normal.ppf(0.75)), LEAST_BEND)
     found = [polish(start, logs, target, bend) for start in [plain, *starts]]
@@ -259,7 +275,7 @@ def _best(logs: Array, loss: Array) -> tuple[Array, float]:
 
 
 def _starts(logs: Array, loss: Array) -> list[Array]:
-    """Where to begin: with the exponents fixed, floor and terms are a least-squares problem without negative values."""
+    """Return the starts: with fixed exponents, floor and terms solve a non-negative least-squares problem."""
     found = []
     for exponents in product(EXPONENTS, repeat=logs.shape[1]):
         powers = np.exp(-np.array(exponents) * logs)

@@ -1,48 +1,47 @@
-"""A study's laws: fitted, put into words, rows and plots. What cannot be fitted says why in one line."""
+"""The laws of a study, fitted: rows, notes and plots. Where a law cannot be fitted, a note gives the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
 
-from megamem.study.collect import RUN, Record
+from megamem.study.collect import Record
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.grid import PlannedRun, describe
 from megamem.study.laws.budgets import BestSize, Parabola, at_once, best_size, loss_at, parabola, tokens_to
 from megamem.study.laws.fit import Fit, FitError, fit_law
-from megamem.study.laws.points import curves, distinct, grouped, others, points, together, variable
+from megamem.study.laws.points import check_distinct, grouped, loss_curves, mixing_note, points, row_labels, variable
 from megamem.study.plots import Plot, Series
 from megamem.study.tables import axis_values
 
 SAME_BUDGET = 1.1
-"""Largest over smallest training FLOPs of runs that count as one budget."""
+"""Largest ratio between the training FLOPs of runs that count as one budget."""
 SIZES = {"parameters", "non_embedding_parameters"}
-"""Times tokens they are in proportion to training compute."""
+"""Figures whose product with training tokens is proportional to compute."""
 LINES = 10
-"""Curves drawn through a law of several variables."""
+"""Most curves that are drawn of a law of several variables."""
 Sized = tuple[float, float, str]
 """Size, loss and name of a run at a budget."""
 
 
 @dataclass
 class LawResult:
-    """What the report says of one law."""
+    """The part of the report about one law."""
 
     config: LawConfig
     heads: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Also why something could not be fitted."""
+    """Remarks, among them the reason why something could not be fitted."""
     plots: list[Plot] = field(default_factory=list)
-    data: list[dict[str, Any]] = field(default_factory=list)
+    data: list[dict[str, object]] = field(default_factory=list)
     """The figures of the rows, for records.json."""
 
     def markdown(self) -> str:
-        """Title, table, notes."""
+        """Return title, table and notes in markdown."""
         lines = [f"| {' | '.join(cells)} |" for cells in [self.heads, *self.rows]]
         lines[1:1] = ["|---" * len(self.heads) + "|"]
         table = "\n".join(lines) + "\n\n" if self.rows else ""
@@ -50,7 +49,7 @@ class LawResult:
 
 
 def fitted_laws(study: StudyConfig, runs: Sequence[PlannedRun], found: Sequence[Record]) -> list[LawResult]:
-    """All of a study's laws, from what has finished so far."""
+    """Return all of a study's laws, fitted to what has finished so far."""
     kinds = {"power": _power, "iso_flop": _iso_flop, "tokens_to_loss": _tokens_to_loss}
     results = []
     for law in study.laws:
@@ -66,22 +65,22 @@ def fitted_laws(study: StudyConfig, runs: Sequence[PlannedRun], found: Sequence[
 
 
 def _decaying(law: LawConfig, runs: Sequence[PlannedRun], kept: Sequence[Record]) -> list[str]:
-    """Said where validations are not what runs of that length would have reached."""
-    names = {record[RUN] for record in kept} if law.points == "validation" else set()
+    """Return a note where validations are not what runs of that length would have reached."""
+    names = {record.run for record in kept} if law.points == "validation" else set()
     decaying = sum(run.name in names and run.config.optimizer.min_lr_ratio < 1 for run in runs)
-    said = f"the learning rate of {decaying} of {len(names)} runs decays (optimizer.min_lr_ratio below 1)"
-    return [f"{said}: a run that ended at a validation would have had another loss"] if decaying else []
+    cause = f"the learning rate of {decaying} of {len(names)} runs decays (optimizer.min_lr_ratio below 1)"
+    return [f"{cause}: a run that ended at a validation would have had another loss"] if decaying else []
 
 
 def _by_group(study: StudyConfig, law: LawConfig, kept: Sequence[Record]) -> dict[str, list[Record]]:
-    """Groups in the study's order."""
+    """Return the records by the value of `per`, in the study's order."""
     groups = grouped(law, kept)
     order = axis_values(study, law.per) if law.per else [""]
     return {name: groups[name] for name in order if name in groups}
 
 
-def _said(law: LawConfig, group: str, words: str) -> list[str]:
-    """Words about a group; nothing if there are none."""
+def _note(law: LawConfig, group: str, words: str) -> list[str]:
+    """Return a note about a group as a list; an empty one if there are no words."""
     return [f"{law.per} {group}: {words}" if law.per else words] if words else []
 
 
@@ -89,26 +88,28 @@ def _said(law: LawConfig, group: str, words: str) -> list[str]:
 
 
 def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> None:
+    """Fit sums of powers to the records of each group: rows of constants with intervals, and plots of the curves."""
     law, fits = result.config, dict[str, tuple[Fit, list[Record]]]()
+    # one law for each value of `per`; a group that cannot be fitted leaves a note
     for group, these in _by_group(study, law, kept).items():
         try:
-            distinct(study, law, these)
-            result.notes += _said(law, group, together(study, law, these))
+            check_distinct(study, law, these)
+            result.notes += _note(law, group, mixing_note(study, law, these))
             x = [[variable(record, name) for name in law.x] for record in these]
-            losses, named = [record[law.figure] for record in these], [record[RUN] for record in these]
+            losses, named = [record.figures[law.figure] for record in these], [record.run for record in these]
             fits[group] = fit_law(x, losses, law.x, named), these
         except FitError as error:
-            result.notes += _said(law, group, f"not fitted: {error}")
+            result.notes += _note(law, group, f"not fitted: {error}")
     if not fits:
         return
-    # only of these two compute is the product
+    # compute is proportional to the product of parameters and tokens, and of nothing else
     best = f"best {law.x[0]} by compute"
     of_compute = len(law.x) == 2 and "training_tokens" in law.x and not SIZES.isdisjoint(law.x)
     columns: list[dict[str, str]] = []
     for group, (fit, _) in fits.items():
         if fit.undecided:
             names = " and ".join(fit.undecided)
-            result.notes += _said(law, group, f"the losses do not decide the exponent of {names}")
+            result.notes += _note(law, group, f"the losses do not decide the exponent of {names}")
         estimates = fit.estimates
         if of_compute and not fit.undecided:
             estimates[best] = fit.estimate(lambda law: law.exponents[1] / sum(law.exponents))
@@ -139,7 +140,7 @@ def _power(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> Non
 
 
 def _law_series(law: LawConfig, group: str, number: int, fit: Fit, these: Sequence[Record]) -> list[Series]:
-    """Points and the law through them with its band, over its only variable."""
+    """Return the points and the law through them with its band, over its only variable."""
     x = [variable(record, law.x[0]) for record in these]
     at = np.geomspace(min(x), max(x), 60)
     losses, low, high = (values.tolist() for values in fit.predict(at[:, None]))
@@ -151,7 +152,8 @@ def _law_series(law: LawConfig, group: str, number: int, fit: Fit, these: Sequen
 
 
 def _surface(law: LawConfig, group: str, fit: Fit, these: Sequence[Record]) -> Plot:
-    """Several variables: that with most values across, a curve for each combination of the others."""
+    """Return the plot of a law of several variables: the one with most values is the x axis, and each combination of
+    the others has a curve."""
     x = np.array([[variable(record, name) for name in law.x] for record in these])
     across = int(np.argmax([len(np.unique(column)) for column in x.T]))
     rest = [i for i in range(len(law.x)) if i != across]
@@ -174,40 +176,44 @@ def _surface(law: LawConfig, group: str, fit: Fit, these: Sequence[Record]) -> P
 
 
 def _shown(value: float) -> str:
+    """Return a value of a variable as text."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _measured(law: LawConfig, these: Sequence[Record], x: Sequence[float], name: str, number: int) -> Series:
-    return Series(name, list(x), [record[law.figure] for record in these], number, line=False, marks=True)
+    """Return the measured losses as points."""
+    return Series(name, list(x), [record.figures[law.figure] for record in these], number, line=False, marks=True)
 
 
 # --- the best size for a budget ---
 
 
 def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> None:
+    """Fit parabolas of loss over log size at each budget, and a power law through their minima."""
     law = result.config
     growth: dict[str, tuple[list[Parabola], BestSize | None]] = {}
+    # points by budget, a parabola at each budget, then the law through their minima
     for group, these in _by_group(study, law, kept).items():
         found = []
         try:
-            distinct(study, law, these)
-            result.notes += _said(law, group, together(study, law, these))
+            check_distinct(study, law, these)
+            result.notes += _note(law, group, mixing_note(study, law, these))
             budgets = _final_budgets(law, these) if law.axis else _interpolated(law, these)
         except FitError as error:
-            result.notes += _said(law, group, f"not fitted: {error}")
+            result.notes += _note(law, group, f"not fitted: {error}")
             continue
         for budget, sized in budgets.items():
             try:
                 found.append(parabola(budget, sized))
             except FitError as error:
-                result.notes += _said(law, group, f"not fitted: {error}")
+                result.notes += _note(law, group, f"not fitted: {error}")
         law_of_size = None
         try:
             law_of_size = best_size(found)
             growing = f"best {law.x[0]} = {law_of_size.scale:.3g} x FLOPs^{law_of_size.exponent}"
-            result.notes += _said(law, group, growing)
+            result.notes += _note(law, group, growing)
         except FitError as error:
-            result.notes += _said(law, group, f"not fitted: {error}")
+            result.notes += _note(law, group, f"not fitted: {error}")
         growth[group] = found, law_of_size
     result.heads = [law.per or "law", "FLOPs", f"best {law.x[0]}", f"{law.figure} there", "points"]
     for group, (found, law_of_size) in growth.items():
@@ -231,24 +237,24 @@ def _iso_flop(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> 
 
 
 def _final_budgets(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
-    """By FLOPs, of runs whose axis says which budget they had."""
+    """Return size, loss and run by the budget in FLOPs, of runs whose value of `axis` names the budget."""
     assert law.axis is not None
     found: dict[float, list[Sized]] = {}
-    for value in dict.fromkeys(record[law.axis] for record in these):
-        here = [record for record in these if record[law.axis] == value]
-        flops = [record["training_flops"] for record in here]
+    for value in dict.fromkeys(record.labels[law.axis] for record in these):
+        here = [record for record in these if record.labels[law.axis] == value]
+        flops = [record.figures["training_flops"] for record in here]
         if max(flops) > SAME_BUDGET * min(flops):
             raise FitError(f"{law.axis} {value} is no budget: its runs took {min(flops):.3g} to {max(flops):.3g} FLOPs")
-        found[mean(flops)] = [(variable(record, law.x[0]), record[law.figure], record[RUN]) for record in here]
+        found[mean(flops)] = [(variable(record, law.x[0]), record.figures[law.figure], record.run) for record in here]
     return dict(sorted(found.items()))
 
 
 def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[Sized]]:
-    """By FLOPs, of each run whose validations lie on both sides of the budget."""
+    """Return size, loss and run by the budget in FLOPs, of runs whose validations lie on both sides of it."""
     by_run: dict[str, dict[float, float]] = {}
-    sizes = {record[RUN]: variable(record, law.x[0]) for record in these}
+    sizes = {record.run: variable(record, law.x[0]) for record in these}
     for record in these:
-        by_run.setdefault(record[RUN], {})[record["training_flops"]] = record[law.figure]
+        by_run.setdefault(record.run, {})[record.figures["training_flops"]] = record.figures[law.figure]
     found = {}
     for budget in sorted(law.budgets):
         losses = {run: loss_at(budget, curve) for run, curve in by_run.items()}
@@ -257,6 +263,7 @@ def _interpolated(law: LawConfig, these: Sequence[Record]) -> dict[float, list[S
 
 
 def _valleys(law: LawConfig, group: str, found: Sequence[Parabola]) -> Plot:
+    """Return the plot of losses over sizes with the parabola of each budget."""
     series = []
     for number, one in enumerate(found):
         at, name = np.geomspace(min(one.sizes), max(one.sizes), 60), f"{one.budget:.3g} FLOPs"
@@ -268,6 +275,7 @@ def _valleys(law: LawConfig, group: str, found: Sequence[Parabola]) -> Plot:
 
 
 def _growth(law: LawConfig, growth: Mapping[str, tuple[Sequence[Parabola], BestSize | None]]) -> Plot:
+    """Return the plot of the best size over the budget, with the law through it."""
     series = []
     for number, (group, (found, law_of_size)) in enumerate(growth.items()):
         budgets, name = [one.budget for one in found], group or law.x[0]
@@ -282,28 +290,37 @@ def _growth(law: LawConfig, growth: Mapping[str, tuple[Sequence[Parabola], BestS
 
 
 def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record]) -> None:
+    """Read off the tokens that each value of `per` takes to a loss, and their ratios, seed by seed."""
     law = result.config
     assert law.per is not None
-    places = {tuple(others(study, law, record).items()): others(study, law, record) for record in kept}
+    places = {tuple(row_labels(study, law, record).items()): row_labels(study, law, record) for record in kept}
     values = list(_by_group(study, law, kept))
     compared = [value for value in values if law.against in values and value != law.against]
     result.heads = ["", "loss", *values, *(f"{value} / {law.against}" for value in compared)]
+    # a row for each combination of the other axes
     for labels in places.values():
-        here = [record for record in kept if others(study, law, record) == labels]
-        known = {value: curves(law, these) for value, these in _by_group(study, law, here).items()}
+        here = [record for record in kept if row_labels(study, law, record) == labels]
+        known = {value: loss_curves(law, these) for value, these in _by_group(study, law, here).items()}
+        # the least loss that all of the curves reach
         least = max(min(curve.values()) for seeds in known.values() for curve in seeds.values())
         target = law.target or least
         taken = {
             value: {seed: tokens_to(target, curve) for seed, curve in seeds.items()} for value, seeds in known.items()
         }
-        soon = {value: any(at_once(target, curve) for curve in seeds.values()) for value, seeds in known.items()}
+        reached_at_once = {
+            value: any(at_once(target, curve) for curve in seeds.values()) for value, seeds in known.items()
+        }
         ratios = {value: _ratios(taken.get(value, {}), taken.get(law.against or "", {})) for value in compared}
-        cells = [_bound(soon.get(v, False), False) + _spread(list(taken.get(v, {}).values()), ",.0f") for v in values]
+        cells = [
+            _bound(reached_at_once.get(v, False), False) + _spread(list(taken.get(v, {}).values()), ",.0f")
+            for v in values
+        ]
+        # a ratio is a bound where either side was at the loss from its first point on
         for value in compared:
-            sign = _bound(soon.get(value, False), soon.get(law.against or "", False))
+            sign = _bound(reached_at_once.get(value, False), reached_at_once.get(law.against or "", False))
             cells.append(sign + _spread(ratios[value], ".2f"))
         result.rows.append([describe(labels) or "all", f"{target:.4f}", *cells])
-        at_most = [value for value, first in soon.items() if first]
+        at_most = [value for value, first in reached_at_once.items() if first]
         result.data.append({"labels": labels, "loss": target, "tokens": taken, "at_most": at_most, "ratios": ratios})
         name = "-".join([law.name, *labels.values()])
         result.plots.append(_curves_plot(law, name, describe(labels), target, known))
@@ -313,17 +330,18 @@ def _tokens_to_loss(study: StudyConfig, result: LawResult, kept: Sequence[Record
 
 
 def _ratios(taken: Mapping[str, float | None], reference: Mapping[str, float | None]) -> list[float | None]:
-    """Seed by seed; None where one of the two never got there."""
+    """Return the ratios seed by seed; None where one of the two never reached the loss."""
     pairs = [(tokens, reference[seed]) for seed, tokens in taken.items() if seed in reference]
     return [tokens / base if tokens and base else None for tokens, base in pairs]
 
 
 def _bound(above: bool, below: bool) -> str:
-    """Before a figure whose numerator or denominator is known to be at most so much."""
+    """Return the sign before a ratio whose numerator (`above`) or denominator (`below`) is only an upper bound."""
     return "? " if above and below else "≤ " if above else "≥ " if below else ""
 
 
 def _spread(values: Sequence[float | None], form: str) -> str:
+    """Return mean and standard deviation as text, with how many values are None. form: a format specification."""
     known = [value for value in values if value is not None]
     if not known:
         return "never" if values else ""
@@ -334,6 +352,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 def _curves_plot(
     law: LawConfig, name: str, where: str, target: float, known: Mapping[str, Mapping[str, Mapping[float, float]]]
 ) -> Plot:
+    """Return the plot of the loss curves of all seeds, with the target as a line."""
     series = []
     for number, (value, seeds) in enumerate(known.items()):
         for curve in seeds.values():
