@@ -93,7 +93,7 @@ class Saver:
         Raises:
             MegamemError: as `wait` does, for this save or the one before.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         self.wait(watch)
         waited = time.monotonic()
         direct = wait or not self.config.asynchronous
@@ -102,7 +102,7 @@ class Saver:
         self._settle(own)
         copied = time.monotonic()
         self._thread = threading.Thread(
-            target=self._write, name=THREAD, args=(step, staged, run, waited - begun, copied - waited)
+            target=self._write, name=THREAD, args=(step, staged, run, waited - started, copied - waited)
         )
         self._thread.start()
         if direct:
@@ -170,10 +170,10 @@ class Saver:
 
     def _write(self, step: int, tensors: dict[str, Fragments], run: SavedRun, waited: float, copied: float) -> None:
         """Write a checkpoint and note its times, or the error: the body of the thread."""
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             self._write_all(step, tensors, run)
-            self.times.append(SaveTimes(waited, copied, time.monotonic() - begun))
+            self.times.append(SaveTimes(waited, copied, time.monotonic() - started))
         except RuntimeError as error:
             # a collective failed, as all other errors come through `_together`: a new start may succeed
             self._error = MegamemError(f"checkpoint after step {step}: {_cause(error)}")

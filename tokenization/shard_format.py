@@ -39,7 +39,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What all shards of a folder share. Writing goes on only under an equal header."""
+    """What all shards of a folder share. Writing continues only under an equal header."""
 
     dtype: Literal["uint16", "uint32"]
     """Type of a token on disk."""

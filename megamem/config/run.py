@@ -205,7 +205,7 @@ class RunConfig(ConfigModel):
 
     @property
     def interleaved(self) -> bool:
-        """Whether chunks of several micro-batches take turns in a pipeline: a memory goes from its end to its begin."""
+        """True where chunks of micro-batches alternate in a pipeline, as a memory goes from its end to its start."""
         return bool(self.model.architecture.state_specs(self.model))
 
     @property

@@ -18,14 +18,14 @@ IGNORED = -100
 class Batch:
     """One micro-batch.
 
-    `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows in the document, or what a task asks
-    for.
+    `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows in the document, or what a task wants
+    predicted.
     """
 
     tokens: Tensor
     """[T, R] int64, tokens first (Megatron layout). Padding is token 0."""
     labels: Tensor
-    """[T, R] int64. `IGNORED` at padding, and where a task asks for nothing."""
+    """[T, R] int64. `IGNORED` at padding, and where a task predicts nothing."""
     starts: npt.NDArray[np.int64]
     """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on the host."""
     sample_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class EvaluationDocument:
     tokens: Tensor
     """[T] int64, T a whole number of chunks. Padding is token 0."""
     labels: Tensor
-    """[T] int64, the next token, or what a task asks for; `IGNORED` at padding and where nothing is asked for."""
+    """[T] int64, the next token, or what a task wants predicted; `IGNORED` at padding and where nothing is."""
     predicted_tokens: int
     """Number of tokens before the padding. Each of a text has a label; of a task's, some have."""
     text_bytes: int | None

@@ -33,7 +33,7 @@ class DocumentStore(Protocol):
         """Return tokens `start` to `stop` - 1 of a document, [stop - start]."""
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
-        """Return what is to be predicted after each of these tokens: the next one, or what a task asks for."""
+        """Return what is to be predicted after each of these tokens: the next one, or what a task wants."""
 
     def name(self, document: int) -> str:
         """Return the document's name."""

@@ -116,7 +116,7 @@ def process_gone(beat: Beat) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run was begun in `folder`."""
+    """Return whether a run was started in `folder`."""
     return (folder / "config.yaml").is_file() and (folder / "environment.json").is_file()
 
 

@@ -85,7 +85,7 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
 
 
 def build_instruments(engine: TrainingEngine) -> list[Callback]:
-    """Build the callbacks that record schedules and traces, as far as `logging` asks for them."""
+    """Build the callbacks that record schedules and traces, as far as `logging` names them."""
     config = engine.config
     callbacks: list[Callback] = []
     if config.logging.record_step and isinstance(engine, PipelineEngine):

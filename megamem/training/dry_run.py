@@ -30,14 +30,14 @@ def dry_run(config: RunConfig, console: Console) -> None:
     if topology.rank == 0:
         for line in describe_stages(engine):
             console.print(line, highlight=False)
-    begun = time.monotonic()
+    started = time.monotonic()
     result = engine.step(mock_batches(config, topology), config.optimizer.lr)
     loss, predicted, bad = torch.stack([result.loss_sum, result.predicted, result.bad.double()]).tolist()
     if topology.rank == 0:
         predicted_here = predicted / topology.dp_size
         console.print(
             f"mock step on {topology.world_size} process(es): loss {loss / predicted_here:.4f} nats/token, "
-            f"{time.monotonic() - begun:.2f} s, peak memory {peak_memory(topology.device) / 2**30:.2f} GiB on rank 0"
+            f"{time.monotonic() - started:.2f} s, peak memory {peak_memory(topology.device) / 2**30:.2f} GiB on rank 0"
             f"{'' if not bad else ', NOT FINITE'}",
             highlight=False,
         )

@@ -73,11 +73,11 @@ class Trainer:
             engine: computes one step.
             feeder: gives the micro-batches of this rank.
             callbacks: what else happens, in this order.
-            watch: told in a few words what this rank does next.
+            watch: called with what this rank does next, in a few words.
         """
         self.config, self.topology, self.engine, self.feeder = config, topology, engine, feeder
         self.watch = watch
-        """Tells the watchdog in a few words what this rank does next."""
+        """Notes for the watchdog what this rank does next, in a few words."""
         self.callbacks = list(callbacks)
         """In the order they act."""
         self.step = 0
@@ -91,7 +91,7 @@ class Trainer:
         self.stopped = False
         """The run ends before its last step."""
         self.save_due = False
-        """This rank's clock asks for a checkpoint; after a step: the clock of some rank did."""
+        """True where it is time for a checkpoint by this rank's clock; after a step: by the clock of some rank."""
         self.saver: Saver | None = None
         """Writes checkpoints; a save that fails on one rank ends all."""
         self._signal: int | None = None
@@ -116,9 +116,9 @@ class Trainer:
         """Read the micro-batches of a step, update the weights, and run the callbacks."""
         step = self.step
         self.watch(f"step {step + 1}: waiting for data")
-        begun = time.monotonic()
+        started = time.monotonic()
         micro_batches = [b.to(self.topology.device) for b in itertools.islice(batches, self.engine.accumulation)]
-        self.data_wait += time.monotonic() - begun
+        self.data_wait += time.monotonic() - started
         self.lr = learning_rate(self.config.optimizer, step, self.config.steps)
         result = self.engine.step(micro_batches, self.lr, lambda what: self.watch(f"step {step + 1}: {what}"))
         self.step += 1
@@ -127,17 +127,17 @@ class Trainer:
 
     @contextmanager
     def pause(self, action: str) -> Iterator[None]:
-        """Take the time of a block out of the training's. action: what the watchdog is told."""
+        """Take the time of a block out of the training's. action: what the watchdog shows meanwhile."""
         self.watch(action)
-        begun = time.monotonic()
+        started = time.monotonic()
         yield
-        self.paused += time.monotonic() - begun
+        self.paused += time.monotonic() - started
 
     def _batches(self) -> Prefetcher:
         return self.feeder.prefetch(self.step, pin_memory=self.topology.device.type == "cuda")
 
     def _agree(self) -> None:
-        """Share whether any rank got a signal, its clock asks for a checkpoint, or a save has failed.
+        """Share whether any rank got a signal, finds it time for a checkpoint, or has failed to save one.
 
         Hosts agree by one small all-reduce of their own; no device has to be waited for.
 

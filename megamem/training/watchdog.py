@@ -153,7 +153,7 @@ class Watchdog:
         return store or TCPStore(host, int(port), is_master=False, timeout=timeout)
 
     def progress(self, action: str) -> None:
-        """Note that this rank begins an action, told in a few words. Costs two assignments."""
+        """Note that this rank begins an action, described in a few words. Costs two assignments."""
         self._action = action
         self._count += 1
 
@@ -213,7 +213,7 @@ class Watchdog:
             self._find_slow()
             found = diagnose(self.statuses, time.monotonic(), self.timeout)
             if found is None and self._store_lost:
-                # whatever ended rank 0 is told there, and the launcher ends this rank
+                # rank 0 reports what ended it, and the launcher ends this rank
                 self._done.wait(_GRACE_S)
                 found = 0, ENDED
             if found is not None and not self._done.is_set():

@@ -49,7 +49,7 @@ NOUNS = _NOUNS.split()
 
 @TASKS.register
 class NeedleConfig(TaskConfig):
-    """Single-needle retrieval (S-NIAH): a number or a UUID hidden in noise or in text, to be told at the end."""
+    """Single-needle retrieval (S-NIAH): a number or a UUID hidden in noise or in text, predicted at the end."""
 
     kind: Literal["niah"] = "niah"
     """`niah`"""

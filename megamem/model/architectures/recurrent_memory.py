@@ -70,15 +70,15 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         return self.memory_tokens if self.form == "read_write" else 0
 
     def layer_model(self, model: ModelConfig) -> ModelConfig:
-        """The model whose chunks have the memory's rows too."""
+        """Return the model whose chunks have the memory's rows too."""
         return model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size + self.rows_behind})
 
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
-        """The memory: hidden vectors, whole on every tensor-parallel rank."""
+        """Declare the memory: hidden vectors, whole on every tensor-parallel rank."""
         return {MEMORY: {MEMORY: TensorSpec((self.memory_tokens, "batch", "hidden"))}}
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """The learned rows r and w."""
+        """Return the number of parameters of the learned rows r and w."""
         return 2 * self.memory_tokens * model.hidden_size if self.form == "read_write" else 0
 
     def training_window(self, model: ModelConfig) -> int:

@@ -16,7 +16,7 @@ class Wandb(Sink):
     """A Weights & Biases run; offline runs lie in the run folder until `megamem wandb sync`."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Begin the run, or go on with the one that an earlier part of this run has begun in `folder`."""
+        """Start the W&B run, or continue the one that an earlier part of this run has started in `folder`."""
         import wandb
 
         identity = folder / "wandb-run-id"
