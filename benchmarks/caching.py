@@ -32,6 +32,7 @@ from benchmarks.common import (
 from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
@@ -77,7 +78,7 @@ def run_of(model: ModelConfig, tokens: int) -> Any:
     stage = build_stage(model, PlainLinears())
     stage.recompute = tokens > STORED
     initialize_parameters(stage, seed=0)
-    window = Window(stage)
+    window = Window(stage, NextToken(stage.config))
     batch = random_batch(model, tokens // model.chunk_size, 1)
     scale = torch.tensor(1.0 / tokens)
 

@@ -36,6 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.profiling import profile_table, seconds_by_part
 from megamem.config.model import ModelConfig
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
@@ -75,7 +76,7 @@ def unit(model: ModelConfig, shape: Shape) -> tuple[Stage, Callable[[], float]]:
     """The model, and a function that runs one sequence forward and backward and returns the loss per token."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
-    window = Window(stage)
+    window = Window(stage, NextToken(stage.config))
     batch = random_batch(model, shape.chunks, shape.rows)
     scale = torch.tensor(1.0 / shape.tokens)
 

@@ -12,6 +12,7 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.pipeline.window import Window
@@ -104,7 +105,7 @@ class Minimal:
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=LR, betas=settings.betas, eps=settings.eps, fused=True)
         self._clip = settings.grad_clip
-        self._window = Window(self.stage)
+        self._window = Window(self.stage, NextToken(self.stage.config))
         self._device = torch.device(device)
 
     def resize(self, length: int, rows: int) -> None:

@@ -28,6 +28,7 @@ from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.window import Window
@@ -97,7 +98,7 @@ def whole_model(model: ModelConfig, tokens: int, step_tokens: int | None = None)
     initialize_parameters(stage, seed=0)
     for block in stage.own_layers if step_tokens else ():
         block.mixer = TheirMemory(model, step_tokens or 1)
-    window, batch = Window(stage), random_batch(model, tokens // model.chunk_size, 1)
+    window, batch = Window(stage, NextToken(stage.config)), random_batch(model, tokens // model.chunk_size, 1)
 
     def run() -> None:
         stage.zero_grad(set_to_none=True)

@@ -13,6 +13,7 @@ import torch
 
 from megamem.memory.base import LABEL_IGNORED, States
 from megamem.model.compiled import compile_pointwise
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import StepResult
@@ -53,7 +54,7 @@ class Loop:
         self.stage.to(dtype).recompute = recompute
         if compiled:
             compile_pointwise(self.stage)
-        self.window, self.device, self.dtype = Window(self.stage), device, dtype
+        self.window, self.device, self.dtype = Window(self.stage, NextToken(self.stage.config)), device, dtype
         self.states = self.stage.initial_states(ROWS, device, dtype)
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -193,7 +193,7 @@ class ShortConvolution(nn.Module):
         self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve x [T, B, heads, width], before it the taps - 1 tokens of `before` [taps - 1, B, heads, width].
+        """Convolve x [T, B, heads, width], which follows `before` [taps - 1, B, heads, width].
 
         Returns: like x; the last taps - 1 tokens of both, which the next call needs.
         """
@@ -282,7 +282,7 @@ class RecurrentMixer(Mixer):
 
     @abstractmethod
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
-        """Write the tokens into the memory, each being read right after it was written.
+        """Write each token into the memory, then read the memory with its query.
 
         Args:
             inputs: of the tokens.
