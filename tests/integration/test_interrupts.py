@@ -268,7 +268,7 @@ class TestBadSteps:
         tree = run_tree(data, tmp_path / "runs", training=training, evaluation={"every": 0})
         config = write_config(tmp_path / "run.yaml", tree)
         line = f"from tests.integration.test_interrupts import slow_to_end; slow_to_end({str(config)!r})"
-        with Nodes(tmp_path, line, nodes=1, processes=2, fits=(1,)) as nodes:
+        with Nodes(tmp_path, line, nodes=1, processes=2, node_counts=(1,)) as nodes:
             assert nodes.codes(120) == [NonFiniteError.exit_code], nodes.output()
             said = nodes.output()
         assert said.count("megamem: loss or gradients were not finite in steps 3-5") == 1, said
