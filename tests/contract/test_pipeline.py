@@ -45,7 +45,13 @@ def stages(request, case, window):
     return found, reference(case, window)
 
 
-def test_every_gradient_is_that_of_one_graph(stages):
+def needed_window(case):
+    """Chunks of the shortest window in which every parameter gets a gradient."""
+    model = model_of(case)
+    return max(model.architecture.training_window(model), model.mixer_at(0).training_window(model.layer_model))
+
+
+def test_every_gradient_is_that_of_one_graph(stages, case, window):
     found, expected = stages
     grads = {name: grad for stage in found for name, grad in stage["grads"].items()}
     assert grads.keys() == expected["grads"].keys()
@@ -53,14 +59,15 @@ def test_every_gradient_is_that_of_one_graph(stages):
         if exact is None:  # a memory is written for a chunk beyond the window
             assert grads[name] is None
             continue
+        if window < needed_window(case) and largest(exact) == 0.0:  # its rows go up beside the chunk: nobody reads them
+            assert largest(grads[name]) == 0.0
+            continue
         assert largest(exact) > 0, f"{name} has no gradient: the comparison would be empty"
         within("4 PP: gradients", largest(grads[name] - exact) / largest(exact), TOLERANCE)
 
 
 def test_every_parameter_has_a_gradient_in_the_windows_declared_for_it(case, window):
-    model = model_of(case)
-    needed = max(model.architecture.training_window(model), model.mixer_at(0).training_window(model.layer_model))
-    if window >= needed:
+    if window >= needed_window(case):
         assert all(grad is not None for grad in reference(case, window)["grads"].values())
 
 
