@@ -31,7 +31,7 @@ class LzmaReport:
 
     text_bytes: int
     bits_per_byte: float
-    """Of all documents joined into one stream: LZMA may use the earlier ones for the later ones."""
+    """All documents joined into one stream: LZMA may use the earlier ones for the later ones."""
     separate_bits_per_byte: float
     """Each document compressed on its own."""
     documents: tuple[LzmaDocument, ...]

@@ -50,6 +50,7 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
 def _installed(
     mixer: AttentionProjections, noise: Callable[[Tensor, Tensor], Pair], remembered: bool
 ) -> Iterator[None]:
+    """Put `noise`, which maps keys and values [tokens, batch, local heads, head_dim], into a mixer for a while."""
     name = "project" if remembered else "local"
     clean = mixer.project
 
@@ -72,12 +73,14 @@ class _Noise:
         self.generator = torch.Generator().manual_seed(SEED + layer)
 
     def __call__(self, keys: Tensor, values: Tensor) -> Pair:
+        """Replace chosen tokens of keys and values [tokens, batch, local heads, head_dim]."""
         tokens, rows = keys.shape[:2]
         order = torch.rand(tokens, rows, generator=self.generator).argsort(0).argsort(0)
         chosen = (order < round(self.share * tokens)).to(keys.device)[..., None, None]
         return torch.where(chosen, self._like(keys), keys), torch.where(chosen, self._like(values), values)
 
     def _like(self, x: Tensor) -> Tensor:
+        """Draw noise with the mean and deviation of x [tokens, batch, local heads, head_dim], by row and head."""
         linears = self.mixer.linears
         # drawn for the heads of all ranks, so that a layout changes nothing
         heads = x.shape[2] * linears.tp_size

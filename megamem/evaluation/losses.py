@@ -44,7 +44,7 @@ class DocumentLoss:
     loss: float | None
     """Nats per token; None without tokens."""
     bits_per_byte: float | None
-    hits: int
+    correct: int
     """Scored tokens whose label was the most probable."""
 
 
@@ -69,11 +69,11 @@ class LossReport:
     exact_match: float
     """Share of the documents of which every predicted token was: of a task, the examples solved."""
     by_chunk: tuple[Bucket, ...]
-    """By index of the chunk in its document, from 0 (`first` == `last`)."""
+    """Buckets by index of the chunk in its document, from 0 (`first` == `last`)."""
     by_position: tuple[Bucket, ...]
-    """By position in the document. Position n: the prediction made after reading n tokens of it."""
+    """Buckets by position in the document. Position n: the prediction made after reading n tokens of it."""
     within_chunk: tuple[Bucket, ...]
-    """By position inside the chunk, from 1, over all chunks."""
+    """Buckets by position inside the chunk, from 1, over all chunks."""
     first_chunk_loss: float | None
     """Nats per token in the documents' first chunks, before any memory exists; None if nothing is predicted there."""
     beyond_first_chunk_loss: float | None
@@ -210,7 +210,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         perplexity=perplexity(float(total[0] / total[1])),
         bits_per_byte=bits_per_byte(float(total[0]), text_bytes),
         accuracy=float(total[2] / total[1]),
-        exact_match=float(np.mean([hits == asked for _, asked, hits in (table.sum(1) for table in tables) if asked])),
+        exact_match=float(np.mean([right == asked for _, asked, right in (table.sum(1) for table in tables) if asked])),
         by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
         by_position=tuple(
             _bucket(int(a), int(b), column) for a, b, column in zip(first, sums.edges, sums.positions.T, strict=True)
@@ -233,7 +233,7 @@ def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss
         tokens=int(total[1]),
         loss=mean(total),
         bits_per_byte=bits_per_byte(float(total[0]), document.text_bytes),
-        hits=int(total[2]),
+        correct=int(total[2]),
     )
 
 

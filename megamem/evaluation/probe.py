@@ -28,7 +28,7 @@ class MemoryReport:
     gain: float | None
     """Off minus on: what the memory gives, nats per token."""
     memory_off_by_chunk: tuple[Bucket, ...]
-    """With the memory off, by index of the chunk in its document."""
+    """Losses with the memory off, by index of the chunk in its document."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""

@@ -196,9 +196,9 @@ class _Totals:
             torch.zeros(3, size, dtype=torch.float64, device=device) for size in (slots + 1, chunk_size, len(edges))
         )
 
-    def add(self, losses: Tensor, hits: Tensor, scored: Tensor, slots: list[int], begins: list[int]) -> None:
-        """Add a call: `losses`, `hits`, `scored` [L, R]; per row its slot and the position of its first token."""
-        rows = torch.stack((losses.double(), scored.double(), hits.double()))
+    def add(self, losses: Tensor, correct: Tensor, scored: Tensor, slots: list[int], begins: list[int]) -> None:
+        """Add a call: `losses`, `correct`, `scored` [L, R]; per row its slot and the position of its first token."""
+        rows = torch.stack((losses.double(), scored.double(), correct.double()))
         self.within += rows.sum(2)
         self.slots.index_add_(1, to_device(slots, self.device), rows.sum(1))
         buckets = torch.bucketize(self.offsets + to_device(begins, self.device), self.edges)

@@ -96,9 +96,10 @@ class _Figures:
     losses: LossReport
     memory: MemoryReport
     sliding: SlidingReport | None
-    """Of documents that predict every token: read from a later token on, others may lack what they ask about."""
+    """Sliding-window losses of documents that predict every token: read from a later token on, others may lack what
+    they ask about."""
     seconds: float
-    """Of the plain pass."""
+    """Seconds of the plain pass."""
 
 
 def _figures(

@@ -57,7 +57,7 @@ def default_stride(chunk: int) -> int:
 
 
 def sliding_readings(documents: Sequence[EvaluationDocument], size: int, stride: int) -> list[Reading]:
-    """For each document and each offset 0, stride, .., size - stride: the document from there on.
+    """Return, for each document and each offset 0, stride, .., size - stride, the document from there on.
 
     Only the last `stride` tokens of a chunk are scored, at offset 0 the whole first chunk too. All chunks of a
     document are summed up in its own run of slots.

@@ -74,13 +74,13 @@ class MegamemCache(Cache):
         self.groups, self.padding, self.seen, self.ended = [], (), 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Make row i what row beam_idx[i] was; beam_idx: [rows] int64."""
         self.groups = select_rows(self.specs, self.groups, beam_idx.tolist())
         if self.padding:
             self.padding = tuple(self.padding[row] for row in beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep the rows `indices` [rows] int64."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

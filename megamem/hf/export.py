@@ -145,7 +145,9 @@ def _named(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype, llama
 
 
 def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> int:
-    """Safetensors files of at most `shard_bytes` and their index; one file goes without. Returns the values written.
+    """Write named tensors [...] to safetensors files of at most `shard_bytes` and their index; one file goes without.
+
+    Returns the number of values written.
 
     No more than one file's tensors are in memory at a time.
     """

@@ -155,7 +155,7 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         return given
 
     def _begin(self, cache: MegamemCache, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Fresh states; the tokens with padding made harmless."""
+        """Begin documents with fresh states; return ids [batch, tokens] with padding made harmless."""
         rows, tokens = input_ids.shape
         cache.padding, cache.ended = (0,) * rows, False
         if attention_mask is not None:
@@ -173,13 +173,17 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         return input_ids
 
     def _check_ids(self, input_ids: Tensor) -> None:
+        """Raise ValueError for an id of input_ids [batch, tokens] that is not in the vocabulary."""
         least, most = torch.stack(torch.aminmax(input_ids)).tolist()
         if least < 0 or most >= self.config.vocab_size:
             wrong = least if least < 0 else most
             raise ValueError(f"token id {wrong} is not in the vocabulary of {self.config.vocab_size:,}")
 
     def _check_continuation(self, cache: MegamemCache, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-        """Raise ValueError for what cannot follow. Single tokens, which generation makes itself, are not looked at."""
+        """Raise ValueError where input_ids [batch, tokens] cannot follow.
+
+        Single tokens, which generation makes itself, are not looked at.
+        """
         rows, tokens = input_ids.shape
         if rows != cache.batch_size:
             raise ValueError(f"{rows} rows cannot continue a cache of {cache.batch_size}")

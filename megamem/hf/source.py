@@ -21,13 +21,16 @@ class Source:
     def __init__(
         self, folder: Path, config: Mapping[str, Any], places: Mapping[str, Path | Tensor], gguf: str | None = None
     ) -> None:
-        """places: by tensor name, the safetensors file it lies in, or the tensor itself. gguf: name of such a file."""
+        """Note where tensors lie.
+
+        places: by tensor name, the safetensors file it lies in, or the tensor [...] itself. gguf: name of such a file.
+        """
         self.folder, self.config, self._places, self._gguf = folder, config, places, gguf
         self._taken: set[str] = set()
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """Return the names of all tensors."""
         return set(self._places)
 
     def get(self, name: str) -> Tensor | None:

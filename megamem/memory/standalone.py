@@ -19,7 +19,7 @@ class MixerState:
     """What a mechanism remembers of the rows it reads, and how far each has been read. A value: never written to."""
 
     tensors: State
-    """As the mechanism declares it (`Mixer.specs`)."""
+    """The mechanism's tensors, as `Mixer.specs` declares them."""
     positions: tuple[int, ...]
     """The position of each row's next token in its document."""
     losses: Losses = field(default_factory=dict)

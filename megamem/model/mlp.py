@@ -10,7 +10,7 @@ from megamem.parallel.linears import Linears, normal
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """silu(gate) * up, elementwise: [..., width] each."""
     return F.silu(gate) * up
 
 

@@ -11,7 +11,7 @@ from megamem.parallel.linears import Linears, constant, declare
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis."""
+    """x / rms(x) * weight over the last axis: x [..., width], weight [width]."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 

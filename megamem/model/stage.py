@@ -60,7 +60,7 @@ class Stage(nn.Module, ABC):
     layers: nn.ModuleDict
     """The layers of this stage by their number in the whole model."""
     embedding: nn.Module
-    """On the first stage, and on the last one where the output head is tied to it."""
+    """The token embedding: on the first stage, and on the last one where the output head is tied to it."""
     one_grid = False
     """Whether all rows of a call must be at the same place of their chunks (documents may begin in any of them)."""
 

@@ -11,7 +11,7 @@ from megamem.parallel.linears import info
 
 
 def gather_shards(local: Tensor, axis: int | None, group: ProcessGroup) -> Tensor:
-    """Return the whole tensor on every rank of `group`; `axis` None means it is replicated already."""
+    """Return the whole tensor [...] of the ranks' parts `local` on every rank; `axis` None: it is replicated."""
     if axis is None or group.size() == 1:
         return local
     parts = [torch.empty_like(local.contiguous()) for _ in range(group.size())]

@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """For imports of Megatron-Core and DeepSpeed, which warn of each accelerator they miss (see `megamem doctor`)."""
+    """Silence imports of Megatron-Core and DeepSpeed, which warn of each accelerator they miss (`megamem doctor`)."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with warnings.catch_warnings(), _compiling_later():
         warnings.simplefilter("ignore")

@@ -78,7 +78,7 @@ class Linears(Protocol):
         """Token embedding split over ranks by vocabulary: [tokens, batch] int64 -> [tokens, batch, width]."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Start of a parallel region: identity (or all-gather of tokens); its backward sums over ranks."""
+        """Begin a parallel region with x [tokens, batch, width]: identity or all-gather; backward sums over ranks."""
 
     def join_tokens(self, x: Tensor) -> Tensor:
         """All tokens of x [this rank's tokens, ...] on every rank; what is made of them is the same on each rank."""
@@ -87,13 +87,13 @@ class Linears(Protocol):
         """Return this rank's tokens of x [tokens, ...], the same on every rank; all where tokens are not split."""
 
     def shared(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter that each rank uses for part of the work; its gradient is summed over ranks."""
+        """Return a replicated parameter [...] that each rank uses for part of the work; sums its gradient over ranks."""
 
     def outside(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter used outside of parallel regions; summed over ranks if tokens are split."""
+        """Return a replicated parameter [...] used outside of parallel regions; sums its gradient if tokens are split."""
 
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
-        """Return a `row` projection of rows that are not the call's tokens: the same on each rank, never split."""
+        """Project rows x [rows, batch, width / ranks] that are no tokens of the call: the same on each rank."""
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""

@@ -30,11 +30,12 @@ with quiet():
 
 
 def _unused(weight: Tensor) -> None:
-    """Megatron wants an initializer; `initialize_parameters` sets every weight instead."""
+    """Do nothing to a weight [...]: Megatron wants an initializer, `initialize_parameters` sets every weight."""
 
 
 class _Column(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
+        """[tokens, batch, inputs] -> [tokens, batch, outputs / ranks]."""
         out: Tensor = super().forward(x)[0]
         return out
 
@@ -43,6 +44,7 @@ class _Row(RowParallelLinear):
     linears: MegatronLinears
 
     def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+        """[tokens, batch, inputs / ranks] -> [tokens, batch, outputs]; with `whole` tokens are never split."""
         if self.linears.sequence_parallel and not whole:
             own = reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
             return own if self.bias is None else own + self.linears.outside(self.bias)
@@ -54,6 +56,7 @@ class _Embedding(VocabParallelEmbedding):
     linears: MegatronLinears
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[tokens, batch] int64 -> this rank's [tokens, batch, width]."""
         out: Tensor = super().forward(tokens)
         return split_tokens(out, self.tp_group) if self.linears.sequence_parallel else out
 

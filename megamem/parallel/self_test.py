@@ -75,7 +75,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], outputs: list[Path], deadlin
 
 
 def _collectives(rank: int, device: torch.device) -> dict[str, tuple[Callable[[], Tensor], Tensor]]:
-    """By name: a collective, and the value it must leave on this rank."""
+    """Return each collective by name, and the value it must leave on this rank."""
     base = torch.arange(ELEMENTS, dtype=torch.float32, device=device) % 1000
     mine, zeros = base + rank, torch.zeros(ELEMENTS, device=device)
 
@@ -120,7 +120,7 @@ def _collectives(rank: int, device: torch.device) -> dict[str, tuple[Callable[[]
 
 
 def _measure(collective: Callable[[], Tensor], expected: Tensor) -> float:
-    """Median milliseconds; raises SelfTestError if a value is wrong."""
+    """Return the median milliseconds of a collective; raise SelfTestError if it does not give `expected` [...]."""
     times = []
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()

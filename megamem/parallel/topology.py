@@ -55,9 +55,9 @@ class Topology:
     model_group: ProcessGroup
     """All ranks that hold parts of one model: PP x TP."""
     forward_group: ProcessGroup | None
-    """For hidden chunks on their way up; None without a pipeline."""
+    """The same stages, for hidden chunks on their way up; None without a pipeline."""
     backward_group: ProcessGroup | None
-    """For gradients on their way down."""
+    """The same stages, for gradients on their way down."""
     ends_group: ProcessGroup | None
     """First and last stage of this rank's pipeline, which share tied embeddings; None elsewhere."""
     memory_group: ProcessGroup | None

@@ -71,7 +71,7 @@ class Outbox:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def put(self, tensor: Tensor) -> None:
-        """Send a copy-free view of `tensor`, which must not be written to any more."""
+        """Send a copy-free view of `tensor` [...], which must not be written to any more."""
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=self._target)
         assert work is not None

@@ -25,7 +25,7 @@ class ScheduleReport:
     """Its units are whole sequences."""
 
     def peaks(self) -> list[int]:
-        """Per stage, most chunks held at once."""
+        """Return, for each stage, the most chunks held at once."""
         return [self.ours.peak_units(stage) for stage in range(self.stages)]
 
     def one_f_one_b_peaks(self) -> list[int]:

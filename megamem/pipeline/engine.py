@@ -139,7 +139,7 @@ class PipelineEngine(TrainingEngine):
         return sums, predicted, states
 
     def _before_backward(self) -> None:
-        """Under BF16, DeepSpeed's hooks add each backward's gradients to FP32 sums; the BF16 ones are done with."""
+        """Drop the BF16 gradients of the last backward: DeepSpeed's hooks have added them to FP32 sums."""
         clear = getattr(self.engine.optimizer, "clear_lp_grads", None)
         if clear is not None:
             clear(set_to_none=True)

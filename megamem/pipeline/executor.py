@@ -44,9 +44,9 @@ class Unit:
     links: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(a state tensor that this chunk wrote, its alias that the next chunk reads)."""
     memories_in: list[Tensor] = field(default_factory=list)
-    """On the first stage: what the last stage made of the chunk before, if gradients on it go back."""
+    """What the last stage made of the chunk before, on the first stage, if gradients on it go back."""
     memories_out: list[Tensor] = field(default_factory=list)
-    """On the last stage: what went to the first stage, if gradients on it come back."""
+    """What went to the first stage, on the last stage, if gradients on it come back."""
 
 
 class StageExecutor:
@@ -195,7 +195,7 @@ class StageExecutor:
         return self._keep or not self._is_last_chunk(action)
 
     def _send_memories(self, action: Action, unit: Unit, states: States) -> States:
-        """On the last stage: send the memories among `states` to the first one; the other states."""
+        """Send the memories among `states` from the last stage to the first; return the other states."""
         memories = list(state_tensors([states[name] for name in self.stage.model_memories]))
         if self._sent(action):
             assert self._borders.memory_out is not None
@@ -206,7 +206,7 @@ class StageExecutor:
         return {name: state for name, state in states.items() if name not in self.stage.model_memories}
 
     def _receive_memories(self, action: Action, unit: Unit) -> None:
-        """On the first stage: put what the last one made of the chunk before among the micro-batch's states."""
+        """Put what the last stage made of the chunk before among the micro-batch's states on the first stage."""
         self._watch(f"{action}: waiting for the memory of the last stage")
         memories = self._memories_of(action.micro_batch, action.chunk - 1)
         if action.chunk % self.bptt_chunks:
@@ -214,6 +214,7 @@ class StageExecutor:
         self._put_memories(action.micro_batch, memories)
 
     def _put_memories(self, micro_batch: int, memories: list[Tensor]) -> None:
+        """Replace the tensors [...] of the memories in a micro-batch's states, in their order."""
         names, left = list(self.stage.model_memories), iter(memories)
         new = {name: map_state(lambda _: next(left), self._states[micro_batch][name]) for name in names}
         self._states[micro_batch] = {**self._states[micro_batch], **new}
@@ -228,7 +229,7 @@ class StageExecutor:
         return self._memories.pop((micro_batch, chunk))
 
     def _take_last_memories(self, order: Order) -> None:
-        """On the first stage: memories at the ends of micro-batches, if anybody reads on."""
+        """Receive the memories at the ends of micro-batches on the first stage, if anybody reads on."""
         if self._borders.memory_in is None or not self._keep:
             return
         for action in order:
@@ -238,7 +239,10 @@ class StageExecutor:
 
     @staticmethod
     def _alias(states: States, unit: Unit, known: dict[int, Tensor]) -> States:
-        """Return the states as the next chunk reads them. What a chunk passes through by reference keeps its alias."""
+        """Return the states as the next chunk reads them: every tensor [...] a new leaf of the graph.
+
+        What a chunk passes through by reference keeps its alias, which is `known`.
+        """
 
         def alias(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad or known.get(id(tensor)) is tensor:

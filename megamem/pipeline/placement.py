@@ -15,9 +15,9 @@ def contiguous(counts: Sequence[int]) -> list[range]:
 
 
 def balance(layer_costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[int]:
-    """Layers of each stage, in order and at least one each, so that the dearest stage is as cheap as can be.
+    """Layers of each stage, in order and at least one each, so that the slowest stage is as fast as can be.
 
-    The slowest stage sets the pace of a pipeline. Among the placements with the cheapest dearest stage, the one with
+    The slowest stage sets the pace of a pipeline. Among the placements with the fastest slowest stage, the one with
     the smallest sum of squared costs is taken, then the one with the most layers in front.
 
     Args:
@@ -39,15 +39,15 @@ def balance(layer_costs: Sequence[float], stages: int, first_extra: float = 0.0,
         return prefix[end] - prefix[begin] + extra
 
     @cache
-    def dearest(stage: int, begin: int) -> float:
-        """Of stages `stage`.. over layers `begin`.., as cheap as can be."""
+    def slowest(stage: int, begin: int) -> float:
+        """Return the cost of the slowest of stages `stage`.. over layers `begin`.., as low as it can be."""
         if stage == stages - 1:
             return cost(stage, begin, layers)
-        return min(max(cost(stage, begin, end), dearest(stage + 1, end)) for end in ends(stage, begin))
+        return min(max(cost(stage, begin, end), slowest(stage + 1, end)) for end in ends(stage, begin))
 
     @cache
     def best(stage: int, begin: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squares, negated counts) of these stages where none is dearer than `limit`."""
+        """(sum of squares, negated counts) of these stages where none costs more than `limit`."""
         if stage == stages - 1:
             own = cost(stage, begin, layers)
             return (own * own if own <= limit else inf), (begin - layers,)
@@ -58,5 +58,5 @@ def balance(layer_costs: Sequence[float], stages: int, first_extra: float = 0.0,
             found.append((own * own + squares if own <= limit else inf, (begin - end, *counts)))
         return min(found)
 
-    limit = dearest(0, 0)
+    limit = slowest(0, 0)
     return [-count for count in best(0, 0)[1]]

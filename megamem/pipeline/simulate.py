@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Return the time from the first start to the last end."""
         return max(event.end for event in self.events) - min(event.start for event in self.events)
 
     def busy(self, stage: int) -> float:

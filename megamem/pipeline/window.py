@@ -1,4 +1,4 @@
-"""Without a pipeline: whole windows forward, then backward as one, through DeepSpeed's engine under any ZeRO stage."""
+"""Windows as DeepSpeed drives them without a pipeline: all chunks forward, then one backward, under any ZeRO stage."""
 
 from __future__ import annotations
 

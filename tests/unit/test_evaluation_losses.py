@@ -73,7 +73,7 @@ def test_accuracy_and_exact_match_equal_the_slow_loop(every):
     report = evaluate_losses(stage, texts, **HOW)
     assert report.tokens == sum(map(len, right)) == sum(len(range(0, n, every)) for n in (*LENGTHS, 5, 50))
     assert report.accuracy == sum(sum(row) for row in right) / report.tokens
-    assert [document.hits for document in report.documents] == [sum(row) for row in right]
+    assert [document.correct for document in report.documents] == [sum(row) for row in right]
     assert report.exact_match == sum(map(all, right)) / len(texts)
     assert all(right[-2])
     assert not all(right[-1])
