@@ -87,10 +87,10 @@ class Linears(Protocol):
         """Return this rank's tokens of x [tokens, ...], the same on every rank; all where tokens are not split."""
 
     def shared(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter [...] that each rank uses for part of the work; sums its gradient over ranks."""
+        """Return a replicated parameter [...] that each rank uses for part of the work; its gradients are summed."""
 
     def outside(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter [...] used outside of parallel regions; sums its gradient if tokens are split."""
+        """Return a replicated parameter [...] used outside of parallel regions, by all tokens or by a rank's."""
 
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width / ranks] that are no tokens of the call: the same on each rank."""
