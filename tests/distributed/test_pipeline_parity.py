@@ -5,7 +5,7 @@ import pytest
 from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, ROWS
+from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, RECURRENT, ROWS
 
 pytestmark = pytest.mark.distributed
 
@@ -40,6 +40,7 @@ WORLDS = {
         "gpt2": staged(2, 1, 1, 2, 2, 1, model=GPT2),
         "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
+        "recurrent-memory": staged(2, 1, 1, 4, 2, 1, model=RECURRENT),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
         "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),
         "placed-by-measurement": staged(2, 1, 1, 4, 2, 0, parallel={"placement": "measured"}),
@@ -48,6 +49,8 @@ WORLDS = {
         **grid(4),
         "sequence-parallel": staged(2, 2, 1, 4, 2, 1, parallel={"sequence_parallel": True}),
         "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
+        "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
+        "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
     },
 }
 NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
@@ -101,5 +104,5 @@ def test_live_units_are_those_of_the_formula(worlds, world, name):
     per_stage = world // stages
     sequences = ROWS // config["training"]["micro_batch_size"] // (per_stage // config["parallel"]["tp"])
     for rank, peak in enumerate(worlds[world][name]["peaks"]):
-        formula = peak_units(rank // per_stage, stages, sequences, LENGTH // CHUNK, config["training"]["bptt_chunks"])
-        assert peak == formula
+        sizes = sequences, LENGTH // CHUNK, config["training"]["bptt_chunks"]
+        assert peak == peak_units(rank // per_stage, stages, *sizes, interleaved="architecture" in config["model"])

@@ -45,6 +45,9 @@ GPT2 = {
 }  # fmt: skip
 """GPT-2's norm, MLP, biases and positions; a vocabulary with spare rows."""
 
+RECURRENT = {"architecture": {"kind": "recurrent_memory", "memory_tokens": 2}}
+"""Memory tokens that go from the last layer to the first, around the same layers."""
+
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 """Half as wide a base with as many heads: start values, learning rates, attention and tied logits all differ."""
 
