@@ -86,6 +86,18 @@ def test_plan():
     assert report.days > 0
 
 
+def test_the_readme_s_lines_run():
+    """In a model of somebody else's: a loss through two calls reaches the memory's weights."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    made = names["Block"](64)
+    hidden, state = made(torch.randn(2, 100, 64))
+    hidden, state = made(hidden, state)
+    hidden.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
 def test_snippets_of_the_page_run(monkeypatch):
     """All of them, top to bottom, as one program."""
     monkeypatch.chdir(ROOT)
