@@ -130,7 +130,8 @@ class ChunkReader:
     def _call(self, tokens: Tensor, chunk: Chunk, group: RowGroup, borders: Borders | None) -> Tensor:
         """Run this stage on ids [tokens, batch]; its hidden [tokens, batch, hidden]."""
         entered = borders.below.take() if borders and borders.below else to_device(tokens, self.device)
-        hidden, states, _ = self.stage.read_chunk(entered, group.states, chunk)
+        # through module hooks: with ZeRO 3 they gather what the stage itself owns
+        hidden, states, _ = self.stage(entered, group.states, chunk)
         if borders and borders.up:
             borders.up.put(hidden)
         memories = self.stage.model_memories

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import States, map_state, state_tensors
+from megamem.model.stage import Stage
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.cases import CHUNK, Case
-from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, Whole, every, make
+from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, every, make
 
 CPU = torch.device("cpu")
 TOKENS = 4 * CHUNK
@@ -50,7 +51,7 @@ def subjects(case: Case, subject: str, dtype: torch.dtype, device: torch.device)
 def random_input(subject: Subject, tokens: int, rows: int, dtype: torch.dtype) -> Tensor:
     """Ids, or hidden values that `dtype` holds exactly, in float64."""
     generator = torch.Generator().manual_seed(tokens)
-    if isinstance(subject, Whole):
+    if isinstance(subject, Stage):
         return torch.randint(subject.config.vocab_size, (tokens, rows), generator=generator)
     hidden = torch.randn(tokens, rows, subject.mixer.sizes["hidden"], generator=generator)
     return hidden.to(dtype).double()
@@ -59,7 +60,7 @@ def random_input(subject: Subject, tokens: int, rows: int, dtype: torch.dtype) -
 def observe(subject: Subject, x: Tensor, lanes: Lanes, cuts: range, device: torch.device) -> Observed:
     """All calls forward, one backward of a fixed functional of the output over real tokens."""
     dtype = next(subject.parameters()).dtype
-    x = x.to(device) if isinstance(subject, Whole) else x.to(device, dtype).requires_grad_()
+    x = x.to(device) if isinstance(subject, Stage) else x.to(device, dtype).requires_grad_()
     states = subject.initial_states(x.shape[1], device, dtype)
     outputs = []
     for call in lanes.calls(x.shape[0], cuts):

@@ -99,7 +99,7 @@ def test_a_row_that_starts_afresh_sees_nothing_of_the_buffer():
 
 
 @pytest.mark.parametrize(
-    ("starts", "tokens", "pieces"),
+    ("starts", "tokens", "parts"),
     [
         ((0, 5), 4, [(0, 4)]),
         ((-2, 0), 4, [(0, 2), (2, 4)]),
@@ -107,8 +107,8 @@ def test_a_row_that_starts_afresh_sees_nothing_of_the_buffer():
         ((-1, -3, -3, 7), 4, [(0, 1), (1, 3), (3, 4)]),
     ],
 )
-def test_calls_are_cut_where_left_padding_ends(starts, tokens, pieces):
-    assert [(piece.start, piece.stop) for piece in Chunk(starts).pieces(tokens)] == pieces
+def test_calls_are_cut_where_left_padding_ends(starts, tokens, parts):
+    assert [(part.start, part.stop) for part in Chunk(starts).padding_splits(tokens)] == parts
 
 
 def test_chunk_counts_positions_and_fresh_rows():
