@@ -44,7 +44,7 @@ def slow_command(pause_s: float, *arguments: str) -> None:
 
     storage.SafeWriter.write_data = slowed(storage.SafeWriter.write_data)  # type: ignore[method-assign]
     saver.Saver._hash = slowed(saver.Saver._hash)  # type: ignore[method-assign]
-    saver.complete = slowed(folder.complete)  # type: ignore[attr-defined]
+    saver.mark_complete = slowed(folder.mark_complete)  # type: ignore[attr-defined]
     folder.write_text = slowed(folder.write_text)  # between the rename and the marker
     command(*arguments)
 

@@ -215,8 +215,8 @@ class TestDiagnose:
 @pytest.mark.parametrize(("host", "said"), [("elsewhere", " on elsewhere"), (socket.gethostname(), "")])
 def test_hosts_are_named_where_there_are_several(host, said):
     dog = Watchdog(SimpleNamespace(rank=0, world_size=1), STALL_S)
-    dog._heard = {1: f"1|1|0|{host}:12|step 3: a: b"}
-    assert dog._where(f"{host}:12") == said
+    dog._states = {1: f"1|1|0|{host}:12|step 3: a: b"}
+    assert dog._on_host(f"{host}:12") == said
 
 
 @pytest.mark.parametrize(("action", "waits"), [("step 3: backward", False), (WAITING, True)])
