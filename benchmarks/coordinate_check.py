@@ -104,7 +104,7 @@ def watched(stage: Stage) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def scores(mixer: AttentionProjections, projected: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Of softmax attention, of each token with itself (which rotations leave as they are)."""
+    """Return the scores of softmax attention, of each token with itself (which rotations leave as they are)."""
     query, key, _ = projected
     key = key.repeat_interleave(query.shape[2] // key.shape[2], 2)  # of several queries each
     return (mixer.scaled_query(query) * key).sum(-1) * mixer.width**-0.5
@@ -148,7 +148,7 @@ def sizes(model: ModelConfig, steps: int, lr: float, seed: int = 0) -> tuple[Siz
 
 
 def slope(widths: Sequence[int], values: Sequence[float]) -> float:
-    """Of log value over log width, by least squares."""
+    """Return the slope of log value over log width, by least squares."""
     return float(np.polyfit(np.log(widths), np.log(values), 1)[0])
 
 

@@ -51,7 +51,7 @@ def collected(mixer: ElasticMemory) -> Iterator[list[Tensor]]:
 
 
 def keys_and_values(stage: Stage, documents: list[Tensor]) -> Tensor:
-    """Of the first Elastic Memory layer: [tokens, documents, 2, kv_heads, width], float64."""
+    """Return keys and values of the first Elastic Memory layer: [tokens, documents, 2, kv_heads, width], float64."""
     layers = [block.mixer for block in stage.own_layers if isinstance(block.mixer, ElasticMemory)]
     if not layers:
         raise ConfigError("the run has no layer with elastic_memory")

@@ -132,7 +132,7 @@ def run_rank(config: RunConfig) -> None:
 
 
 def measure(name: str, small: bool) -> list[dict[str, Any]]:
-    """Of every rank of a layout, each a new process."""
+    """Measure every rank of a layout, each a new process."""
     world = LAYOUTS[name].world
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

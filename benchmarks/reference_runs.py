@@ -177,6 +177,7 @@ def differences(old: Mapping[str, list[Any]], new: Mapping[str, list[Any]]) -> l
 
 
 def main() -> None:
+    """Record or compare, as the arguments say; exit code 1 where a number differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
