@@ -125,6 +125,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main() -> None:
+    """Print the table of reconstruction errors and write it as JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=256, help="signals per row")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reconstruction.json"))

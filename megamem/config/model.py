@@ -229,6 +229,16 @@ class ModelConfig(ConfigModel):
         return self.head_dim or self.hidden_size // self.heads
 
     @property
+    def state_sizes(self) -> dict[str, int]:
+        """The named sizes in which mixers declare the shapes of their states (`TensorSpec`), before any split."""
+        return {
+            "heads": self.heads,
+            "kv_heads": self.resolved_kv_heads,
+            "hidden": self.hidden_size,
+            "chunk": self.chunk_size,
+        }
+
+    @property
     def resolved_ffn_size(self) -> int:
         """The inner width of the MLP, given or not."""
         if self.mlp == "gelu":

@@ -14,14 +14,7 @@ from megamem.memory.base import StateSpec, TensorSpec
 
 def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str, int]:
     """Return the named sizes in which states of `model` are declared, for `rows` rows, before any split."""
-    return {
-        "batch": rows,
-        "heads": model.heads,
-        "kv_heads": model.resolved_kv_heads,
-        "hidden": model.hidden_size,
-        "chunk": model.layer_model.chunk_size,
-        "open": open_tokens,
-    }
+    return {**model.layer_model.state_sizes, "batch": rows, "open": open_tokens}
 
 
 def state_bytes(

@@ -240,13 +240,7 @@ class RecurrentMixer(Mixer):
     """Projections, convolutions, norm and gates around a memory that every token writes and reads."""
 
     def __init__(self, config: RecurrentConfig, model: ModelConfig, linears: Linears) -> None:
-        sizes = {
-            "heads": model.heads,
-            "kv_heads": model.resolved_kv_heads,
-            "hidden": model.hidden_size,
-            "chunk": model.chunk_size,
-        }
-        super().__init__(config.state_specs(model), sizes, linears.tp_size)
+        super().__init__(config.state_specs(model), model.state_sizes, linears.tp_size)
         self.linears = linears
         self.width = model.resolved_head_dim
         self.unit_keys = False

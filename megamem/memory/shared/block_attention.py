@@ -65,13 +65,7 @@ class AttentionProjections(Mixer):
     """Query, key, value and output projections of attention mixers; heads are split over tensor-parallel ranks."""
 
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec) -> None:
-        sizes = {
-            "heads": model.heads,
-            "kv_heads": model.resolved_kv_heads,
-            "hidden": model.hidden_size,
-            "chunk": model.chunk_size,
-        }
-        super().__init__(specs, sizes, linears.tp_size)
+        super().__init__(specs, model.state_sizes, linears.tp_size)
         self.linears = linears
         self.width = model.resolved_head_dim
         self.theta = model.rope_theta
