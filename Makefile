@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN_TESTS := tests --ignore=tests/cluster
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo test test-full test-cluster test-gpu lint format docs bench bench-gpu clean
+.PHONY: install demo test test-full test-cluster test-gpu lint format docs site bench bench-gpu clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -68,6 +68,10 @@ format: install  ## Format the code and mend what the linter can
 
 docs: install  ## Write docs/configuration.md again from the configuration models
 	$(BIN)/python -m megamem.config.document docs/configuration.md
+
+site: install  ## Build the documentation as a site in build/site; a warning is an error
+	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: install  ## Throughput of memory models over plain attention on the CPU; what a checkpoint costs
 	$(BIN)/python -m benchmarks.cpu

@@ -1,5 +1,6 @@
 """megamem as a library: what `import megamem` offers. Everything heavy is imported when it is first used.
 
+```python
 import megamem
 
 config = megamem.load_config("configs/recipes/demo.yaml", ["model.layers=2"])
@@ -9,6 +10,7 @@ print(megamem.evaluate("runs/my-run").losses.perplexity)
 print(megamem.generate("runs/my-run", "It was"))
 print(megamem.plan("configs/recipes/demo.yaml", devices=2, device="cpu").days)
 memory = megamem.mixer("titans", hidden_size=512, heads=8, chunk_size=256)   # for your own model
+```
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("megamem", "tokenization", "checkpoints", "launchers")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-EVERYTHING = SOURCES + sorted(path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+EVERYTHING = SOURCES + sorted(
+    path for folder in ("tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.py")
+)
 
 # part: the other parts it may import
 ALLOWED = {
