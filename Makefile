@@ -66,8 +66,9 @@ format: install  ## Format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install  ## Write docs/configuration.md again from the configuration models
+docs: install  ## Write docs/configuration.md and the drawn figures again, from the code they show
 	$(BIN)/python -m megamem.config.document docs/configuration.md
+	$(BIN)/python -m docs.figures
 
 site: install  ## Build the documentation as a site in build/site; a warning is an error
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,docs]'
