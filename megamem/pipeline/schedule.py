@@ -77,13 +77,19 @@ def backward_order(groups: list[range], chunks: int, bptt_chunks: int) -> Order:
     ]
 
 
-def warmup_units(stage: int, stages: int, groups: list[range], bptt_chunks: int) -> int:
+def warmup_units(stage: int, stages: int, groups: list[range], bptt_chunks: int, interleaved: bool) -> int:
     """Return the number of forwards that `stage` runs before its first backward.
 
     The first backward is that of the first micro-batch's last chunk in its window: the stage above needs that many
     forwards less one (none above the last), and the window's earlier chunks come before it for the whole group.
     """
-    return stages - 1 - stage + (bptt_chunks - 1) * len(groups[0])
+    group = len(groups[0])
+    ahead = stages - 1 - stage
+    if interleaved and bptt_chunks > 1:
+        # the first stage needs the memory of a chunk that the last one reads after backwards for which it waits for the
+        # first one's: with few micro-batches, stages that ran further ahead would wait for each other for ever
+        ahead = min(ahead, 2 * group)
+    return ahead + (bptt_chunks - 1) * group
 
 
 def stage_order(
@@ -97,7 +103,7 @@ def stage_order(
     groups = groups_of(micro_batches, stages, interleaved)
     forwards = forward_order(groups, chunks)
     backwards = backward_order(groups, chunks, bptt_chunks)
-    warmup = min(warmup_units(stage, stages, groups, bptt_chunks), len(forwards))
+    warmup = min(warmup_units(stage, stages, groups, bptt_chunks, interleaved), len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
@@ -123,9 +129,12 @@ def bubble(stages: int, micro_batches: int, chunks: int) -> float:
 def peak_units(
     stage: int, stages: int, micro_batches: int, chunks: int, bptt_chunks: int, interleaved: bool = False
 ) -> int:
-    """Most units whose activations `stage` holds at once: min(P - p + (K - 1) G, M C), G micro-batches taking turns."""
+    """Most units whose activations `stage` holds at once: min(P - p + (K - 1) G, M C), G micro-batches taking turns.
+
+    Interleaved with fewer micro-batches than stages it may be fewer; see `warmup_units`.
+    """
     groups = groups_of(micro_batches, stages, interleaved)
-    return min(warmup_units(stage, stages, groups, bptt_chunks) + 1, micro_batches * chunks)
+    return min(warmup_units(stage, stages, groups, bptt_chunks, interleaved) + 1, micro_batches * chunks)
 
 
 @dataclass(frozen=True)

@@ -105,4 +105,6 @@ def test_live_units_are_those_of_the_formula(worlds, world, name):
     sequences = ROWS // config["training"]["micro_batch_size"] // (per_stage // config["parallel"]["tp"])
     for rank, peak in enumerate(worlds[world][name]["peaks"]):
         sizes = sequences, LENGTH // CHUNK, config["training"]["bptt_chunks"]
-        assert peak == peak_units(rank // per_stage, stages, *sizes, interleaved="architecture" in config.get("model", {}))
+        assert peak == peak_units(
+            rank // per_stage, stages, *sizes, interleaved="architecture" in config.get("model", {})
+        )
