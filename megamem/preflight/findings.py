@@ -158,7 +158,7 @@ def slow_links(links: Sequence[Link], ranks: Mapping[int, RankFacts], title: str
     # how many links each rank has, and how many of them are slow
     all_of = Counter(rank for number in shares for rank in (links[number].a, links[number].b))
     slow_of = Counter(rank for number in slow for rank in (links[number].a, links[number].b))
-    found = []
+    found, explained = [], set()
     for rank, count in slow_of.items():
         mine = [number for number in slow if rank in (links[number].a, links[number].b)]
         # with three ranks each link is half of two ranks' links: then neither rank is to blame
@@ -166,7 +166,8 @@ def slow_links(links: Sequence[Link], ranks: Mapping[int, RankFacts], title: str
             share = statistics.median(shares[number] for number in mine)
             line = f"{ranks[rank].name}: {count} of its {all_of[rank]} links {title} run at {share:.0%} of the others'"
             found.append(Finding(_level(share), f"{line} median"))
-            slow -= set(mine)
+            explained.update(mine)
+    slow -= explained
     for number in sorted(slow, key=lambda number: shares[number])[:LISTED]:
         line = f"{_pair(links[number], ranks)}: the link runs at {shares[number]:.0%} of the median {title}"
         found.append(Finding(_level(shares[number]), line))

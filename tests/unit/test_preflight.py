@@ -153,6 +153,21 @@ class TestFindings:
         assert level == "error"
         assert line == "rank 5 (node2): 6 of its 6 links between hosts run at 30% of the others' median"
 
+    @pytest.mark.parametrize("per_host", [3, 8])
+    def test_ranks_of_a_host_that_are_slow_among_themselves_are_all_named(self, per_host):
+        """Each link is explained by two ranks."""
+        ranks = {rank: facts(rank, host=f"node{rank // per_host}") for rank in range(3 * per_host)}
+        links = [
+            link(a, b, bandwidth=3e9 if a // per_host == 1 else 1e10)
+            for a, b in itertools.combinations(ranks, 2)
+            if a // per_host == b // per_host
+        ]
+        count = per_host - 1
+        assert sorted(finding.line for finding in slow_links(links, ranks, "within a host")) == sorted(
+            f"rank {rank} (node1): {count} of its {count} links within a host run at 30% of the others' median"
+            for rank in range(per_host, 2 * per_host)
+        )
+
     def test_of_three_ranks_the_slow_link_does_not_tell_whose_fault_it_is(self):
         links = [link(0, 2), link(0, 4), link(2, 4, bandwidth=3e8)]
         ranks = {rank: facts(rank) for rank in (0, 2, 4)}
