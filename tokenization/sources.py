@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def _json_lines(file: InputFile) -> Iterator[Document]:
                     text = _text_field(line, f"{file.path}:{number}")
                     yield Document(f"{file.name}:{number}", text, position - consumed)
                     consumed = position
-        except (OSError, EOFError, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             raise DataError(f"{file.path}: damaged ({error})") from None
 
 
@@ -122,6 +123,11 @@ def _text_field(line: bytes, where: str) -> str:
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f"{where}: no string field 'text'")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = json.dumps(text[error.start])
+        raise DataError(f"{where}: field 'text' holds {half}, half a character that UTF-8 cannot write") from None
     return text
 
 
@@ -134,12 +140,24 @@ def _parquet(file: InputFile) -> Iterator[Document]:
     with table:
         if "text" not in table.schema_arrow.names:
             raise DataError(f"{file.path}: no column 'text' (columns: {', '.join(table.schema_arrow.names)})")
+        if (kind := table.schema_arrow.field("text").type) not in _TEXT_TYPES:
+            raise DataError(f"{file.path}: column 'text' holds {kind}, not strings")
         share = file.path.stat().st_size // max(table.metadata.num_rows, 1)
-        row = 0
+        for row, text in enumerate(_column(table, file.path), start=1):
+            yield Document(f"{file.name}:{row}", text or "", share)
+
+
+_TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()))
+"""Types of a parquet column of strings; the last is that of categories."""
+
+
+def _column(table: pq.ParquetFile, path: Path) -> Iterator[str | None]:
+    """Yield the values of the column `text`. Raises DataError where the file is damaged."""
+    try:
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=["text"]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                yield Document(f"{file.name}:{row}", text or "", share)
+            yield from batch.column(0).to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 
 
 _READERS: dict[str, Callable[[InputFile], Iterator[Document]]] = {

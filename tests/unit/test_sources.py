@@ -1,6 +1,7 @@
 """Documents of every input format."""
 
 import gzip
+import hashlib
 import json
 
 import pyarrow as pa
@@ -61,6 +62,11 @@ def test_empty_documents_and_blank_lines_are_left_out(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl:2: not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl:1: no string field 'text'"),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1: no string field 'text'"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "a\\ud83d"}\n',
+            r"""a\.jsonl:2: field 'text' holds "\\ud83d", half a char""",
+        ),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: damaged"),
         ("a.jsonl.zst", b"no zstandard", r"a\.jsonl\.zst: damaged"),
         ("a.parquet", b"no parquet", r"a\.parquet: not a readable parquet file"),
@@ -77,6 +83,46 @@ def test_truncated_gzip_is_named(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-12])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz: damaged"):
         list(documents(input_files([tmp_path])))
+
+
+def write_many(path):
+    """A file of which most bytes are those of texts."""
+    write(path, [f"{i:06d} {hashlib.sha256(bytes([i % 251])).hexdigest()}{i * i}" for i in range(5000)])
+
+
+@pytest.mark.parametrize(("name", "place"), [("a.jsonl.gz", 20), ("a.jsonl.zst", 50_000), ("a.parquet", 50_000)])
+def test_damage_behind_the_header_is_named_in_one_line(tmp_path, name, place):
+    """Libraries raise errors of other kinds there than for files that are none of theirs."""
+    write_many(tmp_path / name)
+    data = bytearray((tmp_path / name).read_bytes())
+    data[place : place + 400] = bytes(255 - byte for byte in data[place : place + 400])
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name}: damaged \(") as caught:
+        list(documents(input_files([tmp_path])))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([1, 2], "int64"), ([b"x"], "binary"), ([["x"]], "list<element: string>")]
+)
+def test_parquet_columns_of_other_things_than_text_are_refused(tmp_path, values, kind):
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=rf"a\.parquet: column 'text' holds {kind}, not strings"):
+        list(documents(input_files([tmp_path])))
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_parquet_columns_of_other_kinds_of_text_are_read(tmp_path, kind):
+    pq.write_table(pa.table({"text": pa.array([*TEXTS, None], kind)}), tmp_path / "a.parquet")
+    assert [document.text for document in documents(input_files([tmp_path]))] == TEXTS
+
+
+def test_parquet_files_of_many_rows_are_read_in_parts(tmp_path):
+    """More rows than are read at a time: names and shares of bytes go on."""
+    write_many(tmp_path / "a.parquet")
+    found = list(documents(input_files([tmp_path / "a.parquet"])))
+    assert [document.name for document in found] == [f"a.parquet:{row}" for row in range(1, 5001)]
+    assert {document.source_bytes for document in found} == {(tmp_path / "a.parquet").stat().st_size // 5000}
 
 
 def test_parquet_without_text_column(tmp_path):
