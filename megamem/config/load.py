@@ -16,7 +16,14 @@ from pydantic_core import ErrorDetails
 
 from megamem.config.base import ConfigModel
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
-from megamem.config.model import MIXERS, MixerConfig
+from megamem.config.model import (
+    ARCHITECTURES,
+    MIXERS,
+    OBJECTIVES,
+    ArchitectureConfig,
+    MixerConfig,
+    ObjectiveConfig,
+)
 from megamem.config.registry import Registry
 from megamem.errors import ConfigError
 
@@ -187,20 +194,19 @@ def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: obje
             tree = tree[int(part)]
         else:
             tree = tree.get(part, {}) if isinstance(tree, Mapping) else {}
-        if part.isdigit():
-            continue
-        models = _models(found.__pydantic_fields__[part].annotation) if part in found.__pydantic_fields__ else []
-        if not models:
-            break
-        found = models[0]
-    kind = tree.get("kind") if isinstance(tree, dict) else None
-    return sorted(_of_kind(found, kind).__pydantic_fields__)
+            models = _models(found.__pydantic_fields__[part].annotation) if part in found.__pydantic_fields__ else []
+            if not models:
+                break
+            found = models[0]
+        found = _of_kind(found, tree.get("kind") if isinstance(tree, Mapping) else None)
+    return sorted(found.__pydantic_fields__)
 
 
 def _of_kind(found: type[BaseModel], kind: object) -> type[BaseModel]:
     """Return the class that a `kind` names, where `found` is the base class of what a registry holds."""
     registries: dict[type[BaseModel], Registry[Any]] = {
-        MixerConfig: MIXERS, CallbackConfig: CALLBACKS, SinkConfig: SINKS,
+        MixerConfig: MIXERS, ArchitectureConfig: ARCHITECTURES, ObjectiveConfig: OBJECTIVES,
+        CallbackConfig: CALLBACKS, SinkConfig: SINKS,
     }  # fmt: skip
     of_kind: type[BaseModel] = registries[found].kinds().get(str(kind), found) if found in registries else found
     return of_kind

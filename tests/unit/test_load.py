@@ -185,6 +185,22 @@ class TestRefusals:
         assert "samples" not in message
 
     @pytest.mark.parametrize(
+        ("key", "section", "near"),
+        [
+            ("model.architecture", "{kind: recurrent_memory, memory_tokns: 2}", "memory_tokns: 'memory_tokens'"),
+            ("model.mixer", "{kind: memory_caching, memory: {kind: titans, rte: 1}}", "memory.rte: 'rate'"),
+            ("model.mixer", "{kind: sequential, mixers: [retnet, {kind: titans, dcay: 1}]}", "mixers.1.dcay: 'decay'"),
+            ("training.callbacks.0", "{kind: weight_norms, evry: 2}", "evry: 'every'"),
+            ("training.objective", "{kind: next_token, knd: 2}", "knd: 'kind'"),
+        ],
+    )  # fmt: skip
+    def test_the_keys_of_whatever_has_a_kind_are_those_of_it(self, run_file, key, section, near):
+        field, name = near.split(": ")
+        override = f"{key}={section}" if key != "training.callbacks.0" else f"training.callbacks=[{section}]"
+        message = refusal(run_file, override)
+        assert message.startswith(f"{run_file}: {key}.{field}: unknown key; did you mean {name}? valid keys here: ")
+
+    @pytest.mark.parametrize(
         ("override", "said"),
         [
             ("training.steps=many", "training.steps: expected an integer (got 'many')"),
