@@ -66,7 +66,7 @@ def _differences(
         x, y = _assembled(a, name, ours[name]), _assembled(b, name, theirs[name])
         if x.shape != y.shape or x.dtype != y.dtype:
             yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
-        elif not torch.equal(x.view(torch.uint8) if x.ndim else x, y.view(torch.uint8) if y.ndim else y):
+        elif not torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)):
             wrong = (x != y).sum().item()
             largest = (x.double() - y.double()).abs().max().item()
             yield Difference(name, f"{wrong:,} of {x.numel():,} values differ, by {largest:.3g} at most")

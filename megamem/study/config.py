@@ -166,6 +166,8 @@ class StudyConfig(ConfigModel):
         alternatives = {SEED: "give seeds", EVALUATION: "give evaluations", "run": "take another name"}
         for reserved in sorted(alternatives.keys() & self.axes):
             raise ValueError(f"axes.{reserved}: reserved; {alternatives[reserved]}")
+        if repeated := sorted({seed for seed in self.seeds if self.seeds.count(seed) > 1}):
+            raise ValueError(f"seeds: {repeated[0]} is given twice; each seed is a run of its own")
         if TRAINED in self.evaluations:
             raise ValueError(f"evaluations.{TRAINED}: reserved for the evaluation at the end of training")
         wheres = [

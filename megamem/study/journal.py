@@ -57,10 +57,12 @@ class Journal:
 
     def _write(self, run: str, evaluation: str, code: int | None) -> None:
         """Append a line."""
+        line = json.dumps({"time": round(time.time(), 3), "run": run, "evaluation": evaluation, "code": code})
+        known = self.path.read_bytes() if self.path.is_file() else b""
+        # a line that a full disk cut short must not spoil this one too
+        border = "\n" if known and not known.endswith(b"\n") else ""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"time": round(time.time(), 3), "run": run, "evaluation": evaluation, "code": code}) + "\n"
-            )
+            file.write(f"{border}{line}\n")
 
 
 def read_journal(folder: Path) -> dict[tuple[str, str], History]:
@@ -77,6 +79,8 @@ def read_journal(folder: Path) -> dict[tuple[str, str], History]:
         if entry["code"] is None:
             found[key] = replace(known, attempts=known.attempts + 1, code=None, began=entry["time"])
         else:
+            if not known.attempts:  # the line with its beginning was cut short
+                known = History(attempts=1, began=entry["time"])
             spent = entry["time"] - known.began
             ended = replace(known, code=entry["code"], seconds=known.seconds + spent)
             found[key] = replace(ended, failures=known.failures + (ended.state == "failed"))

@@ -284,6 +284,19 @@ def test_the_journal_of_processes(tmp_path):
     assert 0 <= histories["a"].seconds < 60
 
 
+def test_a_line_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
+    """As a full disk leaves it: what is written next begins a line of its own, and no time is made up."""
+    journal, clock = Journal(tmp_path), iter([1000.0, 1005.0, 1007.0])
+    monkeypatch.setattr("megamem.study.journal.time.time", lambda: next(clock))
+    journal.path.write_text('{"time": 900, "run": "a", "evaluation": "trained", "co')
+    journal.ended("a", "trained", 6)
+    journal.began("a", "trained")
+    journal.ended("a", "trained", 0)
+    history = read_journal(tmp_path)["a", "trained"]
+    assert (history.state, history.failures, history.attempts) == ("ended", 1, 2)
+    assert history.seconds == 2.0
+
+
 def test_last_words_of_a_log(tmp_path):
     log = tmp_path / "log"
     assert last_words(log) == ""

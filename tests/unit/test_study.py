@@ -98,6 +98,7 @@ def test_a_combination_that_cannot_run_is_named(study):
     [
         ({"axes": {"seed": {"a": {}}}}, "axes.seed: reserved; give seeds"),
         ({"axes": {}}, "axes"),
+        ({"seeds": [3, 4, 3]}, "seeds: 3 is given twice; each seed is a run of its own"),
         ({"axes": {"run": {"a": {}}}}, "axes.run: reserved; take another name"),
         ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of evaluation, model, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
