@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from benchmarks.generation import resident_bytes
 from checkpoints.trained import open_run
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
-from megamem.evaluation.losses import LossReport, evaluate_losses, loss_report
-from megamem.evaluation.probe import single_chunk_readings
-from megamem.evaluation.reading import Reader
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.losses import Bucket
 from megamem.training.build import held_out_documents
 
 PARTS = 10
@@ -64,9 +64,9 @@ def one_document(config: RunConfig, tokens: int) -> EvaluationDocument:
     return EvaluationDocument("everything", text[:length], text[1 : length + 1], length, None)
 
 
-def tenths(report: LossReport) -> list[float]:
-    """Mean loss by tenth of the text."""
-    losses = np.array([bucket.loss for bucket in report.by_chunk])
+def tenths(chunks: Sequence[Bucket]) -> list[float]:
+    """Mean loss by tenth of the text, from those of its chunks."""
+    losses = np.array([bucket.loss for bucket in chunks])
     return [float(part.mean()) for part in np.array_split(losses, PARTS)]
 
 
@@ -75,20 +75,18 @@ def measure(run: Path, tokens: int) -> dict[str, Any]:
     trained = open_run(run)
     config = trained.config
     document = one_document(config, tokens)
-    stage = trained.load()
-    how: dict[str, Any] = {"topology": None, "device": torch.device("cpu"), "dtype": torch.float32}
+    evaluator = Evaluator(trained.load(), rows=16)
     watched = Watched()
     begin = time.perf_counter()
-    read = evaluate_losses(stage, [document], **how, rows=1, progress=watched)
+    read = evaluator.losses([document], progress=watched)
     seconds = time.perf_counter() - begin
-    size = config.model.chunk_size
-    resets = loss_report([document], Reader(stage, **how, rows=16).read(single_chunk_readings([document], size)), size)
+    resets = evaluator.memory_use([document], trained=read).memory_off_by_chunk
     steady = watched.resident[len(watched.resident) // 50 :]
     return {
         "tokens": document.predicted_tokens,
         "finite": all(np.isfinite([bucket.loss for bucket in read.by_chunk])),
-        "loss_by_tenth": tenths(read),
-        "gain_by_tenth": [off - on for on, off in zip(tenths(read), tenths(resets), strict=True)],
+        "loss_by_tenth": tenths(read.by_chunk),
+        "gain_by_tenth": [off - on for on, off in zip(tenths(read.by_chunk), tenths(resets), strict=True)],
         "resident_most_over_least": max(steady) / min(steady),
         "tokens_per_second": document.predicted_tokens / seconds,
     }

@@ -1,15 +1,16 @@
 """megamem: pretraining of language models with memory, where every memory mechanism is a parallel module.
 
-As a library: `load_config`, `build_model`, `load_model`, `mixer`, `evaluate`, `generate` and `plan` (docs/library.md).
+As a library: `load_config`, `build_model`, `load_model`, `mixer`, `evaluator`, `evaluate`, `generate` and `plan`
+(docs/library.md).
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megamem.api import build_model, evaluate, generate, load_config, load_model, mixer, plan
+    from megamem.api import build_model, evaluate, evaluator, generate, load_config, load_model, mixer, plan
 
 __version__ = "0.1.0"
-__all__ = ["build_model", "evaluate", "generate", "load_config", "load_model", "mixer", "plan"]
+__all__ = ["build_model", "evaluate", "evaluator", "generate", "load_config", "load_model", "mixer", "plan"]
 
 
 def __getattr__(name: str) -> object:

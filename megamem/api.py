@@ -6,6 +6,7 @@ import megamem
 config = megamem.load_config("configs/recipes/demo.yaml", ["model.layers=2"])
 model = megamem.build_model(config)                      # weights drawn from the run's seed
 model = megamem.load_model("runs/my-run")                # a trained run, a checkpoint or an export
+evaluator = megamem.evaluator("runs/my-run")             # what reads with it: losses, continuations, scores
 print(megamem.evaluate("runs/my-run").losses.perplexity)
 print(megamem.generate("runs/my-run", "It was"))
 print(megamem.plan("configs/recipes/demo.yaml", devices=2, device="cpu").days)
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from megamem.config.model import ModelConfig
     from megamem.config.run import RunConfig
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.evaluation.result import EvaluationResult
     from megamem.memory.standalone import StandaloneMixer
     from megamem.model.stage import Stage
@@ -102,6 +104,30 @@ def load_model(
     from checkpoints.trained import open_run
 
     return open_run(folder).load(dtype, device)
+
+
+def evaluator(
+    model: Stage | PreTrainedModel | AnyPath,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    rows: int = 8,
+) -> Evaluator:
+    """Return what reads with a model: its losses on documents, continuations of prompts, scores of given tokens.
+
+    Args:
+        model: a path as `load_model` takes it, or a model in hand, which stays as and where it is.
+        dtype, device: as for `load_model`; of no use with a model in hand.
+        rows: documents or requests that are read side by side.
+    Raises: as `load_model`; ValueError for a transformers model that is not megamem's.
+    """
+    from megamem.evaluation.evaluator import Evaluator
+    from megamem.model.stage import Stage
+
+    found = load_model(model, dtype, device) if isinstance(model, str | PathLike) else model
+    stage = found if isinstance(found, Stage) else found.model
+    if not isinstance(stage, Stage):
+        raise ValueError(f"{type(found).__name__}: is read by transformers; give the checkpoint that it was made from")
+    return Evaluator(stage, rows=rows)
 
 
 def mixer(
@@ -185,15 +211,16 @@ def generate(
     import torch
 
     from checkpoints.trained import open_run
-    from megamem.evaluation.generate import Sampling
+    from megamem.evaluation.evaluator import Evaluator
+    from megamem.evaluation.sampling import Sampling
     from megamem.evaluation.stream_text import stream_text, trained_tokenizer
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     run = open_run(Path(path))
     tokenizer = trained_tokenizer(run.config, str(path))
     parts: list[str] = []
-    dtype, where = dtype or torch.float32, torch.device(device)
-    stream_text(run.load(dtype, where), tokenizer, prompt, max_new_tokens, sampling, parts.append, where, dtype)
+    stage = run.load(dtype or torch.float32, device)
+    stream_text(Evaluator(stage), tokenizer, prompt, max_new_tokens, sampling, parts.append)
     return "".join(parts)
 
 

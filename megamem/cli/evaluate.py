@@ -70,20 +70,16 @@ def _held_out(
 def _task_model(model: Path, max_length: int | None, rows: int, dtype: torch.dtype, device: torch.device) -> LM:
     """Return a checkpoint's model with lm-eval's interface. Raises ConfigError without a tokenizer."""
     from checkpoints.trained import open_run
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.evaluation.harness import HarnessModel
     from tokenization.tokenizer import Tokenizer
 
     run = open_run(model)
     if run.config.data.tokenizer is None:
         raise ConfigError(f"{model}: its run names no tokenizer")
+    evaluator = Evaluator(run.load(dtype, device), rows=rows)
     return HarnessModel(
-        run.load(dtype, device),
-        Tokenizer.load(run.config.data.tokenizer),
-        topology=None,
-        device=device,
-        dtype=dtype,
-        max_length=max_length or run.config.data.sequence_length,
-        rows=rows,
+        evaluator, Tokenizer.load(run.config.data.tokenizer), max_length or run.config.data.sequence_length
     )
 
 

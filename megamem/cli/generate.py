@@ -30,7 +30,7 @@ def generate(
     text = _prompt(prompt, prompt_file)
     if top_p == 0:
         raise ConfigError("--top-p 0: leaves no token; give more than 0")
-    from megamem.evaluation.generate import Sampling
+    from megamem.evaluation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     torch_dtype, torch_device = compute_dtype(dtype), compute_device(device)
@@ -42,12 +42,13 @@ def generate(
         stream_from_export(model, text, max_new_tokens, sampling, torch_dtype, torch_device)
         return
     from checkpoints.trained import open_run
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.evaluation.stream_text import stream_text, trained_tokenizer
 
     run = open_run(model)
     words = trained_tokenizer(run.config, str(model), tokenizer)
-    stage = run.load(torch_dtype, torch_device)
-    stream_text(stage, words, text, max_new_tokens, sampling, _show, torch_device, torch_dtype)
+    evaluator = Evaluator(run.load(torch_dtype, torch_device))
+    stream_text(evaluator, words, text, max_new_tokens, sampling, _show)
     _show("\n")
 
 

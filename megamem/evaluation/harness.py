@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megamem.evaluation.generate import Sampling, continuation_scores, generate
-from megamem.model.stage import Stage
-from megamem.parallel.topology import Topology
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.sampling import Sampling
 from tokenization.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 256
@@ -25,21 +23,10 @@ MAX_NEW_TOKENS = 256
 class HarnessModel(TemplateLM):
     """All ranks of a model make the same calls with the same requests and get the same answers."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        tokenizer: Tokenizer,
-        *,
-        topology: Topology | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_length: int,
-        rows: int = 8,
-    ) -> None:
-        """max_length: tokens of a window; longer texts are cut as lm-eval does. rows: requests read side by side."""
+    def __init__(self, evaluator: Evaluator, tokenizer: Tokenizer, max_length: int) -> None:
+        """max_length: tokens of a window; longer texts are cut as lm-eval does."""
         super().__init__()
-        self.stage, self.words, self.rows, self.max_length = stage, tokenizer, rows, max_length
-        self._where: dict[str, Any] = {"topology": topology, "device": device, "dtype": dtype}
+        self.evaluator, self.words, self.max_length = evaluator, tokenizer, max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -68,11 +55,10 @@ class HarnessModel(TemplateLM):
         scored = [len(continuation) for _, _, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))  # little padding
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for first in range(0, len(order), self.rows):
-            batch = order[first : first + self.rows]
-            scores = continuation_scores(
-                self.stage, [sequences[i] for i in batch], [scored[i] for i in batch], **self._where
-            )
+        rows = self.evaluator.rows
+        for first in range(0, len(order), rows):
+            batch = order[first : first + rows]
+            scores = self.evaluator.score([sequences[i] for i in batch], [scored[i] for i in batch])
             for i, score in zip(batch, scores, strict=True):
                 found[i] = score
         for (key, _, _), score in zip(requests, found, strict=True):
@@ -114,14 +100,12 @@ class HarnessModel(TemplateLM):
             limit = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
             prompt = self.tok_encode(context)[-max(self.max_length - limit, 1) :] or [self.prefix_token_id]
             warm = bool(settings.get("do_sample")) and float(settings.get("temperature", 1.0)) > 0
-            (tokens,) = generate(
-                self.stage,
+            (tokens,) = self.evaluator.generate(
                 [prompt],
                 limit,
                 sampling=Sampling(temperature=float(settings.get("temperature", 1.0)) if warm else 0.0),
                 end_token=self.eot_token_id,
                 stop=partial(self._holds, stops),
-                **self._where,
             )
             text = self.words.decode([token for token in tokens if token != self.eot_token_id])
             for stop in stops:

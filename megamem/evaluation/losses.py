@@ -1,4 +1,4 @@
-"""Loss of a model on held-out documents: overall, per document, by chunk, and by position."""
+"""Losses of held-out documents: which of them are read, how far, and the report of what the model made of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.errors import DataError
-from megamem.evaluation.reading import Float64, Int64, Progress, Reader, Reading, Sums
-from megamem.model.stage import Stage
-from megamem.parallel.topology import Topology
+from megamem.evaluation.reading import Float64, Int64, Reading, Sums
 
 LEAST_CHUNKS = 8
 """A bound on tokens never cuts a document below this depth while it can leave out documents instead."""
@@ -83,38 +80,6 @@ class LossReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, for JSON."""
         return asdict(self)
-
-
-def evaluate_losses(
-    stage: Stage,
-    documents: Iterable[EvaluationDocument],
-    *,
-    topology: Topology | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    max_tokens: int | None = None,
-    token_bytes: Int64 | None = None,
-    progress: Progress | None = None,
-) -> LossReport:
-    """Read documents from their start, memory carried from chunk to chunk, and report their loss.
-
-    A collective call: every rank makes it with the same documents; the work is divided over data-parallel ranks.
-
-    Args:
-        stage: a whole model on `device`.
-        topology: None in a single process.
-        dtype: of the activations (that of the parameters).
-        rows: documents read side by side on each data-parallel rank.
-        max_tokens: bound of the predicted tokens, see `cut_documents`.
-        token_bytes: [vocabulary] UTF-8 bytes of each token (`Tokenizer.byte_lengths()`), for documents that are cut.
-        progress: called with (calls made, calls of all).
-    Raises: DataError without a document to predict; ValueError for documents not in whole chunks.
-    """
-    size = stage.config.chunk_size
-    chosen = cut_documents(documents, size, max_tokens, token_bytes)
-    reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
-    return loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
 
 
 def whole_readings(documents: Sequence[EvaluationDocument], size: int) -> list[Reading]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from megamem.config.model import ModelConfig
 from megamem.data.batch import EvaluationDocument
-from megamem.evaluation.losses import Bucket, LossReport, cut_documents, first_slots, loss_report, whole_readings
-from megamem.evaluation.reading import Int64, Progress, Reader, Reading
+from megamem.evaluation.losses import Bucket, LossReport, first_slots
+from megamem.evaluation.reading import Reading
 from megamem.memory.base import TensorSpec
-from megamem.model.stage import Stage
-from megamem.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -59,35 +55,11 @@ def single_chunk_readings(documents: Sequence[EvaluationDocument], size: int) ->
     ]
 
 
-def memory_use(
-    stage: Stage,
-    documents: Iterable[EvaluationDocument],
-    *,
-    topology: Topology | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    max_tokens: int | None = None,
-    token_bytes: Int64 | None = None,
-    trained: LossReport | None = None,
-    progress: Progress | None = None,
-) -> MemoryReport:
-    """Compare the model with itself when every chunk starts with a fresh memory at position 0.
+def memory_report(trained: LossReport, off: LossReport) -> MemoryReport:
+    """Compare two reports of the same documents. Raises ValueError if they are of others.
 
-    A collective call like `evaluate_losses`, whose arguments it shares. A model without memory is read once: off and
-    on are the same computation.
-
-    Args:
-        trained: the report of the same documents and bound with the memory on, if it is there already.
+    off: of the `single_chunk_readings`.
     """
-    size = stage.config.chunk_size
-    chosen = cut_documents(documents, size, max_tokens, token_bytes)
-    reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
-    if trained is None:
-        trained = loss_report(chosen, reader.read(whole_readings(chosen, size)), size)
-    off = trained
-    if memory_components(stage.config):
-        off = loss_report(chosen, reader.read(single_chunk_readings(chosen, size)), size)
     if off.tokens != trained.tokens:
         raise ValueError(f"`trained` reports {trained.tokens} tokens, but these documents have {off.tokens}")
     on_loss, off_loss = trained.beyond_first_chunk_loss, off.beyond_first_chunk_loss

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.memory.base import Chunk, to_device
-from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.reader import ChunkReader
 
@@ -97,79 +96,64 @@ def share_out(sizes: Sequence[int], lanes: int) -> list[list[int]]:
     return queues
 
 
-class Reader:
-    """Runs readings through a model.
+def sum_readings(reader: ChunkReader, readings: Sequence[Reading], rows: int, progress: Progress | None = None) -> Sums:
+    """Run readings through a model and return their loss sums over all ranks.
 
     Readings are shared out over rows and data-parallel ranks by length; a row takes its next reading at the next chunk
     border, where position 0 gives it a fresh memory. All ranks make the same number of calls, with padding where their
-    own work has ended: under ZeRO-3 each call gathers parameters from all of them.
+    own work has ended: under ZeRO-3 each call gathers parameters from all of them. The host waits for the device once,
+    at the end.
+
+    rows: readings side by side on each data-parallel rank.
     """
+    stage, topology = reader.stage, reader.topology
+    size = reader.chunk_size
+    ranks, rank = (topology.dp_size, topology.dp_rank) if topology else (1, 0)
+    rows = min(rows, -(-len(readings) // ranks))
+    queues = share_out([reading.chunks for reading in readings], ranks * rows)
+    calls = max(sum(readings[i].chunks for i in queue) for queue in queues)
+    lanes = [_units(readings, queue) for queue in queues[rank::ranks]]
+    slots = max(reading.slot + reading.chunks for reading in readings)
+    edges = bucket_edges(size, max(reading.begin + reading.chunks * size for reading in readings))
+    totals = _Totals(slots, size, edges, reader.device)
+    training = stage.training
+    stage.eval()
+    try:
+        with torch.no_grad():
+            _run(reader, lanes, calls, totals, progress)
+    finally:
+        stage.train(training)
+    return totals.sums(topology)
 
-    def __init__(
-        self,
-        stage: Stage,
-        *,
-        topology: Topology | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        rows: int,
-        progress: Progress | None = None,
-    ) -> None:
-        """stage: a whole model, or this rank's part of a pipeline (all stages make the same calls, chunks go up).
 
-        dtype: of the activations. rows: readings side by side on each data-parallel rank.
-        """
-        self.stage = stage
-        self.topology = topology
-        self.device = device
-        self.dtype = dtype
-        self.rows = rows
-        self.progress = progress
-        self.chunk_size = stage.config.chunk_size
-
-    def read(self, readings: Sequence[Reading]) -> Sums:
-        """Loss sums over all ranks. The host waits for the device once, at the end."""
-        size, ranks = self.chunk_size, self.topology.dp_size if self.topology else 1
-        rank = self.topology.dp_rank if self.topology else 0
-        rows = min(self.rows, -(-len(readings) // ranks))
-        queues = share_out([reading.chunks for reading in readings], ranks * rows)
-        calls = max(sum(readings[i].chunks for i in queue) for queue in queues)
-        lanes = [_units(readings, queue) for queue in queues[rank::ranks]]
-        slots = max(reading.slot + reading.chunks for reading in readings)
-        edges = bucket_edges(size, max(reading.begin + reading.chunks * size for reading in readings))
-        totals = _Totals(slots, size, edges, self.device)
-        training = self.stage.training
-        self.stage.eval()
-        try:
-            with torch.no_grad():
-                self._run(lanes, calls, totals)
-        finally:
-            self.stage.train(training)
-        return totals.sums(self.topology)
-
-    def _run(self, lanes: list[Iterator[tuple[Reading, int]]], calls: int, totals: _Totals) -> None:
-        size = self.chunk_size
-        nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
-        reader = ChunkReader(self.stage, self.topology, self.device, self.dtype)
-        groups = reader.begin(Chunk((0,) * len(lanes)))
-        borders = reader.open(calls, len(lanes))
-        for call, units in enumerate(islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)):
-            texts = [unit[0].chunk(unit[1], size) if unit else nothing for unit in units]
-            tokens = to_device(torch.stack([text[0] for text in texts], dim=1), self.device)
-            labels = to_device(torch.stack([text[1] for text in texts], dim=1), self.device)
-            chunk = Chunk(tuple(unit[1] * size if unit else 0 for unit in units))
-            hidden = reader.read(tokens, chunk, groups, borders=borders)
-            if hidden is not None:
-                totals.add(
-                    *self.stage.token_scores(hidden, labels),
-                    labels != IGNORED,
-                    [unit[0].slot + unit[1] if unit else totals.unused for unit in units],
-                    [unit[0].begin + unit[1] * size if unit else 0 for unit in units],
-                )
-            if self.progress:
-                self.progress(call + 1, calls)
-        if borders:
-            borders.flush()
+def _run(
+    reader: ChunkReader,
+    lanes: list[Iterator[tuple[Reading, int]]],
+    calls: int,
+    totals: _Totals,
+    progress: Progress | None,
+) -> None:
+    size, device = reader.chunk_size, reader.device
+    nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
+    groups = reader.begin(Chunk((0,) * len(lanes)))
+    borders = reader.open(calls, len(lanes))
+    for call, units in enumerate(islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)):
+        texts = [unit[0].chunk(unit[1], size) if unit else nothing for unit in units]
+        tokens = to_device(torch.stack([text[0] for text in texts], dim=1), device)
+        labels = to_device(torch.stack([text[1] for text in texts], dim=1), device)
+        chunk = Chunk(tuple(unit[1] * size if unit else 0 for unit in units))
+        hidden = reader.read(tokens, chunk, groups, borders=borders)
+        if hidden is not None:
+            totals.add(
+                *reader.stage.token_scores(hidden, labels),
+                labels != IGNORED,
+                [unit[0].slot + unit[1] if unit else totals.unused for unit in units],
+                [unit[0].begin + unit[1] * size if unit else 0 for unit in units],
+            )
+        if progress:
+            progress(call + 1, calls)
+    if borders:
+        borders.flush()
 
 
 def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[tuple[Reading, int]]:

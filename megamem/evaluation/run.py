@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -19,14 +18,13 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.corruption import corrupted
-from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, evaluate_losses
-from megamem.evaluation.probe import MemoryReport, memory_use
-from megamem.evaluation.reading import Progress
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents
+from megamem.evaluation.probe import MemoryReport
+from megamem.evaluation.reading import Int64, Progress
 from megamem.evaluation.report import PICTURE, write_report
 from megamem.evaluation.result import EvaluationResult
-from megamem.evaluation.sliding import SlidingReport, sliding_losses
-from megamem.model.stage import Stage
-from megamem.parallel.topology import Topology
+from megamem.evaluation.sliding import SlidingReport
 from tokenization.tokenizer import Tokenizer
 
 Watch = Callable[[str], None]
@@ -34,13 +32,11 @@ Watch = Callable[[str], None]
 
 
 def final_evaluation(
-    stage: Stage,
+    evaluator: Evaluator,
     documents: Callable[[], Iterable[EvaluationDocument]],
     tokenizer: Tokenizer | None,
     config: RunConfig,
-    topology: Topology,
     *,
-    dtype: torch.dtype,
     folder: Path | None = None,
     console: Console | None = None,
     watch: Watch | None = None,
@@ -48,10 +44,8 @@ def final_evaluation(
     """All figures of docs/evaluation.md. A collective call: every rank makes it.
 
     Args:
-        stage: the whole model on `topology.device`.
         documents: gives the held-out documents, the same on each rank.
         tokenizer: for the bytes of documents that are cut and for the LZMA baseline; without it both are None.
-        dtype: of the activations (that of the parameters).
         folder: where rank 0 writes evaluation.json and the picture; nothing is written if not given. The training
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
@@ -61,14 +55,14 @@ def final_evaluation(
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     chosen = cut_documents(
-        documents(), stage.config.chunk_size, config.evaluation.final_max_tokens, token_bytes, _depth(config)
+        documents(), config.model.chunk_size, config.evaluation.final_max_tokens, token_bytes, _depth(config)
     )
-    main = topology.rank == 0
+    main = evaluator.is_rank_0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
         passing = _Passes(console if main else None, watch)
-        with corrupted(stage, config.evaluation.corruption), passing as passes:
-            figures = _figures(stage, chosen, config, topology, dtype, token_bytes, passes)
+        with corrupted(evaluator.stage, config.evaluation.corruption), passing as passes:
+            figures = _figures(evaluator, chosen, config, token_bytes, passes)
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:
                 watch("evaluation, LZMA baseline")
@@ -78,7 +72,7 @@ def final_evaluation(
             sliding=figures.sliding,
             lzma=lzma.result() if lzma else None,
             tokens_per_second=figures.losses.tokens / figures.seconds,
-            chunk_size=stage.config.chunk_size,
+            chunk_size=config.model.chunk_size,
             picture=str(folder / PICTURE) if main and folder is not None else None,
         )
     if main and folder is not None:
@@ -103,27 +97,20 @@ class _Figures:
 
 
 def _figures(
-    stage: Stage,
+    evaluator: Evaluator,
     documents: Sequence[EvaluationDocument],
     config: RunConfig,
-    topology: Topology,
-    dtype: torch.dtype,
-    token_bytes: Any,
+    token_bytes: Int64 | None,
     passes: _Passes,
 ) -> _Figures:
-    shared: dict[str, Any] = {
-        "topology": topology, "device": topology.device, "dtype": dtype, "rows": config.evaluation.rows,
-    }  # fmt: skip
     begin = time.perf_counter()
-    losses = evaluate_losses(stage, documents, **shared, progress=passes.named("held-out loss"))
+    losses = evaluator.losses(documents, progress=passes.named("held-out loss"))
     seconds = time.perf_counter() - begin
-    memory = memory_use(stage, documents, **shared, trained=losses, progress=passes.named("memory off"))
+    memory = evaluator.memory_use(documents, trained=losses, progress=passes.named("memory off"))
     sliding = None
     if texts := [document for document in documents if document.predicts_all]:
-        sliding = sliding_losses(
-            stage,
+        sliding = evaluator.sliding_losses(
             texts,
-            **shared,
             stride=config.evaluation.sliding_stride,
             max_tokens=config.evaluation.sliding_max_tokens,
             token_bytes=token_bytes,

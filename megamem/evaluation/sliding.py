@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import (
-    LEAST_CHUNKS,
-    bits_per_byte,
-    cut_documents,
-    first_slots,
-    perplexity,
-    total_bytes,
-    whole_readings,
-)
-from megamem.evaluation.reading import Int64, Progress, Reader, Reading
-from megamem.model.stage import Stage
-from megamem.parallel.topology import Topology
+from megamem.evaluation.losses import bits_per_byte, first_slots, perplexity, total_bytes
+from megamem.evaluation.reading import Reading, Sums
 
 
 @dataclass(frozen=True)
@@ -75,39 +63,14 @@ def sliding_readings(documents: Sequence[EvaluationDocument], size: int, stride:
     return readings
 
 
-def sliding_losses(
-    stage: Stage,
-    documents: Iterable[EvaluationDocument],
-    *,
-    topology: Topology | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    token_bytes: Int64 | None = None,
-    least: int = LEAST_CHUNKS,
-    progress: Progress | None = None,
+def sliding_report(
+    documents: Sequence[EvaluationDocument], plain: Sums, sliding: Sums, size: int, stride: int
 ) -> SlidingReport:
-    """Score each token late in its chunk: the documents are read once per offset, from that token on.
-
-    A collective call like `evaluate_losses`, whose arguments it shares; costs about chunk / stride + 1 of its passes.
-
-    Args:
-        stride: scored tokens per chunk; divides the chunk. A quarter of it if not given.
-        least: chunks below which no document is cut while documents can be left out instead.
-        progress: called with (calls made, calls of all), first for the plain reading, then for the sliding one.
-    Raises: ConfigError where the stride does not divide the chunk.
-    """
-    size = stage.config.chunk_size
-    stride = stride or default_stride(size)
-    check_stride(stride, size)
-    chosen = cut_documents(documents, size, max_tokens, token_bytes, least)
-    reader = Reader(stage, topology=topology, device=device, dtype=dtype, rows=rows, progress=progress)
-    plain = reader.read(whole_readings(chosen, size)).slots.sum(1)
-    nats, tokens, _ = (float(x) for x in reader.read(sliding_readings(chosen, size, stride)).slots.sum(1))
-    assert tokens == plain[1], "every token is scored once"
-    text_bytes = total_bytes(chosen)
+    """Return the report from the sums over `whole_readings` and over `sliding_readings` of the documents."""
+    plain_nats, plain_tokens, _ = (float(x) for x in plain.slots.sum(1))
+    nats, tokens, _ = (float(x) for x in sliding.slots.sum(1))
+    assert tokens == plain_tokens, "every token is scored once"
+    text_bytes = total_bytes(documents)
     return SlidingReport(
         stride=stride,
         chunk=size,
@@ -116,6 +79,6 @@ def sliding_losses(
         loss=nats / tokens,
         perplexity=perplexity(nats / tokens),
         bits_per_byte=bits_per_byte(nats, text_bytes),
-        plain_loss=float(plain[0] / plain[1]),
-        plain_perplexity=perplexity(float(plain[0] / plain[1])),
+        plain_loss=plain_nats / plain_tokens,
+        plain_perplexity=perplexity(plain_nats / plain_tokens),
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError, DataError
-from megamem.evaluation.generate import Sampling, generate
-from megamem.model.stage import Stage
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.sampling import Sampling
 from tokenization.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
@@ -33,14 +31,12 @@ def trained_tokenizer(config: RunConfig, origin: str, folder: Path | None = None
 
 
 def stream_text(
-    stage: Stage,
+    evaluator: Evaluator,
     tokenizer: Tokenizer,
     text: str,
     max_new_tokens: int,
     sampling: Sampling,
     show: Callable[[str], None],
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> None:
     """Continue `text` until the end token or `max_new_tokens`; `show` gets each new piece, in whole characters.
 
@@ -56,14 +52,5 @@ def stream_text(
             shown = whole
         return False
 
-    generate(
-        stage,
-        [tokenizer.encode(text).tolist()],
-        max_new_tokens,
-        topology=None,
-        device=device,
-        dtype=dtype,
-        sampling=sampling,
-        end_token=tokenizer.eos_id,
-        stop=on_token,
-    )
+    prompt = tokenizer.encode(text).tolist()
+    evaluator.generate([prompt], max_new_tokens, sampling=sampling, end_token=tokenizer.eos_id, stop=on_token)

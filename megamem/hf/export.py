@@ -188,7 +188,7 @@ def parity(stage: Stage, folder: Path, dtype: torch.dtype) -> Parity:
     tokens = torch.randint(stage.config.vocab_size, (PARITY_CHUNKS * size, 1), generator=generator)
     largest = scale = 0.0
     with torch.no_grad():
-        reader = ChunkReader(stage, None, torch.device("cpu"), dtype)
+        reader = ChunkReader(stage)
         groups = reader.begin(Chunk((0,)))
         cache = None
         for begin in range(0, len(tokens), size):

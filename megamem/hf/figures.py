@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from megamem.config.run import RunConfig
 from megamem.data.feeder import evaluation_documents
-from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.evaluator import Evaluator
 from megamem.model.stage import Stage
 from tokenization.tokenizer import Tokenizer
 
 
 def held_out_figures(stage: Stage, config: RunConfig, max_tokens: int) -> dict[str, float]:
     """Loss, perplexity and bits per byte on the first `max_tokens` tokens of the run's held-out documents."""
-    weight = next(stage.parameters())
-    report = evaluate_losses(
-        stage,
+    report = Evaluator(stage, rows=config.evaluation.rows).losses(
         evaluation_documents(config.data, chunk_size=config.model.chunk_size),
-        topology=None,
-        device=weight.device,
-        dtype=weight.dtype,
-        rows=config.evaluation.rows,
         max_tokens=max_tokens,
         token_bytes=Tokenizer.load(config.data.tokenizer).byte_lengths() if config.data.tokenizer else None,
     )

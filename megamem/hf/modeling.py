@@ -198,4 +198,4 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _reader(self) -> ChunkReader:
         """Return what reads on; each layer's state lies on the layer's own device."""
-        return ChunkReader(self.model, None, self.device, self.dtype)
+        return ChunkReader(self.model)

@@ -29,9 +29,10 @@ class ChunkReader:
     chunks begin at different places are read in groups where the architecture asks for it (`Stage.one_grid`).
     """
 
-    def __init__(self, stage: Stage, topology: Topology | None, device: torch.device, dtype: torch.dtype) -> None:
-        """Read through a whole model, or this rank's stage of one; dtype: of the activations."""
-        self.stage, self.topology, self.device, self.dtype = stage, topology, device, dtype
+    def __init__(self, stage: Stage, topology: Topology | None = None) -> None:
+        """Read through a whole model, or this rank's stage of one, on the device and in the dtype of its parameters."""
+        weight = next(stage.parameters())
+        self.stage, self.topology, self.device, self.dtype = stage, topology, weight.device, weight.dtype
         self.chunk_size = stage.config.chunk_size
 
     def begin(self, chunk: Chunk) -> list[RowGroup]:

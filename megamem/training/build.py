@@ -12,7 +12,7 @@ from megamem.costs.flops import flops_per_token
 from megamem.data.batch import EvaluationDocument
 from megamem.data.feeder import evaluation_documents
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
@@ -97,14 +97,9 @@ def build_instruments(engine: TrainingEngine) -> list[Callback]:
 
 def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch: Watch) -> LogRecord:
     """Return the losses of a validation while training. A collective of all ranks."""
-    topology, settings, tokenizer = engine.topology, engine.config.evaluation, open_tokenizer(engine.config)
-    report = evaluate_losses(
-        engine.stage,
+    settings, tokenizer = engine.config.evaluation, open_tokenizer(engine.config)
+    report = Evaluator(engine.stage, engine.topology, settings.rows).losses(
         documents,
-        topology=topology,
-        device=topology.device,
-        dtype=engine.dtype,
-        rows=settings.rows,
         max_tokens=settings.max_tokens,
         token_bytes=tokenizer.byte_lengths() if tokenizer else None,
         progress=lambda done, of: watch(f"validation, call {done} of {of}"),

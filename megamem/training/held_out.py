@@ -7,6 +7,7 @@ from rich.console import Console
 
 from checkpoints.trained import TrainedRun
 from megamem.errors import ConfigError
+from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
@@ -25,11 +26,9 @@ def evaluate_run(
         raise ConfigError(f"{run.checkpoint.path}: its run names no held-out text; give data.validation='[SHARDS]'")
     topology = Topology.start(device=str(device))
     return final_evaluation(
-        run.load(dtype, topology.device),
+        Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows),
         lambda: held_out_documents(run.config),
         open_tokenizer(run.config),
         run.config,
-        topology,
-        dtype=dtype,
         console=console,
     )

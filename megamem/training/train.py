@@ -17,6 +17,7 @@ from checkpoints.weights import save_weights
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import CheckpointError, NonFiniteError
+from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
@@ -210,12 +211,10 @@ def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], c
     figures: dict[str, Figure] = {}
     if config.data.validation:
         found = final_evaluation(
-            engine.stage,
+            Evaluator(engine.stage, topology, config.evaluation.rows),
             lambda: held_out_documents(config),
             open_tokenizer(config),
             config,
-            topology,
-            dtype=engine.dtype,
             folder=config.run_folder,
             console=console,
             watch=trainer.watch,

@@ -156,7 +156,7 @@ def _run_in_groups(
     subject: Stage, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States
 ) -> tuple[Tensor, States, Losses]:
     """`run` through the reader that every evaluation and generation uses."""
-    reader = ChunkReader(subject, None, CPU, next(subject.parameters()).dtype)
+    reader = ChunkReader(subject)
     groups = [RowGroup(list(range(x.shape[1])), states)]
     outputs = [reader.read(x[call], lanes.chunk(call.start), groups) for call in lanes.calls(x.shape[0], cuts)]
     assert all(output is not None for output in outputs)

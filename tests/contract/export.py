@@ -44,7 +44,7 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
     from megamem.config.checkpoint import CheckpointConfig
-    from megamem.evaluation.generate import generate, read_logits
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.parallel.topology import Topology
     from megamem.pipeline.engine import build_engine
     from megamem.training.checkpointing import cpu_group, run_facts
@@ -64,10 +64,10 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
                 **run_facts(config, "none", None),
             }
             Saver(folder, CheckpointConfig(), group).save(0, all_fragments(engine), run, wait=True)
-            where = {"topology": topology, "device": topology.device, "dtype": torch.float32}
+            evaluator = Evaluator(engine.stage, topology)
             ids = tokens(config.model.vocab_size)
-            logits = read_logits(engine.stage, ids, **where)
-            (made,) = generate(engine.stage, [ids[:PROMPT, 0].tolist()], NEW_TOKENS, **where)
+            logits = evaluator.logits(ids)
+            (made,) = evaluator.generate([ids[:PROMPT, 0].tolist()], NEW_TOKENS)
             own = None if logits is None else logits[:, 0].clone()
             results[f"{case.id}/{layout}"] = {"logits": own, "made": made}
     return results

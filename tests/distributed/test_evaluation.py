@@ -9,18 +9,16 @@ import torch
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.evaluation.generate import Sampling, generate
-from megamem.evaluation.losses import evaluate_losses
-from megamem.evaluation.probe import memory_use
+from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.run import final_evaluation
-from megamem.evaluation.sliding import sliding_losses
+from megamem.evaluation.sampling import Sampling
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.training_cases import EVERY, MODEL
-from tests.unit.evaluation_helpers import CHUNK, CPU, documents, make_stage, model_config
+from tests.unit.evaluation_helpers import CHUNK, documents, make_stage, model_config
 
 pytestmark = pytest.mark.distributed
 
@@ -32,15 +30,15 @@ TOLERANCE = 1e-5
 """float32 losses around 4 whose sums differ in order: some 1e-7 each."""
 
 
-def figures(stage, topology, dtype=torch.float32):
+def figures(stage, topology):
     """All reports as nested plain data."""
     texts = documents(*LENGTHS)
-    how = {"topology": topology, "device": CPU, "dtype": dtype, "rows": 2}
+    evaluator = Evaluator(stage, topology, rows=2)
     return {
-        "losses": evaluate_losses(stage, texts, **how).as_dict(),
-        "bounded": evaluate_losses(stage, texts, **how, max_tokens=BOUND).as_dict(),
-        "sliding": sliding_losses(stage, texts, **how, stride=4).as_dict(),
-        "memory": memory_use(stage, texts, **how).as_dict(),
+        "losses": evaluator.losses(texts).as_dict(),
+        "bounded": evaluator.losses(texts, max_tokens=BOUND).as_dict(),
+        "sliding": evaluator.sliding_losses(texts, stride=4).as_dict(),
+        "memory": evaluator.memory_use(texts).as_dict(),
     }
 
 
@@ -60,13 +58,13 @@ def run_config(dp, model=None) -> RunConfig:
 PROMPTS = [[3], [5, 9, 2, 7], list(range(2 * CHUNK + 3))]
 
 
-def continued(stage, topology, dtype=torch.float32):
+def continued(stage, topology):
     """Greedy and sampled continuations, across chunk borders, with an early end."""
-    how = {"topology": topology, "device": CPU, "dtype": dtype}
+    evaluator = Evaluator(stage, topology)
     return [
-        generate(stage, PROMPTS, CHUNK + 2, **how),
-        generate(stage, PROMPTS, CHUNK + 2, **how, sampling=Sampling(0.7, seed=3)),
-        generate(stage, PROMPTS[:1], CHUNK + 2, **how, end_token=generate(stage, PROMPTS[:1], 3, **how)[0][-1]),
+        evaluator.generate(PROMPTS, CHUNK + 2),
+        evaluator.generate(PROMPTS, CHUNK + 2, sampling=Sampling(0.7, seed=3)),
+        evaluator.generate(PROMPTS[:1], CHUNK + 2, end_token=evaluator.generate(PROMPTS[:1], 3)[0][-1]),
     ]
 
 
@@ -93,15 +91,12 @@ def under_zero_3(topology):
     engine.stage.register_forward_pre_hook(lambda *_: calls.append(engine.stage.training))
     before = figures(engine.stage, topology)
     made = len(calls)
-    uneven = evaluate_losses(
-        engine.stage, documents(50), topology=topology, device=CPU, dtype=torch.float32, rows=2
-    ).loss
+    evaluator = Evaluator(engine.stage, topology, rows=2)
+    uneven = evaluator.losses(documents(50)).loss
     losses = []
     for _ in range(2):
         losses.append(float(engine.step([training_batch(topology.dp_rank)], 1e-2).loss_sum))
-        final = final_evaluation(
-            engine.stage, lambda: iter(documents(*LENGTHS)), None, config, topology, dtype=torch.float32
-        )
+        final = final_evaluation(evaluator, lambda: iter(documents(*LENGTHS)), None, config)
         losses.append(final.losses.loss)
     return {"figures": json.dumps(before), "calls": made, "uneven": uneven, "losses": losses, "modes": calls[:made]}
 
@@ -120,8 +115,7 @@ def every_mechanism_under_zero_3(topology):
 
 
 def losses_of(stage, topology):
-    report = evaluate_losses(stage, documents(*LENGTHS), topology=topology, device=CPU, dtype=torch.float32, rows=2)
-    return report.as_dict()
+    return Evaluator(stage, topology, rows=2).losses(documents(*LENGTHS)).as_dict()
 
 
 def all_layouts(payload):
@@ -191,9 +185,7 @@ def test_zero_3_ranks_make_the_same_calls(world, alone):
     assert not any(first["modes"])
     assert_same(first["figures"], alone)
     assert first["figures"] == second["figures"]
-    (slow,) = evaluate_losses(
-        make_stage("elastic_memory"), documents(50), topology=None, device=CPU, dtype=torch.float64, rows=1
-    ).documents
+    (slow,) = Evaluator(make_stage("elastic_memory"), rows=1).losses(documents(50)).documents
     assert first["uneven"] == second["uneven"] == pytest.approx(slow.loss, rel=TOLERANCE), "one rank had only padding"
 
 

@@ -67,6 +67,7 @@ def tasks_under(layouts: dict[str, dict[str, Any]], checkpoint: str, tasks: str)
 
     from checkpoints.folder import open_checkpoint
     from checkpoints.resume import load_training_state
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.evaluation.harness import HarnessModel
     from megamem.pipeline.engine import build_engine
     from megamem.training.build import open_tokenizer, start_topology
@@ -78,10 +79,8 @@ def tasks_under(layouts: dict[str, dict[str, Any]], checkpoint: str, tasks: str)
         topology = start_topology(config)
         engine = build_engine(config, topology)
         load_training_state(engine, open_checkpoint(Path(checkpoint)), cpu_group(60))
-        model = HarnessModel(
-            engine.stage, open_tokenizer(config), topology=topology, device=topology.device, dtype=engine.dtype,
-            max_length=config.data.sequence_length, rows=3,
-        )  # fmt: skip
+        evaluator = Evaluator(engine.stage, topology, rows=3)
+        model = HarnessModel(evaluator, open_tokenizer(config), config.data.sequence_length)
         manager = TaskManager(include_path=tasks, include_defaults=False)
         results = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
         found[name] = None if results is None else figures(results["results"])

@@ -12,7 +12,7 @@ import yaml
 def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     """Whole logits [tokens, vocabulary] of an imported model, read chunk by chunk."""
     from checkpoints.resume import load_initial_weights
-    from megamem.evaluation.generate import read_logits
+    from megamem.evaluation.evaluator import Evaluator
     from megamem.pipeline.engine import build_engine
     from megamem.training.build import start_topology
     from megamem.training.checkpointing import cpu_group
@@ -28,5 +28,5 @@ def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     engine = build_engine(config, topology)
     load_initial_weights(engine, Path(folder) / "weights.safetensors", cpu_group(300))
     tokens = torch.tensor(ids)[:, None]
-    logits = read_logits(engine.stage, tokens, topology=topology, device=topology.device, dtype=torch.float32)
+    logits = Evaluator(engine.stage, topology).logits(tokens)
     return {"logits": logits[:, 0].clone() if logits is not None and topology.rank == 0 else None}

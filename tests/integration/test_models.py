@@ -12,12 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import megamem
 from checkpoints.folder import checkpoints_in
+from checkpoints.trained import open_run
 from megamem.cli.main import app
 from megamem.errors import MegamemError
+from megamem.training.build import held_out_documents
 from tests.integration.commands import CHUNK, LENGTH, run_tree, write_config
 from tests.integration.model_cases import TASKS, figures, tasks_under, write_tasks
 from tests.integration.ranks import Job, command
+from tests.snippets import ROOT, run_snippets
 from tokenization.train import train
 
 pytestmark = pytest.mark.distributed
@@ -167,6 +171,55 @@ def test_evaluation_may_read_the_memory_otherwise_than_training(run):
     noisy = json.loads(invoke("evaluate", run, "evaluation.corruption.share=1.0", "--json").splitlines()[-1])
     assert len({*losses.values(), noisy["beyond_first_chunk_loss"]}) >= 4
     assert "has shape" in refused("evaluate", run, "model.ffn_size=8")
+
+
+class TestLibrary:
+    """Functions of `import megamem` with trained models, and pages that show them."""
+
+    def test_its_figures_and_texts_are_the_commands(self, run):
+        found = megamem.evaluate(run, device="cpu").figures()
+        assert found["val_loss"] == pytest.approx(json.loads((run / "result.json").read_text())["val_loss"], rel=1e-5)
+        text = megamem.generate(run, "memory of the", 3 * CHUNK)
+        arguments = ["--prompt", "memory of the", "--max-new-tokens", str(3 * CHUNK), "--device", "cpu"]
+        assert invoke("generate", run, *arguments) == text + "\n"
+
+    def test_an_evaluator_reads_with_runs_exports_and_models_in_hand(self, place, run, exported):
+        config = open_run(run).config
+        texts, bound = held_out_documents(config), config.evaluation.final_max_tokens
+        reports = [
+            megamem.evaluator(model, rows=2).losses(texts, max_tokens=bound)
+            for model in (run, megamem.load_model(run), exported[0], megamem.load_model(exported[0]))
+        ]
+        at_the_end = json.loads((run / "result.json").read_text())
+        # the same weights in one process in the place of two
+        assert reports[0].loss == pytest.approx(at_the_end["val_loss"], rel=1e-5)
+        assert all(report.loss == pytest.approx(reports[0].loss, rel=1e-6) for report in reports)
+        invoke("convert", "to-hf", place / "runs" / "plain", place / "foreign")
+        with pytest.raises(ValueError, match="LlamaForCausalLM: is read by transformers"):
+            megamem.evaluator(place / "foreign")
+
+    @pytest.fixture
+    def workplace(self, run, exported, tmp_path, monkeypatch):
+        """A folder with what the pages name, made the current one."""
+        (tmp_path / "runs").mkdir()
+        for name, target in {"runs/NAME": run, "OUT": exported[0], "configs": ROOT / "configs"}.items():
+            (tmp_path / name).symlink_to(target)
+        monkeypatch.chdir(tmp_path)
+
+    def test_the_library_s_page_runs(self, workplace):
+        names = run_snippets("docs/library.md")
+        assert names["logits"].shape == (256, 2, 4096)
+        assert names["more"].shape == (2, 1, 64)
+        assert [len(row) for row in names["rows"]] == [20, 20]
+        assert names["nats"] < 0
+
+    def test_the_page_on_evaluation_runs(self, workplace):
+        assert run_snippets("docs/evaluation.md")["report"].bits_per_byte > 0
+
+    def test_the_page_on_exports_runs(self, workplace, capsys):
+        names = run_snippets("docs/huggingface.md")
+        assert names["model"].dtype == torch.bfloat16
+        assert capsys.readouterr().out.startswith("It was")
 
 
 class TestTasks:

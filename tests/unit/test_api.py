@@ -1,6 +1,5 @@
-"""The library: `import megamem` and what its functions give; the snippets of docs/library.md run as they stand."""
+"""The library: `import megamem` and what its functions give."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,10 @@ import torch
 import megamem
 from megamem.config.model import MIXERS
 from megamem.errors import ConfigError
+from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from tests.contract.cases import ALL_CASES, CHUNK
+from tests.snippets import run_snippets
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "recipes" / "demo.yaml"
@@ -88,23 +89,28 @@ def test_plan():
 
 def test_the_readme_s_lines_run():
     """In a model of somebody else's: a loss through two calls reaches the memory's weights."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
-    names: dict[str, object] = {}
-    exec(compile(block, "README.md", "exec"), names)
-    made = names["Block"](64)
+    made = run_snippets("README.md")["Block"](64)
     hidden, state = made(torch.randn(2, 100, 64))
     hidden, state = made(hidden, state)
     hidden.square().mean().backward()
     assert all(parameter.grad is not None for parameter in made.parameters())
 
 
-def test_snippets_of_the_page_run(monkeypatch):
-    """All of them, top to bottom, as one program."""
-    monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.S)
-    assert len(blocks) == 2
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "docs/library.md", "exec"), names)
-    assert names["logits"].shape == (256, 2, 4096)
-    assert names["more"].shape == (2, 1, 64)
+def test_an_evaluator_reads_with_a_model_in_hand():
+    """Of the chunk that it has read in pieces the logits are those of `read_chunk`."""
+    config = megamem.load_config(DEMO, SMALL)
+    model = megamem.build_model(config, dtype=torch.float64)
+    evaluator = megamem.evaluator(model, rows=2)
+    tokens = torch.randint(64, (config.model.chunk_size, 2), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = model.initial_states(2, torch.device("cpu"), torch.float64)
+        hidden, _, _ = model.read_chunk(tokens, states, Chunk((0, 0)))
+        logits = model.logits(hidden).float()
+    assert torch.equal(evaluator.logits(tokens), logits)
+    best = logits[-1].argmax(-1).tolist()
+    assert evaluator.generate(tokens.T.tolist(), 1) == [[token] for token in best]
+    scores = evaluator.score([[*row, token] for row, token in zip(tokens.T.tolist(), best, strict=True)], [1, 1])
+    expected = logits[-1].log_softmax(-1).max(-1).values
+    # float32: the sums of a softmax over 64 tokens
+    assert [nats for nats, _ in scores] == pytest.approx(expected.tolist(), rel=1e-6)
+    assert [likeliest for _, likeliest in scores] == [True, True]

@@ -6,9 +6,9 @@ import torch
 from megamem.config.run import CorruptionConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.corruption import corrupted
-from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.evaluator import Evaluator
 from megamem.memory.base import Chunk, state_tensors
-from tests.unit.evaluation_helpers import CHUNK, CPU, HOW, VOCABULARY, documents, make_stage
+from tests.unit.evaluation_helpers import CHUNK, CPU, ROWS, VOCABULARY, documents, make_stage
 
 TOKENS = torch.randint(VOCABULARY, (2 * CHUNK, 3), generator=torch.Generator().manual_seed(0))
 
@@ -88,7 +88,7 @@ def test_losses_are_those_of_the_corrupted_model():
     found = []
     for share in (0.0, 0.5):
         with corrupted(stage, CorruptionConfig(share=share, layers="all")):
-            found.append(evaluate_losses(stage, texts, **HOW))
+            found.append(Evaluator(stage, rows=ROWS).losses(texts))
     assert found[0].tokens == found[1].tokens
     assert found[0].loss != found[1].loss
 

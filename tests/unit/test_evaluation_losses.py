@@ -10,12 +10,13 @@ import torch
 
 from megamem.data.batch import IGNORED
 from megamem.errors import DataError
-from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, evaluate_losses, perplexity
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, perplexity
 from megamem.evaluation.reading import bucket_edges, share_out
 from tests.unit.evaluation_helpers import (
     CHUNK,
-    HOW,
     MIXERS,
+    ROWS,
     TOLERANCE,
     VOCABULARY,
     document,
@@ -33,7 +34,7 @@ LENGTHS = (5, 50, 19, 32, 8, 1, 27)
 def test_totals_and_documents_equal_the_slow_loop(kind, rows):
     stage, texts = make_stage(kind), documents(*LENGTHS)
     slow = [slow_losses(stage, text) for text in texts]
-    report = evaluate_losses(stage, texts, **HOW | {"rows": rows})
+    report = Evaluator(stage, rows=rows).losses(texts)
     nats = sum(losses.sum() for losses in slow)
     assert report.tokens == sum(LENGTHS)
     assert report.nats == pytest.approx(nats, rel=TOLERANCE)
@@ -70,7 +71,7 @@ def test_accuracy_and_exact_match_equal_the_slow_loop(every):
     texts = [asked(text, every) for text in texts]
     pairs = zip(texts, [*guesses, *guesses[:2]], strict=True)
     right = [[g == want for g, want in zip(guess, t.labels.tolist(), strict=False) if want >= 0] for t, guess in pairs]
-    report = evaluate_losses(stage, texts, **HOW)
+    report = Evaluator(stage, rows=ROWS).losses(texts)
     assert report.tokens == sum(map(len, right)) == sum(len(range(0, n, every)) for n in (*LENGTHS, 5, 50))
     assert report.accuracy == sum(sum(row) for row in right) / report.tokens
     assert [document.correct for document in report.documents] == [sum(row) for row in right]
@@ -82,8 +83,8 @@ def test_accuracy_and_exact_match_equal_the_slow_loop(every):
 @pytest.mark.parametrize("kind", MIXERS)
 def test_bfloat16_models(kind):
     texts = documents(*LENGTHS)
-    exact = evaluate_losses(make_stage(kind), texts, **HOW)
-    report = evaluate_losses(make_stage(kind, torch.bfloat16), texts, **HOW | {"dtype": torch.bfloat16})
+    exact = Evaluator(make_stage(kind), rows=ROWS).losses(texts)
+    report = Evaluator(make_stage(kind, torch.bfloat16), rows=ROWS).losses(texts)
     # weights and activations carry 8 bits, 0.4 % each; a mean over 142 tokens of losses of about 4 nats
     assert report.loss == pytest.approx(exact.loss, rel=0.01)
     assert report.tokens == exact.tokens
@@ -93,7 +94,7 @@ def test_bfloat16_models(kind):
 def test_losses_by_chunk_and_position_equal_the_slow_loop(kind):
     stage, texts = make_stage(kind), documents(*LENGTHS)
     slow = [slow_losses(stage, text) for text in texts]
-    report = evaluate_losses(stage, texts, **HOW)
+    report = Evaluator(stage, rows=ROWS).losses(texts)
 
     def expect(buckets, of):
         """`of`: the bucket coordinate of a token read at position `at`."""
@@ -113,23 +114,23 @@ def test_losses_by_chunk_and_position_equal_the_slow_loop(kind):
 
 
 def test_without_a_second_chunk_there_is_no_loss_beyond_the_first():
-    report = evaluate_losses(make_stage("elastic_memory"), documents(3, CHUNK), **HOW)
+    report = Evaluator(make_stage("elastic_memory"), rows=ROWS).losses(documents(3, CHUNK))
     assert report.beyond_first_chunk_loss is None
     assert len(report.by_chunk) == 1
 
 
 def test_a_document_does_not_feel_its_neighbours():
     stage, texts = make_stage("elastic_memory"), documents(*LENGTHS)
-    alone = evaluate_losses(stage, texts[1:2], **HOW)
-    assert evaluate_losses(stage, texts, **HOW).documents[1].loss == pytest.approx(alone.loss, rel=TOLERANCE)
+    alone = Evaluator(stage, rows=ROWS).losses(texts[1:2])
+    assert Evaluator(stage, rows=ROWS).losses(texts).documents[1].loss == pytest.approx(alone.loss, rel=TOLERANCE)
 
 
 def test_the_model_is_left_as_it_was():
     stage = make_stage("elastic_memory").train()
-    evaluate_losses(stage, documents(20), **HOW)
+    Evaluator(stage, rows=ROWS).losses(documents(20))
     assert stage.training
     assert all(parameter.grad is None for parameter in stage.parameters())
-    evaluate_losses(stage.eval(), documents(20), **HOW)
+    Evaluator(stage.eval(), rows=ROWS).losses(documents(20))
     assert not stage.training
 
 
@@ -137,27 +138,26 @@ def test_the_mode_is_restored_after_a_failure():
     stage = make_stage("local_attention").train()
     bad = replace(document(8, 0), tokens=torch.full((8,), VOCABULARY))
     with pytest.raises(IndexError):
-        evaluate_losses(stage, [bad], **HOW)
+        Evaluator(stage, rows=ROWS).losses([bad])
     assert stage.training
 
 
 def test_progress_counts_calls():
     seen = []
-    evaluate_losses(
-        make_stage("local_attention"), documents(40, 8), **HOW | {"rows": 1}, progress=lambda *call: seen.append(call)
-    )
+    evaluator = Evaluator(make_stage("local_attention"), rows=1)
+    evaluator.losses(documents(40, 8), progress=lambda *call: seen.append(call))
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
 def test_the_report_is_plain_json():
-    report = evaluate_losses(make_stage("local_attention"), documents(20, 9), **HOW)
+    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(documents(20, 9))
     assert json.loads(json.dumps(report.as_dict())) == json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert report.as_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
 
 
 def test_bits_per_byte_needs_the_bytes_of_every_document():
     texts = [document(9, 0), replace(document(9, 1), text_bytes=None)]
-    report = evaluate_losses(make_stage("local_attention"), texts, **HOW)
+    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts)
     assert report.bits_per_byte is None
     assert report.documents[0].bits_per_byte is not None
     assert report.documents[1].bits_per_byte is None
@@ -166,7 +166,7 @@ def test_bits_per_byte_needs_the_bytes_of_every_document():
 def test_a_diverged_model_gives_a_report():
     stage = make_stage("local_attention")
     torch.nn.init.constant_(stage.head.weight, math.nan)
-    assert math.isnan(evaluate_losses(stage, documents(9), **HOW).perplexity)
+    assert math.isnan(Evaluator(stage, rows=ROWS).losses(documents(9)).perplexity)
     assert perplexity(1e4) == math.inf
     assert bits_per_byte(1.0, 0) is None
 
@@ -189,7 +189,7 @@ def test_a_bound_cuts_all_documents_to_one_depth():
     # 20 + 2 * 88 = 196; another chunk would be 212
     check_cut(texts[0], cut[0], 88)
     check_cut(texts[2], cut[2], 88)
-    report = evaluate_losses(make_stage("local_attention"), texts, **HOW, max_tokens=200, token_bytes=TOKEN_BYTES)
+    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts, max_tokens=200, token_bytes=TOKEN_BYTES)
     assert report.tokens == 196
     assert report.text_bytes == sum(text.text_bytes for text in cut)
 
@@ -214,15 +214,15 @@ def test_questions_are_not_cut_off():
     texts = [asking_at_the_end(100, seed) for seed in range(5)]
     assert cut_documents(texts, CHUNK, 350, TOKEN_BYTES) == texts[:3]
     assert cut_documents(texts, CHUNK, 50, TOKEN_BYTES) == texts[:1]
-    report = evaluate_losses(make_stage("local_attention"), texts, **HOW, max_tokens=250)
+    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts, max_tokens=250)
     assert (len(report.documents), report.tokens) == (2, 2)
 
 
 def test_documents_that_ask_for_nothing_are_not_solved():
     silent = replace(document(40, 9), labels=torch.full((40,), IGNORED))
     asking = asking_at_the_end(40, 3)
-    alone = evaluate_losses(make_stage("local_attention"), [asking], **HOW)
-    assert evaluate_losses(make_stage("local_attention"), [asking, silent], **HOW).exact_match == alone.exact_match
+    alone = Evaluator(make_stage("local_attention"), rows=ROWS).losses([asking])
+    assert Evaluator(make_stage("local_attention"), rows=ROWS).losses([asking, silent]).exact_match == alone.exact_match
 
 
 def test_a_bound_below_the_least_depth():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megamem.evaluation.losses import evaluate_losses
-from megamem.evaluation.probe import memory_layers, memory_use
-from tests.unit.evaluation_helpers import CHUNK, HOW, MIXERS, TOLERANCE, documents, make_stage, slow_losses
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.probe import memory_layers
+from tests.unit.evaluation_helpers import CHUNK, MIXERS, ROWS, TOLERANCE, documents, make_stage, slow_losses
 
 LENGTHS = (5, 30, 17, 8)
 
@@ -13,7 +13,7 @@ LENGTHS = (5, 30, 17, 8)
 @pytest.mark.parametrize("kind", MIXERS)
 def test_memory_off_is_every_chunk_read_from_a_fresh_memory(kind):
     stage, texts = make_stage(kind), documents(*LENGTHS)
-    report = memory_use(stage, texts, **HOW)
+    report = Evaluator(stage, rows=ROWS).memory_use(texts)
     off = [
         slow_losses(stage, text, begin, begin + CHUNK)
         for text in texts
@@ -26,17 +26,18 @@ def test_memory_off_is_every_chunk_read_from_a_fresh_memory(kind):
     assert (abs(report.gain) > 1e-4) == (kind != "local_attention"), "chunk-local attention has no memory to lose"
     assert [bucket.tokens for bucket in report.memory_off_by_chunk] == [29, 16, 9, 6]
     assert report.memory_off_by_chunk[0].loss == pytest.approx(
-        evaluate_losses(stage, texts, **HOW).first_chunk_loss, rel=TOLERANCE
+        Evaluator(stage, rows=ROWS).losses(texts).first_chunk_loss, rel=TOLERANCE
     )
 
 
 def test_a_report_at_hand_saves_the_first_pass():
     stage, texts = make_stage("elastic_memory"), documents(*LENGTHS)
-    trained = evaluate_losses(stage, texts, **HOW)
+    evaluator = Evaluator(stage, rows=ROWS)
+    trained = evaluator.losses(texts)
     passes = []
-    report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda done, total: passes.append(done == total))
+    report = evaluator.memory_use(texts, trained=trained, progress=lambda done, total: passes.append(done == total))
     assert sum(passes) == 1
-    assert report == memory_use(stage, texts, **HOW)
+    assert report == evaluator.memory_use(texts)
 
 
 def test_a_model_without_memory_is_not_read_twice():
@@ -44,20 +45,21 @@ def test_a_model_without_memory_is_not_read_twice():
     assert memory_layers(stage.config) == []
     assert memory_layers(make_stage("elastic_memory").config) == [1]
     assert memory_layers(make_stage("full_attention").config) == [1]
-    trained = evaluate_losses(stage, texts, **HOW)
-    report = memory_use(stage, texts, **HOW, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))
+    evaluator = Evaluator(stage, rows=ROWS)
+    trained = evaluator.losses(texts)
+    report = evaluator.memory_use(texts, trained=trained, progress=lambda *_: pytest.fail("no call is needed"))
     assert report.gain == 0
     assert report.memory_off_by_chunk == trained.by_chunk
 
 
 def test_single_chunks_have_nothing_to_compare():
-    report = memory_use(make_stage("elastic_memory"), documents(3, CHUNK), **HOW)
+    report = Evaluator(make_stage("elastic_memory"), rows=ROWS).memory_use(documents(3, CHUNK))
     assert report.gain is None
     assert report.beyond_first_chunk_loss is None
 
 
 def test_a_report_of_other_documents_is_refused():
     stage = make_stage("elastic_memory")
-    trained = evaluate_losses(stage, documents(9), **HOW)
+    trained = Evaluator(stage, rows=ROWS).losses(documents(9))
     with pytest.raises(ValueError, match="reports 9 tokens, but these documents have 20"):
-        memory_use(stage, documents(20), **HOW, trained=trained)
+        Evaluator(stage, rows=ROWS).memory_use(documents(20), trained=trained)

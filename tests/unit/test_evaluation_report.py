@@ -15,12 +15,12 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import IGNORED
 from megamem.evaluation import run
 from megamem.evaluation.baselines import lzma_baseline
-from megamem.evaluation.losses import evaluate_losses
+from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.metrics import read_curves
 from megamem.evaluation.report import finite, result_table, write_report
 from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
-from tests.unit.evaluation_helpers import CHUNK, CPU, HOW, documents, make_stage, model_config
+from tests.unit.evaluation_helpers import CHUNK, CPU, ROWS, documents, make_stage, model_config
 from tokenization.train import train
 
 NO_GROUPS = {field.name: None for field in dataclasses.fields(Topology) if field.name.endswith("_group")}
@@ -69,8 +69,8 @@ def config(**evaluation) -> RunConfig:
 def evaluate(kind="elastic_memory", texts=None, tokenizer=None, topology=TOPOLOGY, settings=None, **more):
     texts = documents(40, 9, 25) if texts is None else texts
     return final_evaluation(
-        make_stage(kind), lambda: iter(texts), tokenizer or FakeTokenizer(), settings or config(), topology,
-        dtype=torch.float64, **more,
+        Evaluator(make_stage(kind), topology, ROWS), lambda: iter(texts), tokenizer or FakeTokenizer(),
+        settings or config(), **more,
     ).to_dict()  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def write_metrics(folder, lines=METRICS):
 def test_the_figures_are_those_of_the_parts():
     texts = documents(40, 9, 25)
     result = evaluate(texts=texts)
-    plain = evaluate_losses(make_stage("elastic_memory"), texts, **HOW)
+    plain = Evaluator(make_stage("elastic_memory"), rows=ROWS).losses(texts)
     assert result["val_loss"] == plain.loss
     assert result["val_bits_per_byte"] == plain.bits_per_byte
     assert result["lzma_bits_per_byte"] == lzma_baseline(texts, FakeTokenizer()).bits_per_byte
@@ -120,7 +120,7 @@ def test_bounds_of_the_configuration():
 def test_without_a_tokenizer_there_are_no_bytes():
     texts = documents(90, 90)
     result = final_evaluation(
-        make_stage("local_attention"), lambda: texts, None, config(final_max_tokens=130), TOPOLOGY, dtype=torch.float64
+        Evaluator(make_stage("local_attention"), rows=ROWS), lambda: texts, None, config(final_max_tokens=130)
     ).to_dict()
     assert result["val_bits_per_byte"] is result["lzma_bits_per_byte"] is result["lzma"] is None
     write = io.StringIO()
@@ -188,7 +188,7 @@ def test_the_picture_of_short_documents_and_of_a_diverged_model(tmp_path):
     stage = make_stage("local_attention")
     torch.nn.init.constant_(stage.head.weight, math.nan)
     final_evaluation(
-        stage, lambda: documents(20), FakeTokenizer(), config(), TOPOLOGY, dtype=torch.float64, folder=tmp_path
+        Evaluator(stage, TOPOLOGY, ROWS), lambda: documents(20), FakeTokenizer(), config(), folder=tmp_path
     )
     report = json.loads((tmp_path / "evaluation.json").read_text())
     assert report["val_loss"] is None

@@ -7,9 +7,9 @@ import pytest
 
 from megamem.data.batch import IGNORED
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import evaluate_losses
-from megamem.evaluation.sliding import default_stride, sliding_losses, sliding_readings
-from tests.unit.evaluation_helpers import CHUNK, HOW, MIXERS, TOLERANCE, documents, make_stage, slow_losses
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.sliding import default_stride, sliding_readings
+from tests.unit.evaluation_helpers import CHUNK, MIXERS, ROWS, TOLERANCE, documents, make_stage, slow_losses
 
 LENGTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 40)
 STRIDES = [1, 2, 4, 8]
@@ -38,8 +38,8 @@ def test_every_token_is_scored_once_with_enough_context(stride):
 @pytest.mark.parametrize("kind", ["local_attention", "elastic_memory"])
 def test_the_full_stride_is_the_plain_loss(kind):
     stage, texts = make_stage(kind), documents(*LENGTHS)
-    report = sliding_losses(stage, texts, **HOW, stride=CHUNK)
-    plain = evaluate_losses(stage, texts, **HOW)
+    report = Evaluator(stage, rows=ROWS).sliding_losses(texts, stride=CHUNK)
+    plain = Evaluator(stage, rows=ROWS).losses(texts)
     assert report.loss == pytest.approx(plain.loss, rel=TOLERANCE)
     assert report.plain_loss == pytest.approx(plain.loss, rel=TOLERANCE)
     assert report.tokens == plain.tokens
@@ -57,7 +57,7 @@ def test_values_equal_the_slow_loop(kind, stride):
             # the offset at which `at` falls into the last tokens of a chunk
             offset = 0 if at < CHUNK else ((at - (CHUNK - stride)) // stride * stride) % CHUNK
             losses.append(readings[offset][at - offset])
-    report = sliding_losses(stage, texts, **HOW, stride=stride)
+    report = Evaluator(stage, rows=ROWS).sliding_losses(texts, stride=stride)
     assert report.tokens == len(losses) == 42
     assert report.loss == pytest.approx(np.mean(losses), rel=TOLERANCE)
     assert report.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=TOLERANCE)
@@ -70,11 +70,12 @@ def test_full_attention_needs_no_sliding_window_beyond_the_tokens_it_misses():
 
 
 def test_the_bound_limits_the_tokens():
-    report = sliding_losses(make_stage("local_attention"), documents(200, 200), **HOW, stride=4, max_tokens=150)
+    evaluator = Evaluator(make_stage("local_attention"), rows=ROWS)
+    report = evaluator.sliding_losses(documents(200, 200), stride=4, max_tokens=150)
     assert report.tokens == 144  # nine chunks of each
 
 
 def test_strides():
     assert [default_stride(chunk) for chunk in (1, 2, 3, 6, 8, 100, 256)] == [1, 1, 1, 1, 2, 25, 64]
     with pytest.raises(ConfigError, match=r"evaluation\.sliding_stride 3 does not divide model\.chunk_size 8"):
-        sliding_losses(make_stage("local_attention"), documents(9), **HOW, stride=3)
+        Evaluator(make_stage("local_attention"), rows=ROWS).sliding_losses(documents(9), stride=3)

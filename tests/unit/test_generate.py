@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megamem.evaluation.generate import Sampling, generate
+from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.sampling import Sampling
 from megamem.memory.base import Chunk
 from tests.unit.evaluation_helpers import CHUNK, CPU, MIXERS, VOCABULARY, make_stage
 
-HOW = {"topology": None, "device": CPU, "dtype": torch.float64}
 PROMPTS = [[3], [5, 9, 2, 7, 7, 1, 30, 4], list(range(2 * CHUNK + 3)), [1, 2, 3]]
 """Shorter than, as long as and longer than a chunk."""
 
@@ -28,16 +28,16 @@ def slow(stage, prompt, new_tokens):
 @pytest.mark.parametrize("kind", MIXERS)
 def test_unequal_prompts_side_by_side_are_continued_as_each_alone(kind):
     stage = make_stage(kind)
-    new = generate(stage, PROMPTS, 2 * CHUNK + 1, **HOW)
+    new = Evaluator(stage).generate(PROMPTS, 2 * CHUNK + 1)
     assert new == [slow(stage, prompt, 2 * CHUNK + 1) for prompt in PROMPTS]
     assert stage.training
 
 
 def test_a_row_ends_with_the_end_token():
     stage = make_stage("elastic_memory")
-    free = generate(stage, PROMPTS, 20, **HOW)
+    free = Evaluator(stage).generate(PROMPTS, 20)
     end = free[0][2]
-    found = generate(stage, PROMPTS, 20, **HOW, end_token=end)
+    found = Evaluator(stage).generate(PROMPTS, 20, end_token=end)
     for row, whole in zip(found, free, strict=True):
         assert row == (whole[: whole.index(end) + 1] if end in whole else whole)
     assert len(found[0]) <= 3
@@ -45,14 +45,14 @@ def test_a_row_ends_with_the_end_token():
 
 def test_one_of_k_and_a_tiny_share_are_greedy():
     stage = make_stage("elastic_memory")
-    greedy = generate(stage, PROMPTS, 5, **HOW)
-    assert generate(stage, PROMPTS, 5, **HOW, sampling=Sampling(1.0, top_k=1)) == greedy
-    assert generate(stage, PROMPTS, 5, **HOW, sampling=Sampling(1.0, top_p=1e-6)) == greedy
+    greedy = Evaluator(stage).generate(PROMPTS, 5)
+    assert Evaluator(stage).generate(PROMPTS, 5, sampling=Sampling(1.0, top_k=1)) == greedy
+    assert Evaluator(stage).generate(PROMPTS, 5, sampling=Sampling(1.0, top_p=1e-6)) == greedy
 
 
 def test_samples_are_those_of_the_seed():
     stage = make_stage("local_attention")
-    one, same, other = (generate(stage, PROMPTS, 12, **HOW, sampling=Sampling(1.5, seed=seed)) for seed in (1, 1, 2))
+    one, same, other = (Evaluator(stage).generate(PROMPTS, 12, sampling=Sampling(1.5, seed=seed)) for seed in (1, 1, 2))
     assert one == same != other
 
 
@@ -85,9 +85,9 @@ def test_senseless_sampling_is_refused(options, message):
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
 def test_an_empty_prompt_is_refused(prompts):
     with pytest.raises(ValueError, match="prompt"):
-        generate(make_stage("local_attention"), prompts, 1, **HOW)
+        Evaluator(make_stage("local_attention")).generate(prompts, 1)
 
 
 def test_vocabulary_bounds_every_token():
-    new = generate(make_stage("local_attention"), PROMPTS, 9, **HOW, sampling=Sampling(2.0))
+    new = Evaluator(make_stage("local_attention")).generate(PROMPTS, 9, sampling=Sampling(2.0))
     assert all(0 <= token < VOCABULARY for row in new for token in row)
