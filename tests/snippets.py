@@ -30,7 +30,7 @@ def python_snippets(page: str) -> list[CodeType]:
     """The page's Python blocks, compiled; tracebacks name page and line."""
     found = snippets(page, "python")
     assert found, f"{page} has no Python"
-    return [compile("\n" * (line - 1) + text, page, "exec") for line, text in found]
+    return [compile("\n" * (line - 1) + text, page, "exec", dont_inherit=True) for line, text in found]
 
 
 def run_snippets(page: str) -> dict[str, Any]:

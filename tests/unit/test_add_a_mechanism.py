@@ -3,7 +3,6 @@
 import re
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +14,20 @@ from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract import test_causality, test_gradients, test_oracle, test_reset, test_specs, test_streaming
 from tests.contract.cases import CHUNK, Case
+from tests.snippets import ROOT, python_snippets
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_mechanism.md"
 MECHANISM, ORACLE = "megamem.memory.recurrent.moving_average", "tests.contract.oracles.moving_average"
 
 
 @pytest.fixture(scope="module")
 def case():
     """The page's case, its two files in place for the time of these tests."""
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    for name, block in zip((MECHANISM, ORACLE), blocks, strict=True):
+    for name, code in zip((MECHANISM, ORACLE), python_snippets("docs/add_a_mechanism.md"), strict=True):
         module = types.ModuleType(name)
         sys.modules[name] = module
-        exec(compile(block, f"{PAGE}: {name}", "exec"), module.__dict__)
-    (line,) = re.findall(r"^    (Case\(.*\)),$", text, flags=re.M)
+        exec(code, module.__dict__)
+    page = (ROOT / "docs" / "add_a_mechanism.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^    (Case\(.*\)),$", page, flags=re.M)
     try:
         yield eval(line, {"Case": Case})
     finally:

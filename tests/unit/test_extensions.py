@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from pydantic import PositiveInt
 
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
@@ -18,6 +20,7 @@ from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.runs.sinks.csv import CsvConfig
 from megamem.training.callbacks.weight_norms import WeightNormsConfig
 from megamem.training.loop import Callback
+from tests.snippets import run_snippets
 
 TREE = {
     "name": "case",
@@ -80,6 +83,17 @@ class TestConfiguration:
         )
         assert config.training.callbacks == (GreetingConfig(times=3), WeightNormsConfig())
         assert config.logging.sinks == (CsvConfig(columns=("loss",)), MemoConfig())
+
+    def test_the_one_that_the_page_shows_fills_records(self, monkeypatch):
+        from megamem.training.build import build_callbacks
+
+        monkeypatch.setattr(CALLBACKS, "_known", dict(CALLBACKS.kinds()))
+        run_snippets("docs/watching.md")
+        (clock,) = build_callbacks(run_with(["gpu_clock"]))
+        monkeypatch.setattr(torch.cuda, "clock_rate", {torch.device("cuda", 1): 1410}.__getitem__)
+        record: LogRecord = {"step": 1}
+        clock.at_log(SimpleNamespace(topology=SimpleNamespace(device=torch.device("cuda", 1))), record)
+        assert record == {"step": 1, "gpu_clock_mhz": 1410}
 
     def test_the_resolved_configuration_loads_back(self, registered, tmp_path):
         config = run_with([{"kind": "greeting", "times": 3}], [{"kind": "csv", "file": "a.csv"}])

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from launchers import target_names
+from launchers import target, target_names
 from launchers.launch import load_cluster, load_launch
 from launchers.snapshot import environment
 from launchers.target import Target, cluster_config_type, registered_targets
@@ -22,6 +22,7 @@ from megamem.config.load import load_config
 from megamem.config.run import RunConfig
 from megamem.errors import FINAL, STOPPED, ConfigError, DependencyError, MegamemError, NodesMissingError
 from megamem.ops.attention import softmax as attention
+from tests.snippets import run_snippets
 from tests.unit.launch_helpers import option, script, small_run
 
 CLUSTERS = sorted((Path(__file__).resolve().parents[2] / "configs" / "clusters").glob("*.yaml"))
@@ -55,6 +56,25 @@ class TestConfiguration:
         assert not set(cluster_config_type().__pydantic_fields__) & set(RunConfig.__pydantic_fields__), (
             "a key has one owner"
         )
+
+    def test_the_target_that_the_page_shows(self, config, monkeypatch):
+        """Known by its name and its section, as those of this package are."""
+        caches = (registered_targets, cluster_config_type)
+        monkeypatch.setattr(target, "_known", dict(registered_targets()))
+        try:
+            for found in caches:
+                found.cache_clear()
+            run_snippets("docs/launching.md")
+            text = script(config, "mine", "mine.queue=long", "nodes=2", "processes_per_node=1")
+            assert text.startswith("queue long\npython -m megamem agent --nodes 2 --processes 1 ")
+            assert re.search(r" --head \$FIRST_NODE -- train \S+/config\.yaml\n$", text)
+            said: list[str] = []
+            job = load_launch(config, [], None, "mine")
+            assert job.start(False, said.append) == 0
+            assert said == [f"to start it: mysubmit {job.job.folder}/job.txt, or megamem launch ... --submit"]
+        finally:
+            for found in caches:
+                found.cache_clear()
 
     @pytest.mark.parametrize(
         ("on", "overrides", "line"),

@@ -1,10 +1,8 @@
 """Synthetic tasks as sources of documents."""
 
-import re
 import sys
 import types
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from megamem.data.tasks.base import TASKS
 from megamem.data.tasks.needle import ADJECTIVES, NOISE, NOUNS
 from megamem.data.tasks.store import TaskStore, read_task
 from megamem.errors import DataError
+from tests.snippets import python_snippets
 from tokenization.shards import write_shards
 from tokenization.tokenizer import Tokenizer
 
@@ -180,11 +179,10 @@ class TestOwnTask:
     @pytest.fixture
     def shown(self, monkeypatch):
         monkeypatch.setattr(TASKS, "_known", dict(TASKS.kinds()))
-        page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-        (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        (code,) = python_snippets("docs/tasks.md")
         module = types.ModuleType("shown_task")
         monkeypatch.setitem(sys.modules, "shown_task", module)
-        exec(compile(block, "docs/tasks.md", "exec"), module.__dict__)
+        exec(code, module.__dict__)
         return module
 
     def test_it_is_a_source_like_any_other(self, shown, tmp_path):
