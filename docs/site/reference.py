@@ -57,8 +57,9 @@ REFERENCE = {
     ),
     "reference/trained_models.md": ReferencePage(
         "Trained models",
-        "Generation, lm-eval, transformers.",
-        ("megamem.evaluation.generate", "megamem.evaluation.harness", "megamem.hf.configuration",
+        "The evaluator, lm-eval, transformers.",
+        ("megamem.evaluation.evaluator", "megamem.evaluation.sampling", "megamem.evaluation.losses",
+         "megamem.evaluation.harness", "megamem.hf.configuration",
          "megamem.hf.modeling", "megamem.hf.cache"),
     ),
     "reference/errors.md": ReferencePage(
