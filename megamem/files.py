@@ -38,6 +38,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: missing") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -46,8 +48,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raise DataError unless the file system of `folder` (which need not exist) has `needed` free bytes."""
+    """Raise DataError unless `folder` is one or can be made, and its file system has `needed` free bytes."""
     existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+    if not existing.is_dir():
+        raise DataError(f"{existing}: is a file, not a folder; choose another folder")
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise DataError(f"{folder}: not enough disk space: {needed:,} bytes needed, {free:,} bytes free")

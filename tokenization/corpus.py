@@ -85,7 +85,7 @@ def fetch(folder: Path, name: str = "default") -> Path:
     """
     if name not in CORPORA:
         raise DataError(f"corpus {name}: there are {', '.join(CORPORA)}")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()):
         verify(folder, name)
         return folder / MANIFEST
     require_space(folder, EXPECTED_BYTES if name != "proofs" else proofs.EXPECTED_BYTES)

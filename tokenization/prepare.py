@@ -8,7 +8,7 @@ from typing import Literal
 from megamem.files import require_space
 from tokenization import corpus, sources
 from tokenization.shards import write_shards
-from tokenization.tokenizer import Tokenizer
+from tokenization.tokenizer import Tokenizer, check_unused
 from tokenization.train import train
 
 TOKENIZER_BYTES = 32 << 20
@@ -26,6 +26,7 @@ def train_on_files(inputs: Sequence[Path], folder: Path, vocab_size: int, progre
     Raises: ConfigError or DataError naming what is wrong.
     """
     files = sources.input_files(inputs)
+    check_unused(folder)  # before the corpus is read
     require_space(folder, TOKENIZER_BYTES)
 
     def texts(advance: Callable[[int], None]) -> Iterator[str]:

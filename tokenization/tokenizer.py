@@ -200,8 +200,7 @@ def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id
     Raises:
         DataError: the folder holds a tokenizer already.
     """
-    if (folder / META).exists():
-        raise DataError(f"{folder}: already holds a tokenizer; choose another folder")
+    check_unused(folder)
     path = folder / f"tokenizer{suffix}"
     write_bytes(path, data)
     backend = open_backend(path)
@@ -217,6 +216,12 @@ def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id
     )
     write_json(folder / META, asdict(meta))
     return Tokenizer(backend, meta)
+
+
+def check_unused(folder: Path) -> None:
+    """Raise DataError if a folder holds a tokenizer."""
+    if (folder / META).exists():
+        raise DataError(f"{folder}: already holds a tokenizer; choose another folder")
 
 
 def cut(text: str, size: int) -> Iterator[str]:
