@@ -16,11 +16,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # bytecode is made on first import instead of for every file of every package; without it each of the many processes
 # that tests and jobs start would compile torch and its kin again
 unexport PYTHONDONTWRITEBYTECODE
-# tests/cluster needs root and packages of the system: see test-cluster
-OWN_TESTS := tests --ignore=tests/cluster
+# tests/cluster needs root and packages of the system, tests/package installs packages: they have targets of their own
+OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo test test-full test-cluster test-gpu lint format docs site bench bench-gpu clean
+.PHONY: install demo dist test test-full test-package test-cluster test-gpu lint format docs site bench bench-gpu clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -41,6 +41,10 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: install  ## Fetch the corpus, train tokenizer and model on two processes, print the result
 	$(BIN)/megamem demo
 
+dist: install  ## Build the sdist, and the wheel from it, into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
 # side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
 	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile $(OWN_TESTS)
@@ -50,6 +54,9 @@ test-full: install  ## All tests; those for a CUDA device skip without one
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 --dist loadfile $(OWN_TESTS)
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" $(OWN_TESTS)
 
+test-package: install  ## The wheel: what is in it, and that it works in an empty environment
+	$(BIN)/python -m pytest tests/package -m package
+
 test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after tests/cluster/install.sh
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,cluster]'
 	$(BIN)/python -m pytest tests/cluster -m cluster
@@ -57,10 +64,11 @@ test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after
 test-gpu: install  ## The tests for a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu
 
-lint: install  ## Formatting, lint rules and strict types
+lint: install  ## Formatting, lint rules, strict types; the Dockerfiles
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile Dockerfile.cuda
 
 format: install  ## Format the code and mend what the linter can
 	$(BIN)/ruff check --fix .

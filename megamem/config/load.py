@@ -44,12 +44,19 @@ _Loader.add_implicit_resolver(
 for digit in "0123456789":  # the first pattern that matches counts
     _Loader.yaml_implicit_resolvers[digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def read_yaml(path: Path) -> Tree:
     """Return the mapping in a YAML file merged over its `base:` files, which are relative to it and merged in order.
 
+    A path below `configs` that is not in the working folder is that of a file which megamem is installed with.
+
     Raises: ConfigError naming the file that cannot be read, or leads back to itself.
     """
+    installed = _PACKAGE / path
+    if path.parts[:1] == ("configs",) and not path.exists() and installed.exists():
+        path = installed
     return _read(path.resolve(), ())
 
 

@@ -13,10 +13,11 @@ from megamem.cli.main import app
 from megamem.config.recipe import load_run, read_recipe
 from megamem.errors import ConfigError
 from megamem.study.grid import load_study, planned_runs
-from tests.unit.shipped import MODELS, RECIPES, model_file, shipped
+from tests.unit.shipped import MODELS, RECIPES, ROOT, model_file, shipped
 
 RECIPE = RECIPES / "memory_caching_760m.yaml"
 MODEL = MODELS / "dla" / "dla-760m.yaml"
+STUDY = ROOT / "configs" / "studies" / "elastic" / "paper" / "comparison.yaml"
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "vocab_size": 64, "chunk_size": 256}
 
 
@@ -94,3 +95,23 @@ def test_a_study_names_both(tmp_path: Path) -> None:
     (run,) = planned_runs(load_study(written(tmp_path / "study.yaml", study)))
     assert run.config.model == shipped("dla-760m").model
     assert run.name == "low-0"
+
+
+def test_shipped_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their paths are those from a checkout; a study's own paths lead on from there."""
+    whole = load_run(RECIPE, model=MODEL)
+    runs = planned_runs(load_study(STUDY))
+    monkeypatch.chdir(tmp_path)
+    assert load_run(RECIPE.relative_to(ROOT), model=MODEL.relative_to(ROOT)) == whole
+    assert [run.tree for run in planned_runs(load_study(STUDY.relative_to(ROOT)))] == [run.tree for run in runs]
+    with pytest.raises(ConfigError, match=f"{tmp_path}/configs/recipes/demon.yaml: no such configuration file"):
+        load_run(Path("configs/recipes/demon.yaml"))
+
+
+def test_a_file_in_the_working_folder_comes_before_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "recipes").mkdir(parents=True)
+    own = written(Path("configs/recipes/demo.yaml"), {"model": SMALL})
+    assert read_recipe(own) == {"model": SMALL}
