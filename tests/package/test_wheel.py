@@ -80,6 +80,7 @@ class Environment:
         self.bin, self.work = folder / "venv" / "bin", folder / "work"
         self.work.mkdir()
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        self._install("--upgrade", "pip")  # older ones take twice as long to resolve
         torch = f"torch=={importlib.metadata.version('torch')}"
         # the CPU build is in an index of its own where the usual one has none
         if self._install(torch, check=False):
