@@ -74,7 +74,7 @@ def plan(
 
     settings = None if config is None else load_run(config, overrides or [], model)
     report = _report(settings, stages, micro_batches, chunks, bptt_chunks, dp)
-    figures = report.as_dict()
+    figures = report.to_dict()
     pictures = {} if draw_schedule is None else draw_report(report, draw_schedule, recorded)
     figures |= {name: str(path) for name, path in pictures.items()}
     if as_json:

@@ -36,8 +36,8 @@ class LzmaReport:
     """Each document compressed on its own."""
     documents: tuple[LzmaDocument, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return asdict(self)
 
 

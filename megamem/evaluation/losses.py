@@ -77,8 +77,8 @@ class LossReport:
     """Nats per token everywhere else; None if no document is longer than a chunk."""
     documents: tuple[DocumentLoss, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return asdict(self)
 
 

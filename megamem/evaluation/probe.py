@@ -26,8 +26,8 @@ class MemoryReport:
     memory_off_by_chunk: tuple[Bucket, ...]
     """Losses with the memory off, by index of the chunk in its document."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return asdict(self)
 
 

@@ -59,8 +59,8 @@ class EvaluationResult:
         """Return plain data for JSON: the figures, and the reports under `losses`, `memory`, `sliding` and `lzma`."""
         return {
             **self.figures(),
-            "losses": self.losses.as_dict(),
-            "memory": self.memory.as_dict(),
-            "sliding": self.sliding.as_dict() if self.sliding else None,
-            "lzma": self.lzma.as_dict() if self.lzma else None,
+            "losses": self.losses.to_dict(),
+            "memory": self.memory.to_dict(),
+            "sliding": self.sliding.to_dict() if self.sliding else None,
+            "lzma": self.lzma.to_dict() if self.lzma else None,
         }

@@ -28,8 +28,8 @@ class SlidingReport:
     """The same tokens read once from start to end."""
     plain_perplexity: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return asdict(self)
 
 

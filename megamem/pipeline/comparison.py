@@ -32,8 +32,8 @@ class ScheduleReport:
         """Return the same for 1F1B, in chunks: each of its units holds all chunks of a sequence."""
         return [self.chunks * self.one_f_one_b.peak_units(stage) for stage in range(self.stages)]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return {
             "stages": self.stages,
             "micro_batches": self.micro_batches,

@@ -13,7 +13,7 @@ NAME = "schedule-stage{stage}.json"
 
 def write_record(folder: Path, stage: int, stages: int, events: list[Event]) -> None:
     """Write what one stage did."""
-    text = json.dumps(Timeline(stages, tuple(events)).as_dict())
+    text = json.dumps(Timeline(stages, tuple(events)).to_dict())
     (folder / NAME.format(stage=stage)).write_text(text + "\n", encoding="utf-8")
 
 

@@ -62,8 +62,8 @@ class Timeline:
                 live -= 1
         return peak
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
         return {
             "stages": self.stages,
             "events": [
@@ -73,7 +73,7 @@ class Timeline:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Timeline:
-        """Return the timeline that `as_dict` described."""
+        """Return the timeline that `to_dict` described."""
         events = (Event(stage, Action(*what), start, end) for stage, *what, start, end in data["events"])
         return Timeline(data["stages"], tuple(events))
 

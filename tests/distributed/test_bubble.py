@@ -89,7 +89,7 @@ def timed_run(topology, chunks, bptt_chunks, duration, spanning):
     executor.run(order, batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
     timeline = Timeline(STAGES, tuple(executor.events))
     return {
-        "events": timeline.as_dict(),
+        "events": timeline.to_dict(),
         "bubble": bubble_of(timeline),
         "peak": executor.peak_units,
         "gradient": float(stage.weight.grad or 0),

@@ -35,10 +35,10 @@ def figures(stage, topology):
     texts = documents(*LENGTHS)
     evaluator = Evaluator(stage, topology, rows=2)
     return {
-        "losses": evaluator.losses(texts).as_dict(),
-        "bounded": evaluator.losses(texts, max_tokens=BOUND).as_dict(),
-        "sliding": evaluator.sliding_losses(texts, stride=4).as_dict(),
-        "memory": evaluator.memory_use(texts).as_dict(),
+        "losses": evaluator.losses(texts).to_dict(),
+        "bounded": evaluator.losses(texts, max_tokens=BOUND).to_dict(),
+        "sliding": evaluator.sliding_losses(texts, stride=4).to_dict(),
+        "memory": evaluator.memory_use(texts).to_dict(),
     }
 
 
@@ -115,7 +115,7 @@ def every_mechanism_under_zero_3(topology):
 
 
 def losses_of(stage, topology):
-    return Evaluator(stage, topology, rows=2).losses(documents(*LENGTHS)).as_dict()
+    return Evaluator(stage, topology, rows=2).losses(documents(*LENGTHS)).to_dict()
 
 
 def all_layouts(payload):

@@ -151,8 +151,8 @@ def test_progress_counts_calls():
 
 def test_the_report_is_plain_json():
     report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(documents(20, 9))
-    assert json.loads(json.dumps(report.as_dict())) == json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert report.as_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
+    assert json.loads(json.dumps(report.to_dict())) == json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert report.to_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
 
 
 def test_bits_per_byte_needs_the_bytes_of_every_document():

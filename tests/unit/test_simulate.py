@@ -279,8 +279,8 @@ def test_a_schedule_for_shorter_windows_cannot_run_longer_ones():
 
 def test_timelines_survive_json():
     timeline = simulate(chunk_schedule(3, 2, 4, 2), 2, even_cost(1.25, 2.5), transfer=0.1)
-    text = json.dumps(timeline.as_dict())
+    text = json.dumps(timeline.to_dict())
     again = Timeline.from_dict(json.loads(text))
     assert again == timeline
     assert len(again.events) == 3 * 2 * 2 * 4
-    assert json.dumps(again.as_dict()) == text
+    assert json.dumps(again.to_dict()) == text
