@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
+from megamem.config.mup import MupConfig, share
 from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ class MixerConfig(ConfigModel):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""
+        return 0
+
+    def missing_in_last_layer(self, model: ModelConfig) -> int:
+        """Return how many of the `extra_parameters` the last layer has not: those that write for the layer above."""
+        return 0
+
+    def side_rows(self, model: ModelConfig) -> int:
+        """Return how many side rows go up through such a layer with the last tokens of each chunk; 0 for most.
+
+        All layers that take side rows share one set of them, and others let it pass by.
+        """
         return 0
 
     def training_window(self, model: ModelConfig) -> int:
@@ -142,22 +154,6 @@ class LayerMixer(ConfigModel):
     """0-based indices of the layers that get it (the ninth layer of a paper is 8)."""
     mixer: AnyMixer
     """The mixer of these layers."""
-
-
-class MupConfig(ConfigModel):
-    """Maximal update parametrization (Tensor Programs V, Yang et al. 2022): what a narrower base model looks like.
-
-    At the base model's shape nothing differs from the standard parametrization.
-    """
-
-    base_width: PositiveInt
-    """hidden_size of the base model, for which optimizer.lr and init_std are meant."""
-    base_heads: PositiveInt | None = None
-    """Heads of the base model; if not given, as many fewer as it is narrower, so that head_dim does not grow."""
-    base_kv_heads: PositiveInt | None = None
-    """Key/value heads of the base model; if not given, so that as many query heads share one."""
-    base_ffn_size: PositiveInt | None = None
-    """Inner width of the base model's MLP; if not given, as much less as it is narrower, or by the rule of ffn_size."""
 
 
 class ModelConfig(ConfigModel):
@@ -283,8 +279,8 @@ class ModelConfig(ConfigModel):
             return self
         inner = self.heads * self.resolved_head_dim
         heads = self.mup.base_heads or self._narrowed("heads", self.heads)
-        kv = self.mup.base_kv_heads or _share("kv_heads", self.resolved_kv_heads * heads, self.heads)
-        width = _share("head_dim", self._narrowed("heads * head_dim", inner), heads)
+        kv = self.mup.base_kv_heads or share("kv_heads", self.resolved_kv_heads * heads, self.heads)
+        width = share("head_dim", self._narrowed("heads * head_dim", inner), heads)
         ffn = self.mup.base_ffn_size or (self.ffn_size and self._narrowed("ffn_size", self.ffn_size))
         narrow = {
             "hidden_size": self.mup.base_width, "heads": heads, "kv_heads": kv, "head_dim": width, "ffn_size": ffn,
@@ -294,7 +290,7 @@ class ModelConfig(ConfigModel):
     def _narrowed(self, name: str, size: int) -> int:
         """Return a size as much smaller as the base model is narrower. Raises ValueError naming it."""
         assert self.mup is not None
-        return _share(name, size * self.mup.base_width, self.hidden_size)
+        return share(name, size * self.mup.base_width, self.hidden_size)
 
     @property
     def score_scale(self) -> float:
@@ -314,6 +310,17 @@ class ModelConfig(ConfigModel):
     def layer_model(self) -> ModelConfig:
         """The model as its layers see it, which is the one that mixers are given."""
         return self.architecture.layer_model(self)
+
+    @property
+    def side_rows(self) -> int:
+        """The side rows that go up the layers with the last tokens of each chunk; 0 where no mixer takes any."""
+        inner = self.layer_model
+        return max(self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """The rows that layers read of each chunk: tokens, rows of the architecture and side rows."""
+        return self.layer_model.chunk_size + self.side_rows
 
     def component_specs(self) -> dict[str, StateSpec]:
         """Return the declared state of the whole model by component: each layer, and memories that span the model."""
@@ -355,6 +362,7 @@ class ModelConfig(ConfigModel):
                 seen.add(layer)
         self.architecture.check(self)
         inner = self.layer_model
+        self._check_side_rows()
         for layer in range(self.layers):
             try:
                 self.mixer_at(layer).check(inner)
@@ -375,9 +383,18 @@ class ModelConfig(ConfigModel):
                 raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
         return self
 
-
-def _share(name: str, amount: int, parts: int) -> int:
-    """Return amount / parts. Raises ValueError naming the size if that is no whole number."""
-    if amount % parts:
-        raise ValueError(f"{name} would be {amount / parts:g}; give another base_width, base_heads or base_kv_heads")
-    return amount // parts
+    def _check_side_rows(self) -> None:
+        """Raise ValueError where layers do not agree on the side rows they share, or nobody would carry them."""
+        inner, counts = self.layer_model, dict[int, int]()
+        for layer in range(self.layers):
+            if count := self.mixer_at(layer).side_rows(inner):
+                counts.setdefault(count, layer)
+        if len(counts) > 1:
+            given = " and ".join(f"{count} (layer {layer})" for count, layer in counts.items())
+            raise ValueError(f"layers share one set of side rows, but are given {given}; use one number for all")
+        if counts and self.architecture.kind != "decoder":
+            (layer,) = counts.values()
+            raise ValueError(
+                f"architecture {self.architecture.kind} carries no side rows, which {self.mixer_at(layer).kind} "
+                f"(layer {layer}) takes up the layers; use architecture decoder"
+            )

@@ -311,9 +311,9 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        rows = model.layer_model.chunk_size
-        if self.parallel.sequence_parallel and rows % tp:
-            added = f" with {rows - model.chunk_size} rows of the architecture" if rows > model.chunk_size else ""
+        rows = model.rows_per_chunk
+        if self.parallel.sequence_parallel and (rows % tp or model.chunk_size % tp):
+            added = f" with {rows - model.chunk_size} rows beside the tokens" if rows > model.chunk_size else ""
             raise ValueError(
                 f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
                 f"parallel.tp {tp}"

@@ -24,9 +24,9 @@ def head_flops(model: ModelConfig) -> int:
     return 2 * model.hidden_size * model.resolved_padded_vocab_size
 
 
-def rows_per_token(model: ModelConfig) -> float:
-    """Return the rows that layers read for each token: more than one where an architecture adds rows to the chunks."""
-    return model.layer_model.chunk_size / model.chunk_size
+def chunk_rows(model: ModelConfig, mixer: MixerConfig) -> int:
+    """Return the rows of a chunk that layers with `mixer` read: tokens, rows of the architecture and side rows."""
+    return model.layer_model.chunk_size + mixer.side_rows(model.layer_model)
 
 
 def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
@@ -36,17 +36,20 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
     """
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    inside, rows = model.layer_model, rows_per_token(model)
+    inside = model.layer_model
+    rows = [chunk_rows(model, mixer) / model.chunk_size for mixer in mixers]
+    projected = sum(n * mixer.projection_parameters(inside) for n, mixer in zip(rows, mixers, strict=True))
     parts: dict[str, Flops] = {
-        "projections": product(rows * 2 * sum(mixer.projection_parameters(inside) for mixer in mixers)),
-        "mlp": product(rows * 2 * model.layers * model.mlp_matrices),
+        "projections": product(2 * projected),
+        "mlp": product(2 * sum(rows) * model.mlp_matrices),
         "head": product(head_flops(model)),
     }
     # layers with equal mixers cost the same
     counts = Counter(mixer.model_dump_json() for mixer in mixers)
     for mixer in {mixer.model_dump_json(): mixer for mixer in mixers}.values():
-        layers = rows * counts[mixer.model_dump_json()]
-        for name, flops in mixer.mixing_flops(inside, round(rows * sequence_length), causal).items():
+        per_token = chunk_rows(model, mixer) / model.chunk_size
+        layers = per_token * counts[mixer.model_dump_json()]
+        for name, flops in mixer.mixing_flops(inside, round(per_token * sequence_length), causal).items():
             more = Flops(layers * flops.forward, layers * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
@@ -75,9 +78,10 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
     The embedding costs none: its rows are looked up.
     """
     layers = []
-    inside, rows = model.layer_model, rows_per_token(model)
+    inside = model.layer_model
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
+        rows = chunk_rows(model, mixer) / model.chunk_size
         mixing = mixer.mixing_flops(inside, round(rows * sequence_length), True).values()
         # the backward of a product with weights is two products: for the input's and for the weights' gradient
         own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
@@ -90,14 +94,16 @@ def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops
 
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
     """
-    mixer, inside, rows = model.mixer_at(layer), model.layer_model, rows_per_token(model)
+    mixer, inside = model.mixer_at(layer), model.layer_model
+    size = chunk_rows(model, mixer)
+    rows = size / model.chunk_size
     dense = dense_flops(inside, mixer)
     costs = []
     # mixing FLOPs of the sequence up to the chunk before, times its chunks
     forward_before = backward_before = 0.0
     for chunk in range(chunks):
         # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        mixing = mixer.mixing_flops(inside, (chunk + 1) * inside.chunk_size, True).values()
+        mixing = mixer.mixing_flops(inside, (chunk + 1) * size, True).values()
         forward = (chunk + 1) * sum(flops.forward for flops in mixing)
         backward = (chunk + 1) * sum(flops.backward for flops in mixing)
         chunk_forward, chunk_backward = dense + forward - forward_before, 2 * dense + backward - backward_before

@@ -28,16 +28,21 @@ class LayerParameters:
 
 def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     """Return the parameters of each layer."""
-    mixers, inside = [model.mixer_at(layer) for layer in range(model.layers)], model.layer_model
-    return [
-        LayerParameters(
-            mixer.projection_parameters(inside),
-            model.mlp_matrices,
-            model.layer_vectors,
-            mixer.extra_parameters(inside),
+    inside, layers = model.layer_model, []
+    for layer in range(model.layers):
+        mixer = model.mixer_at(layer)
+        memory = mixer.extra_parameters(inside)
+        if layer == model.layers - 1:
+            memory -= mixer.missing_in_last_layer(inside)
+        layers.append(
+            LayerParameters(mixer.projection_parameters(inside), model.mlp_matrices, model.layer_vectors, memory)
         )
-        for mixer in mixers
-    ]
+    return layers
+
+
+def row_parameters(model: ModelConfig) -> int:
+    """Return the parameters of learned rows beside the tokens: those of the architecture, and side rows."""
+    return model.architecture.extra_parameters(model) + model.side_rows * model.hidden_size
 
 
 def vocabulary_parameters(model: ModelConfig) -> int:
@@ -51,8 +56,8 @@ def embedding_parameters(model: ModelConfig) -> int:
 
 
 def first_stage_parameters(model: ModelConfig) -> int:
-    """Return what the first stage of a pipeline holds besides layers: the embedding, and rows of the architecture."""
-    return embedding_parameters(model) + model.architecture.extra_parameters(model)
+    """Return what the first stage of a pipeline holds besides layers: the embedding, and rows beside the tokens."""
+    return embedding_parameters(model) + row_parameters(model)
 
 
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
@@ -60,14 +65,15 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
 
     Keys: `embedding` (with learned positions), `head` (0 if tied), `attention` (query, key, value and output
     projections), `mlp`, `norms` (with all biases), `memory` (what mixers have besides their projections, and what
-    memories that span the model have), their sum `total`, and `non_embedding` (`total` without `embedding` and `head`).
+    memories that span the model and side rows have), their sum `total`, and `non_embedding` (`total` without
+    `embedding` and `head`).
     """
     layers = layer_parameters(model)
     inner = {
         "attention": sum(layer.attention for layer in layers),
         "mlp": sum(layer.mlp for layer in layers),
         "norms": sum(layer.norms for layer in layers) + model.norm_vectors,
-        "memory": sum(layer.memory for layer in layers) + model.architecture.extra_parameters(model),
+        "memory": sum(layer.memory for layer in layers) + row_parameters(model),
     }
     outer = {
         "embedding": embedding_parameters(model),

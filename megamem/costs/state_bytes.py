@@ -57,7 +57,7 @@ def model_state_bytes(
     if context_tokens < 0:
         raise ValueError(f"context_tokens must not be negative, got {context_tokens}")
     chunks, open_tokens = divmod(context_tokens, model.chunk_size)
-    # inside a chunk, layers have also read the rows that the architecture puts before its tokens
+    # inside a chunk, layers have also read the rows that the architecture puts before its tokens; side rows leave none
     added = model.layer_model.chunk_size - model.chunk_size
     sizes = state_sizes(model, rows, open_tokens + added if open_tokens else 0)
     total = {"memory": 0, "open": 0}

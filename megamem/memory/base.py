@@ -98,6 +98,9 @@ class Chunk:
     """The position of the call's first token in its document, for each batch row (host integers). 0: a document starts
     here, its memory is fresh. Negative: the row begins with that many tokens of left padding; mixers see calls in which
     such a row is padding only, and what they make of it is forgotten at position 0."""
+    side_rows: int = 0
+    """How many of the call's last places are no tokens but side rows, which some mixers take up through the layers
+    (`MixerConfig.side_rows`): a fixed number of them in the call that ends a chunk, 0 in all others."""
 
     @property
     def rows(self) -> int:
@@ -196,6 +199,8 @@ class Mixer(Stateful, nn.Module, ABC):
 
     differentiable_state = True
     """Whether gradients may flow into the incoming state; False where the paper stops them there."""
+    takes_side_rows = False
+    """Whether side rows pass through this layer (`Chunk.side_rows`); if not, they are carried past it."""
 
     def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
         super().__init__()
@@ -213,6 +218,17 @@ class Mixer(Stateful, nn.Module, ABC):
             chunk: where the tokens lie in their documents.
         Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.
         """
+
+    def after_layer(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        """Take what the whole layer has made of a call: for memories that are written behind the MLP.
+
+        Args:
+            hidden: [tokens and side rows, batch, hidden_size], the residual stream after the MLP.
+            state: as `forward` returned it.
+            chunk: where the tokens lie in their documents.
+        Returns: the residual stream for the next layer, and the new state.
+        """
+        return hidden, state
 
 
 def select_state_rows(specs: StateSpec, state: State, index: Tensor) -> State:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, Losses, Mixer, State, detach
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
@@ -75,6 +76,11 @@ def make_standalone(mixer: Mapping[str, Any], sizes: Mapping[str, Any], layer: i
     """
     tree = {**sizes, "layers": layer + 1, "mixer": dict(mixer)}
     model = parse_config(ModelConfig, {k: v for k, v in tree.items() if v is not None}, "megamem.mixer")
+    if model.side_rows:
+        raise ConfigError(
+            f"megamem.mixer: {mixer['kind']} with these options hands rows from layer to layer and cannot stand alone; "
+            "build a whole model with megamem.build_model"
+        )
     built = StandaloneMixer(model.mixer_at(layer).build(model, PlainLinears(), layer))
     initialize_parameters(built, seed)
     return built

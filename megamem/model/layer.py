@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
@@ -17,6 +18,7 @@ class Layer(nn.Module):
     def __init__(self, model: ModelConfig, linears: Linears, layer: int) -> None:
         """Build the layer; model: as its layers see it (`ModelConfig.layer_model`)."""
         super().__init__()
+        self.linears = linears
         self.mixer_norm = make_norm(model, linears)
         self.mixer = model.mixer_at(layer).build(model, linears, layer)
         self.mlp_norm = make_norm(model, linears)
@@ -26,11 +28,22 @@ class Layer(nn.Module):
         """Read one call's tokens.
 
         Args:
-            hidden: [tokens, batch, hidden_size], the residual stream.
+            hidden: [tokens and side rows, batch, hidden_size], the residual stream.
             state: of the mixer.
             chunk: where the tokens lie in their documents.
         Returns: the residual stream after the layer, the mixer's new state and auxiliary losses.
         """
+        if chunk.side_rows and not self.mixer.takes_side_rows:
+            return self._beside_side_rows(hidden, state, chunk)
         mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
         hidden = hidden + mixed
-        return hidden + self.mlp(self.mlp_norm(hidden)), state, losses
+        hidden = hidden + self.mlp(self.mlp_norm(hidden))
+        hidden, state = self.mixer.after_layer(hidden, state, chunk)
+        return hidden, state, losses
+
+    def _beside_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Read the tokens alone; the side rows of hidden [tokens and side rows, batch, hidden_size] pass unchanged."""
+        whole = self.linears.join_tokens(hidden)
+        tokens, side = whole.split((whole.shape[0] - chunk.side_rows, chunk.side_rows))
+        own, state, losses = self.forward(self.linears.split_tokens(tokens), state, Chunk(chunk.starts))
+        return self.linears.split_tokens(torch.cat((self.linears.join_tokens(own), side))), state, losses

@@ -61,8 +61,10 @@ class Stage(nn.Module, ABC):
     """The layers of this stage by their number in the whole model."""
     embedding: nn.Module
     """The token embedding: on the first stage, and on the last one where the output head is tied to it."""
-    one_grid = False
-    """Whether all rows of a call must be at the same place of their chunks (documents may begin in any of them)."""
+    rows_before = 0
+    """Rows that layers read in front of each chunk's tokens."""
+    rows_behind = 0
+    """Rows that layers read behind each chunk's tokens, in the call that ends it."""
 
     def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
         """Note the configuration; subclasses build the modules. layers: those of this stage."""
@@ -138,10 +140,50 @@ class Stage(nn.Module, ABC):
                 kind = self.config.mixer_at(int(name.removeprefix("layers."))).kind
             raise ContractError(f"model.{name} ({kind}): {error}") from None
 
+    @property
+    def one_grid(self) -> bool:
+        """Whether all rows of a call must be at the same place of their chunks (documents may begin in any of them)."""
+        return self.rows_before + self.rows_behind > 0
+
+    def rows_around(self, start: int, tokens: int) -> tuple[int, int]:
+        """Rows before and behind `tokens` tokens from position `start` on: where a chunk begins, and where it ends.
+
+        Raises: ValueError if a chunk ends inside the call and rows would have to stand there.
+        """
+        if not self.one_grid:
+            return 0, 0
+        size = self.config.chunk_size
+        place = start % size
+        if place + tokens > size:
+            raise ValueError(f"{tokens} tokens from place {place} of a chunk of {size} run across its end")
+        ends = place + tokens == size
+        return (0 if place else self.rows_before), (self.rows_behind if ends else 0)
+
+    def tokens_of(self, entered: Tensor, chunk: Chunk) -> int:
+        """Return how many tokens a call reads, all ranks' together.
+
+        entered: what `read_chunk` takes, ids [tokens, batch] or hidden [tokens and rows around, batch, hidden_size].
+        """
+        if self.first:
+            return entered.shape[0]
+        count = entered.shape[0] * (self.linears.tp_size if self.linears.sequence_parallel else 1)
+        if not self.one_grid:
+            return count
+        size = self.config.chunk_size
+        place = chunk.starts[0] % size
+        count -= 0 if place else self.rows_before
+        return count - self.rows_behind if place + count > size else count
+
+    def check_grid(self, chunk: Chunk) -> None:
+        """Raise ValueError if batch rows stand at different places of their chunks where they must not."""
+        places = {start % self.config.chunk_size for start in chunk.starts}
+        if self.one_grid and len(places) > 1:
+            raise ValueError(f"rows at places {sorted(places)} of their chunks cannot be read in one call")
+
     def border_shape(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
         """Shape of what passes from stage to stage on this rank, where `tokens` from position `start` on are read."""
         split = self.linears.tp_size if self.linears.sequence_parallel else 1
-        return tokens // split, rows, self.config.hidden_size
+        return (tokens + sum(self.rows_around(start, tokens))) // split, rows, self.config.hidden_size
 
     def memories_change(self, start: int, tokens: int) -> bool:
         """Whether the last stage writes the memories that span the model when it reads `tokens` from `start` on."""
@@ -152,10 +194,12 @@ class Stage(nn.Module, ABC):
         """Read one call's tokens, at most a chunk.
 
         Args:
-            x: token ids [tokens, batch] int64 on the first stage, else hidden [tokens, batch, hidden_size].
+            x: token ids [tokens, batch] int64 on the first stage, else hidden [tokens, batch, hidden_size] with the
+                rows around them (`border_shape`).
             states: of `components`. They belong to the caller and are not written to.
             chunk: where the tokens lie in their documents; rows at position 0 start afresh.
-        Returns: hidden (on the last stage after the final norm), new states, auxiliary losses summed over layers.
+        Returns: hidden (on the last stage of the tokens alone, after the final norm), new states, auxiliary losses
+            summed over layers.
         Raises: ValueError if left padding ends inside the call while tokens are split over ranks.
         """
 

@@ -101,7 +101,7 @@ def step_peak(
     # the hidden chunk that comes in, of one tensor-parallel rank
     element = DTYPES[config.training.precision].itemsize
     split = tp_size if parallel.sequence_parallel else 1
-    hidden = model.layer_model.chunk_size // split * rows * model.hidden_size * element
+    hidden = model.rows_per_chunk // split * rows * model.hidden_size * element
 
     # the chunks, played through; after so many micro-batches the schedule repeats itself
     repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2

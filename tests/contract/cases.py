@@ -279,7 +279,17 @@ ALL_CASES = [
     ),
 ]
 
+RISING = {"kind": "melodi", "form": "rising"}
 ALL_ARCHITECTURES = [
+    Case("decoder", "rising", {}, inside={**RISING, "summaries": 4}),
+    Case(
+        "decoder",
+        "rising_apart",
+        {},
+        queries_per_key=2,
+        inside={**RISING, "summaries": 2, "memories": 3, "long_memory": 7, "long_increment": 2, "gate_init": -1.0},
+    ),
+    Case("decoder", "rising_one", {}, core=False, inside={**RISING, "summaries": 1}),
     Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
     Case(
         "recurrent_memory",
@@ -301,7 +311,8 @@ ALL_ARCHITECTURES = [
         "recurrent_memory", "elastic", {"memory_tokens": 2}, core=False, inside={"kind": "elastic_memory", "order": 5}
     ),
 ]
-"""Architectures besides the plain decoder, in whose layers the mixers' cases run."""
+"""Whole models: architectures besides the plain decoder, in whose layers the mixers' cases run, and mixers whose rows
+rise from layer to layer."""
 
 CHOSEN = os.environ.get("MEGAMEM_CASES", "").split(",")
 CASES = [case for case in ALL_CASES if case.core or case.kind in CHOSEN or CHOSEN == ["all"]]

@@ -109,7 +109,7 @@ def world(payload: None) -> dict[str, Any]:
 
 def splits(case: Case, tp: int, split: bool) -> bool:
     """Whether the rows that layers read of a chunk can be split over the ranks, where they are to be."""
-    return not split or case.model().layer_model.chunk_size % tp == 0
+    return not split or case.model().rows_per_chunk % tp == 0
 
 
 def joined(parts: list[Tensor], axis: int | None) -> Tensor:

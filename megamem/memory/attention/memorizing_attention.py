@@ -11,24 +11,22 @@ gradients through it. The gate is section 3.2 of the original.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
-import torch
 from pydantic import PositiveInt, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach
 from megamem.memory.shared.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.shared.blocks import BlockSlice
+from megamem.memory.shared.cosine import CosineScale, cosine_pair
 from megamem.memory.shared.gate import MemoryGate, gated
 from megamem.memory.shared.queue import entry_counts, push, queued, readable
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
-from megamem.ops.unit import unit
-from megamem.parallel.linears import Linears, constant, declare
+from megamem.parallel.linears import Linears
 
 INITIAL_SCALE = 20.0
 """What products of normalized queries and keys are multiplied by at the start."""
@@ -104,19 +102,6 @@ class MemorizingAttentionConfig(MixerConfig):
         return MemorizingAttention(self, model, linears)
 
 
-class CosineScale(nn.Module):
-    """A learned positive number per head, by which cosines of queries and keys are multiplied."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        start = constant(math.log(INITIAL_SCALE))
-        self.log = declare(nn.Parameter(torch.empty(heads)), start, shard_axis=0)
-
-    def forward(self) -> Tensor:
-        """Return the scales [local heads]."""
-        return self.log.exp()
-
-
 class MemorizingAttention(BlockAttention):
     """Block attention beside attention to a first-in-first-out queue of earlier keys and values."""
 
@@ -125,7 +110,9 @@ class MemorizingAttention(BlockAttention):
         self.config = config
         self.differentiable_state = not config.stop_gradient
         self.gate = MemoryGate(model, linears, config.gate_init) if config.gate == "sigmoid" else None
-        self.cosine_scale = CosineScale(model.heads // linears.tp_size) if config.normalize_keys else None
+        self.cosine_scale = (
+            CosineScale(model.heads // linears.tp_size, INITIAL_SCALE) if config.normalize_keys else None
+        )
         if config.normalize_keys:
             # the learned scale takes the place of the one that depends on the width
             self.score_scale = 1.0
@@ -139,9 +126,7 @@ class MemorizingAttention(BlockAttention):
         query, key, value = super().project(hidden)
         if self.cosine_scale is None:
             return query, key, value
-        # attention kernels divide by sqrt(head_dim), which cancels here
-        scale = (self.cosine_scale() * self.width**0.5)[:, None].to(query.dtype)
-        return unit(query) * scale, unit(key), value
+        return *cosine_pair(query, key, self.cosine_scale()), value
 
     def entries(self, block_slice: BlockSlice) -> list[int]:
         """Return how many tokens of each row's document are in the queue: those of its finished blocks."""

@@ -33,6 +33,8 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.check`."""
         for mixer in self.mixers:
             mixer.check(model)
+            if mixer.side_rows(model):
+                raise ValueError(f"sequential carries no side rows, which {mixer.kind} takes up the layers")
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the states of all mixers, with `0_` before the names of the first."""

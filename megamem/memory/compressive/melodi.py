@@ -3,7 +3,8 @@
 Chen et al., "MELODI: Exploring Memory Compression for Long Contexts", 2025, in the form that the Elastic Memory paper
 ("Towards Compressive and Scalable Recurrent Memory") compares: memory passes from block to block within a layer, not
 from layer to layer. The original's long-term memory is an option: a queue to which each block's memory adds a few
-entries, read through a gate.
+entries, read through a gate. The original's summaries, which rise through the layers, are the form `rising`
+(`melodi_rising.py`).
 
     tokens of a block    z = softmax attention of their queries over [keys of the memory m | own keys, causal]
     its summary tokens   u, learned; their queries see [keys of m | keys of the block | their own]: z_u
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import State, StateSpec, TensorSpec, to_device
+from megamem.memory.compressive.melodi_rising import RisingMelodi, RisingSizes
 from megamem.memory.shared.block_attention import (
     BlockAttention,
     last_columns,
@@ -47,10 +49,16 @@ class MelodiConfig(MixerConfig):
 
     kind: Literal["melodi"] = "melodi"
     """`melodi`"""
+    form: Literal["layer", "rising"] = "layer"
+    """`layer`: each layer has summary tokens of its own, as the Elastic Memory paper compares. `rising`: one set of
+    summary rows goes up through all such layers, as in Melodi's own paper."""
     block: PositiveInt | None = None
     """Tokens summarized at once and attended locally; the chunk if not given. Divides model.chunk_size."""
     summaries: PositiveInt = 45
-    """Summary tokens U of the layer, and vectors of its memory (45 is the paper's 1x)."""
+    """Summary tokens U of the layer, and vectors of its memory (45 is the paper's 1x). With `rising` the rows that all
+    layers share."""
+    memories: PositiveInt | None = None
+    """With `rising`, vectors of the layer's memory; as many as `summaries` if not given."""
     long_memory: PositiveInt | None = None
     """Entries of a long-term memory besides, the oldest dropped first; none if not given. The original has 4096."""
     long_increment: PositiveInt = 32
@@ -66,9 +74,32 @@ class MelodiConfig(MixerConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _memories_fit(self) -> MelodiConfig:
+        if self.form == "layer" and self.memories not in (None, self.summaries):
+            raise ValueError(
+                f"memories {self.memories} other than summaries {self.summaries} needs form rising; form layer keeps "
+                "one vector per summary token"
+            )
+        return self
+
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
-        resolve_block(self.block, model)
+        block = resolve_block(self.block, model)
+        if self.form == "rising" and block != model.chunk_size:
+            raise ValueError(
+                f"block {self.block} does not go with form rising: rows rise once per chunk; leave it out or give "
+                f"model.chunk_size {model.chunk_size}"
+            )
+
+    def rising(self, model: ModelConfig) -> RisingSizes:
+        """Return the sizes of the form `rising` in a model."""
+        memories = self.memories or self.summaries
+        return RisingSizes(model.chunk_size, self.summaries, memories, self.long_memory, self.long_increment)
+
+    def side_rows(self, model: ModelConfig) -> int:
+        """See `MixerConfig.side_rows`."""
+        return self.summaries if self.form == "rising" else 0
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory, and keys, values and attention outputs of the open block.
@@ -78,6 +109,8 @@ class MelodiConfig(MixerConfig):
         nothing adds up. The long-term memory holds keys and values: projected again in every block, it would cost more
         than the block.
         """
+        if self.form == "rising":
+            return self.rising(model).state_specs(model)
         specs = {
             "memory": TensorSpec((self.summaries, "batch", "hidden")),
             **open_specs(model),
@@ -99,6 +132,8 @@ class MelodiConfig(MixerConfig):
         the memory is masked. The last block's memory is read by nobody and has no gradient (for a window that spans the
         sequence); the first block's is a constant, so that its projection has a gradient of the weights only.
         """
+        if self.form == "rising":
+            return self.rising(model).flops(model, sequence_length, causal)
         block, count = resolve_block(self.block, model), self.summaries
         blocks = -(-sequence_length // block)
         written = (blocks - 1) / blocks
@@ -133,12 +168,21 @@ class MelodiConfig(MixerConfig):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Count summary tokens and mixing weights, the mixing weights of the long-term memory, and its gate."""
+        if self.form == "rising":
+            return self.rising(model).parameters(model)
         short = self.summaries * (model.hidden_size + resolve_block(self.block, model) + self.summaries)
         long = self.summaries * self.long_increment + model.heads * model.resolved_head_dim
         return short + long * (self.long_memory is not None)
 
-    def build(self, model: ModelConfig, linears: Linears, layer: int) -> Melodi:
+    def missing_in_last_layer(self, model: ModelConfig) -> int:
+        """See `MixerConfig.missing_in_last_layer`."""
+        return self.rising(model).missing_in_last_layer(model) if self.form == "rising" else 0
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> Melodi | RisingMelodi:
         """See `MixerConfig.build`."""
+        if self.form == "rising":
+            last = layer == model.layers - 1
+            return RisingMelodi(self.rising(model), self.gate_init, last, model, linears)
         return Melodi(self, model, linears)
 
 

@@ -1,8 +1,17 @@
-"""The decoder: embedding, layers, final norm and output head, as in Llama 3 or GPT-2; memory lives in its layers."""
+"""The decoder: embedding, layers, final norm and output head, as in Llama 3 or GPT-2; memory lives in its layers.
+
+Where mixers take side rows, a set of learned rows joins the last tokens of each chunk at the bottom and goes up with
+them, across the borders of pipeline stages too; above the last layer it is dropped:
+
+    layer 2     x x x x | u u      u: side rows, `ModelConfig.side_rows` of them in the call that ends a chunk
+    layer 1     x x x x | u u      a layer that takes them changes them, others let them pass by
+    embedding   t t t t | w w      w: learned, the same in every chunk
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -16,7 +25,7 @@ from megamem.model.layer import Layer
 from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
 from megamem.model.stage import Stage, add_losses, meta_stage
-from megamem.parallel.linears import Linears, declare, normal
+from megamem.parallel.linears import Initializer, Linears, declare, normal
 
 
 @ARCHITECTURES.register
@@ -31,6 +40,21 @@ class DecoderConfig(ArchitectureConfig):
         return Decoder(model, linears, layers)
 
 
+class SideRows(nn.Module):
+    """The learned rows that enter the bottom layer behind the tokens of each chunk.
+
+    A module of its own, which is called: ZeRO 3 gathers a parameter by hooks of the module that owns it.
+    """
+
+    def __init__(self, count: int, width: int, start: Initializer) -> None:
+        super().__init__()
+        self.weight = declare(nn.Parameter(torch.empty(count, width)), start)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Put the rows behind tokens [tokens, batch, width]: [tokens and side rows, batch, width]."""
+        return torch.cat((tokens, self.weight[:, None].expand(-1, tokens.shape[1], -1)))
+
+
 class Decoder(Stage):
     """The layers `layers` of a decoder; the first stage embeds tokens, the last one has the output head."""
 
@@ -42,6 +66,9 @@ class Decoder(Stage):
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
             self.positions = declare(nn.Parameter(table), start)
+        self.rows_behind = model.side_rows
+        if self.first and model.side_rows:
+            self.side_rows = SideRows(model.side_rows, model.hidden_size, start)
         inner = model.layer_model
         self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
         if self.last:
@@ -64,6 +91,8 @@ class Decoder(Stage):
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_chunk`; x: ids [tokens, batch] or hidden [tokens, batch, hidden_size]."""
         hidden = self.embed(x, chunk) if self.first else x
+        if self.one_grid:
+            return self._read_with_side_rows(hidden, states, chunk, self.tokens_of(x, chunk))
         split = self.linears.sequence_parallel
         parts = chunk.padding_splits(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
         if len(parts) == 1:
@@ -80,6 +109,27 @@ class Decoder(Stage):
             outputs.append(output)
             losses = add_losses(losses, extra)
         return torch.cat(outputs), states, losses
+
+    def _read_with_side_rows(
+        self, hidden: Tensor, states: States, chunk: Chunk, tokens: int
+    ) -> tuple[Tensor, States, Losses]:
+        """Read a call that side rows join where a chunk ends.
+
+        Args:
+            hidden: [tokens, batch, hidden_size] on the first stage; with the side rows on the others.
+            states, chunk: as for `read_chunk`.
+            tokens: how many the call reads.
+        Returns: as `read_chunk`.
+        """
+        self.check_grid(chunk)
+        _, side = self.rows_around(chunk.starts[0], tokens)
+        # with tokens split over ranks, rows are added and dropped on the whole call
+        if side and self.first:
+            hidden = self.linears.split_tokens(self.side_rows(self.linears.join_tokens(hidden)))
+        hidden, states, losses = self.run_layers(hidden, states, replace(chunk, side_rows=side))
+        if side and self.last:
+            hidden = self.linears.split_tokens(self.linears.join_tokens(hidden)[:tokens])
+        return hidden, states, losses
 
     def embed(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         """Embed ids [tokens, batch], with learned positions if there are any: this rank's [tokens, batch, hidden]."""

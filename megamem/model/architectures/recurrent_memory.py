@@ -120,33 +120,16 @@ class MemoryRows(nn.Module):
 class RecurrentMemory(Decoder):
     """The layers `layers` of a decoder between memory rows; all rows of a call stand at the same place of a chunk."""
 
-    one_grid = True
-
     def __init__(self, model: ModelConfig, linears: Linears, layers: range, settings: RecurrentMemoryConfig) -> None:
         super().__init__(model, linears, layers)
         self.settings = settings
+        self.rows_before, self.rows_behind = settings.rows_before, settings.rows_behind
         if self.first and settings.form == "read_write":
             self.memory_rows = MemoryRows(model, linears, settings.memory_tokens)
-
-    def rows_around(self, start: int, tokens: int) -> tuple[int, int]:
-        """Rows before and behind `tokens` tokens from position `start` on: where a chunk begins, and where it ends.
-
-        Raises: ValueError if a chunk ends inside the call.
-        """
-        size = self.config.chunk_size
-        place = start % size
-        if place + tokens > size:
-            raise ValueError(f"{tokens} tokens from place {place} of a chunk of {size} run across its end")
-        ends = place + tokens == size
-        return (0 if place else self.settings.rows_before), (self.settings.rows_behind if ends else 0)
 
     def memories_change(self, start: int, tokens: int) -> bool:
         """See `Stage.memories_change`: where a chunk ends."""
         return (start + tokens) % self.config.chunk_size == 0
-
-    def border_shape(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
-        """See `Stage.border_shape`; with the memory's rows."""
-        return super().border_shape(tokens + sum(self.rows_around(start, tokens)), rows, start)
 
     def layer_chunk(self, chunk: Chunk) -> Chunk:
         """Where a call lies as its layers see it: every chunk of a document is longer by the memory's rows.
@@ -154,17 +137,15 @@ class RecurrentMemory(Decoder):
         Raises: ValueError if rows stand at different places of their chunks.
         """
         size, long = self.config.chunk_size, self.config.layer_model.chunk_size
-        places = {start % size for start in chunk.starts}
-        if len(places) > 1:
-            raise ValueError(f"rows at places {sorted(places)} of their chunks cannot be read in one call")
-        (place,) = places
+        self.check_grid(chunk)
+        place = chunk.starts[0] % size
         inside = self.settings.rows_before + place if place else 0
         return Chunk(tuple(start // size * long + inside for start in chunk.starts))
 
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_chunk`; x: ids [tokens, batch], or hidden [rows and tokens, batch, hidden_size]."""
         inside = self.layer_chunk(chunk)
-        tokens = x.shape[0] if self.first else self._tokens_of(x, chunk)
+        tokens = self.tokens_of(x, chunk)
         before, behind = self.rows_around(chunk.starts[0], tokens)
         hidden = x
         if self.first:
@@ -187,13 +168,6 @@ class RecurrentMemory(Decoder):
         if self.first:  # the memory stands until the chunk ends, or until the last stage sends a new one
             new_states[MEMORY] = states[MEMORY]
         return hidden, new_states, losses
-
-    def _tokens_of(self, x: Tensor, chunk: Chunk) -> int:
-        """Tokens among the rows of hidden x [rows and tokens, batch, hidden] that came from the stage below."""
-        split = self.linears.tp_size if self.linears.sequence_parallel else 1
-        place = chunk.starts[0] % self.config.chunk_size
-        count = x.shape[0] * split - (0 if place else self.settings.rows_before)
-        return count - self.settings.rows_behind if place + count > self.config.chunk_size else count
 
     def _with_rows(self, embedded: Tensor, memory: Tensor, chunk: Chunk, before: int, behind: int) -> Tensor:
         """Put the memory's rows around the tokens: this rank's [rows and tokens, batch, hidden].

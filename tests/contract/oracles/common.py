@@ -46,6 +46,18 @@ def attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     return sum((score / total * value for score, value in zip(scores, values, strict=True)), torch.zeros_like(query))
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, row by row of x [rows, width]."""
+    return torch.stack([row / torch.sqrt((row * row).mean() + eps) * weight for row in x])
+
+
+def swiglu(model, weights: dict[str, Tensor], prefix: str, hidden: Tensor) -> Tensor:
+    """What a layer's normalized SwiGLU adds to hidden [rows, hidden_size]; prefix: of the layer's parameters."""
+    normed = rms_norm(hidden, weights[f"{prefix}mlp_norm.weight"], model.norm_eps)
+    gate, up = normed @ weights[f"{prefix}mlp.gate.weight"].T, normed @ weights[f"{prefix}mlp.up.weight"].T
+    return (gate * torch.sigmoid(gate) * up) @ weights[f"{prefix}mlp.down.weight"].T
+
+
 def columns(rows: Tensor, first: int, last: int) -> Tensor:
     """Return tokens first .. last-1 of rows [tokens, heads, width] as [tokens, 1, heads, width]."""
     return rows[first:last].unsqueeze(1)

@@ -11,8 +11,10 @@ import importlib
 import torch
 from torch import Tensor
 
+from tests.contract.oracles.common import Answer, rms_norm, swiglu
 
-def run(settings, model, weights: dict[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
+
+def run(settings, model, weights: dict[str, Tensor], ids: Tensor) -> Answer:
     """Hidden states after the last norm [tokens, hidden_size], and the memory after the last whole chunk.
 
     Before there is one the state holds zeros, whatever the first memory is.
@@ -38,7 +40,8 @@ def run(settings, model, weights: dict[str, Tensor], ids: Tensor) -> tuple[Tenso
         outputs.append(hidden[count : count + len(tokens)])
         if whole:
             memory = hidden[-count:]
-    return torch.cat(outputs), memory if len(ids) >= size else torch.zeros_like(memory)
+    kept = memory if len(ids) >= size else torch.zeros_like(memory)
+    return Answer(torch.cat(outputs), {"memory_tokens": {"memory_tokens": kept[:, None]}})
 
 
 def layers(model, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
@@ -49,14 +52,7 @@ def layers(model, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
         own = {
             name.removeprefix(f"{prefix}mixer."): w for name, w in weights.items() if name.startswith(f"{prefix}mixer.")
         }
-        normed = norm(hidden, weights[f"{prefix}mixer_norm.weight"], model.norm_eps)
+        normed = rms_norm(hidden, weights[f"{prefix}mixer_norm.weight"], model.norm_eps)
         hidden = hidden + oracle.run(mixer, model, own, normed).output
-        normed = norm(hidden, weights[f"{prefix}mlp_norm.weight"], model.norm_eps)
-        gate, up = normed @ weights[f"{prefix}mlp.gate.weight"].T, normed @ weights[f"{prefix}mlp.up.weight"].T
-        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ weights[f"{prefix}mlp.down.weight"].T
-    return norm(hidden, weights["norm.weight"], model.norm_eps)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row."""
-    return torch.stack([row / torch.sqrt((row * row).mean() + eps) * weight for row in x])
+        hidden = hidden + swiglu(model, weights, prefix, hidden)
+    return rms_norm(hidden, weights["norm.weight"], model.norm_eps)
