@@ -36,6 +36,7 @@ class MixerConfig(ConfigModel):
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """Return the FLOPs per token of one layer besides its projections, by name, averaged over a sequence.
 
+        A layer that takes side rows counts them among its tokens, and `rising_flops` apart.
         causal: a query counts the keys it may see; False: whole rectangles of queries by keys.
         """
 
@@ -47,9 +48,13 @@ class MixerConfig(ConfigModel):
         """Return the number of parameters of one layer besides those projections."""
         return 0
 
-    def missing_in_last_layer(self, model: ModelConfig) -> int:
-        """Return how many of the `extra_parameters` the last layer has not: those that write for the layer above."""
+    def rising_parameters(self, model: ModelConfig) -> int:
+        """Return how many of these write side rows for a layer above, which the topmost such layer does without."""
         return 0
+
+    def rising_flops(self, model: ModelConfig) -> Flops:
+        """Return the FLOPs per token of writing side rows for a layer above."""
+        return Flops(0.0, 0.0)
 
     def side_rows(self, model: ModelConfig) -> int:
         """Return how many side rows go up through such a layer with the last tokens of each chunk; 0 for most.
@@ -316,6 +321,10 @@ class ModelConfig(ConfigModel):
         """The side rows that go up the layers with the last tokens of each chunk; 0 where no mixer takes any."""
         inner = self.layer_model
         return max(self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
+
+    def rows_rise_from(self, layer: int) -> bool:
+        """Return whether a layer above `layer` takes side rows."""
+        return any(self.mixer_at(above).side_rows(self.layer_model) for above in range(layer + 1, self.layers))
 
     @property
     def rows_per_chunk(self) -> int:

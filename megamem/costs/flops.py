@@ -45,13 +45,22 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
         "head": product(head_flops(model)),
     }
     # layers with equal mixers cost the same
-    counts = Counter(mixer.model_dump_json() for mixer in mixers)
-    for mixer in {mixer.model_dump_json(): mixer for mixer in mixers}.values():
-        per_token = chunk_rows(model, mixer) / model.chunk_size
-        layers = per_token * counts[mixer.model_dump_json()]
-        for name, flops in mixer.mixing_flops(inside, round(per_token * sequence_length), causal).items():
+    alike = [(mixer.model_dump_json(), model.rows_rise_from(layer)) for layer, mixer in enumerate(mixers)]
+    for kind, count in Counter(alike).items():
+        layer = alike.index(kind)
+        layers = rows[layer] * count
+        for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
             more = Flops(layers * flops.forward, layers * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
+    return parts
+
+
+def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: bool = True) -> dict[str, Flops]:
+    """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
+    mixer, inside = model.mixer_at(layer), model.layer_model
+    parts = mixer.mixing_flops(inside, sequence_rows, causal)
+    if mixer.side_rows(inside) and model.rows_rise_from(layer):
+        parts = {**parts, "side_rows": mixer.rising_flops(inside)}
     return parts
 
 
@@ -82,7 +91,7 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
         rows = chunk_rows(model, mixer) / model.chunk_size
-        mixing = mixer.mixing_flops(inside, round(rows * sequence_length), True).values()
+        mixing = mixing_flops(model, layer, round(rows * sequence_length)).values()
         # the backward of a product with weights is two products: for the input's and for the weights' gradient
         own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
         layers.append(rows * own)
@@ -103,7 +112,7 @@ def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops
     forward_before = backward_before = 0.0
     for chunk in range(chunks):
         # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        mixing = mixer.mixing_flops(inside, (chunk + 1) * size, True).values()
+        mixing = mixing_flops(model, layer, (chunk + 1) * size).values()
         forward = (chunk + 1) * sum(flops.forward for flops in mixing)
         backward = (chunk + 1) * sum(flops.backward for flops in mixing)
         chunk_forward, chunk_backward = dense + forward - forward_before, 2 * dense + backward - backward_before

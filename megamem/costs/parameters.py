@@ -32,8 +32,8 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
         memory = mixer.extra_parameters(inside)
-        if layer == model.layers - 1:
-            memory -= mixer.missing_in_last_layer(inside)
+        if not inside.rows_rise_from(layer):
+            memory -= mixer.rising_parameters(inside)
         layers.append(
             LayerParameters(mixer.projection_parameters(inside), model.mlp_matrices, model.layer_vectors, memory)
         )

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import STEPS, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import EVERY, GPT2, MUP, RECURRENT
+from tests.distributed.training_cases import EVERY, GPT2, MUP, RECURRENT, SIDE_ROWS
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +28,7 @@ WORLDS = {
         "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
         # the same with a memory of the whole model, which that document leaves behind
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
+        "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS, training={"recompute": True}),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),

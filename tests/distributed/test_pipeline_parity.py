@@ -5,7 +5,7 @@ import pytest
 from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, RECURRENT, ROWS
+from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, RECURRENT, ROWS, SIDE_ROWS
 
 pytestmark = pytest.mark.distributed
 
@@ -41,6 +41,7 @@ WORLDS = {
         "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
         "recurrent-memory": staged(2, 1, 1, 4, 2, 1, model=RECURRENT),
+        "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
         "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),
         "placed-by-measurement": staged(2, 1, 1, 4, 2, 0, parallel={"placement": "measured"}),
@@ -50,6 +51,7 @@ WORLDS = {
         "sequence-parallel": staged(2, 2, 1, 4, 2, 1, parallel={"sequence_parallel": True}),
         "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
         "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
+        "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
         "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
     },
 }

@@ -48,6 +48,16 @@ GPT2 = {
 RECURRENT = {"architecture": {"kind": "recurrent_memory", "memory_tokens": 2}}
 """Memory tokens that go from the last layer to the first, around the same layers."""
 
+RISING = {"kind": "melodi", "form": "rising", "summaries": 4}
+SIDE_ROWS = {
+    "mixer": {**RISING, "memories": 2},
+    "memory": [
+        {"layers": [1], "mixer": "local_attention"},
+        {"layers": [2], "mixer": {**RISING, "long_memory": 6, "long_increment": 3}},
+    ],
+}
+"""Summary rows that rise through the layers and pass one of them by."""
+
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 """Half as wide a base with as many heads: start values, learning rates, attention and tied logits all differ."""
 

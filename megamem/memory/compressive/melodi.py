@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from pydantic import PositiveInt, model_validator
 from torch import Tensor, nn
 
-from megamem.config.cost import Flops, attention_flops
+from megamem.config.cost import Flops, attention_flops, product
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import State, StateSpec, TensorSpec, to_device
 from megamem.memory.compressive.melodi_rising import RisingMelodi, RisingSizes
@@ -174,15 +174,18 @@ class MelodiConfig(MixerConfig):
         long = self.summaries * self.long_increment + model.heads * model.resolved_head_dim
         return short + long * (self.long_memory is not None)
 
-    def missing_in_last_layer(self, model: ModelConfig) -> int:
-        """See `MixerConfig.missing_in_last_layer`."""
-        return self.rising(model).missing_in_last_layer(model) if self.form == "rising" else 0
+    def rising_parameters(self, model: ModelConfig) -> int:
+        """See `MixerConfig.rising_parameters`."""
+        return self.rising(model).rising_parameters(model) if self.form == "rising" else 0
+
+    def rising_flops(self, model: ModelConfig) -> Flops:
+        """See `MixerConfig.rising_flops`."""
+        return product(2.0 * model.hidden_size * self.summaries)
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> Melodi | RisingMelodi:
         """See `MixerConfig.build`."""
         if self.form == "rising":
-            last = layer == model.layers - 1
-            return RisingMelodi(self.rising(model), self.gate_init, last, model, linears)
+            return RisingMelodi(self.rising(model), self.gate_init, model.rows_rise_from(layer), model, linears)
         return Melodi(self, model, linears)
 
 

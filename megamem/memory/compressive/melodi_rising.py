@@ -13,7 +13,7 @@ layer's memory holds from the chunk before, zeros at the start of a document:
     long-term    E+ = newest entries of [E; K and V of M_e^T [x'; u'] + b_e], read through a gate as in `melodi.py`
 
     layer l + 1   x x x x | u+            M act on places, each channel alike; all are this layer's own.
-                  ▲       ╲▲   ╲          The last layer has nothing to hand up and no M_u
+                  ▲       ╲▲   ╲          The topmost layer has nothing to hand up and no M_u
     layer l       x x x x | u   m+ ─► m of the next chunk
 
 Letters of shapes: B batch rows, L tokens of a chunk, U side rows, R = L + U, S memory vectors, H heads, D head_dim.
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamem.config.cost import Flops, attention_flops
+from megamem.config.cost import Flops, attention_flops, product
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns, open_specs
@@ -73,14 +73,14 @@ class RisingSizes:
         return specs
 
     def parameters(self, model: ModelConfig) -> int:
-        """Count what a layer has besides its projections, the last layer's missing ones included."""
+        """Count what a layer has besides its projections, `rising_parameters` included."""
         vectors = 2 * model.hidden_size + self._memory_vectors(model)
         short = vectors + self._mixing(self.memories) + self._mixing(self.summaries)
         if self.long_memory is None:
             return short
         return short + self._mixing(self.long_increment) + model.heads * model.resolved_head_dim
 
-    def missing_in_last_layer(self, model: ModelConfig) -> int:
+    def rising_parameters(self, model: ModelConfig) -> int:
         """Count M_u and b_u, and the norms where nothing else uses them."""
         return self._mixing(self.summaries) + (0 if self.memories == self.summaries else 2 * model.hidden_size)
 
@@ -93,10 +93,9 @@ class RisingSizes:
         return (self.rows + 1) * outputs
 
     def flops(self, model: ModelConfig, sequence_rows: int, causal: bool) -> dict[str, Flops]:
-        """Count FLOPs per row besides the projections, averaged over the chunks of a sequence.
+        """Count FLOPs per row besides the projections and M_u, averaged over the chunks of a sequence.
 
-        The memory after the last chunk is read by nobody and has no gradient (for a window that spans the sequence);
-        that before the first chunk is a constant, so that its projection has a gradient of the weights only.
+        The memory after the last chunk is read by nobody and has no gradient (for a window that spans the sequence).
         """
         chunks = -(-sequence_rows // self.rows)
         written = (chunks - 1) / chunks
@@ -107,9 +106,8 @@ class RisingSizes:
         mixing = 2 * model.hidden_size
         parts = {
             "attention": attention_flops(model.heads, width, seen),
-            "memory_retrieval": Flops(recalled, recalled * (1 + written)),
+            "memory_retrieval": product(recalled),
             "memory_update": Flops(mixing * self.memories, 2 * mixing * self.memories * written),
-            "summary_mixing": Flops(mixing * self.summaries, 2 * mixing * self.summaries),
         }
         if self.long_memory is None:
             return parts
@@ -153,8 +151,8 @@ class RisingMelodi(AttentionProjections):
 
     takes_side_rows = True
 
-    def __init__(self, sizes: RisingSizes, gate_init: float, last: bool, model: ModelConfig, linears: Linears) -> None:
-        """Build the mixer of a layer; last: whether it is the last one, from which no rows rise."""
+    def __init__(self, sizes: RisingSizes, gate_init: float, rises: bool, model: ModelConfig, linears: Linears) -> None:
+        """Build the mixer of a layer; rises: whether a layer above reads the summary rows that leave it."""
         super().__init__(model, linears, sizes.state_specs(model))
         self.rising = sizes
         # the learned scale takes the place of the one that depends on the width
@@ -164,9 +162,9 @@ class RisingMelodi(AttentionProjections):
         self.cosine_scale = CosineScale(model.heads // linears.tp_size, self.width**0.5)
         self.memory_norm = RowNorm(model.hidden_size, model.norm_eps)
         self.memory_mixing = RowMixing(sizes.rows, sizes.memories, init)
-        self.summary_mixing = None if last else RowMixing(sizes.rows, sizes.summaries, init)
+        self.summary_mixing = RowMixing(sizes.rows, sizes.summaries, init) if rises else None
         self.same = sizes.memories == sizes.summaries
-        if self.same or not last:
+        if self.same or rises:
             self.token_norm, self.summary_norm = (RowNorm(model.hidden_size, model.norm_eps) for _ in range(2))
         self.gate: MemoryGate | None = None
         if sizes.long_memory is not None:
