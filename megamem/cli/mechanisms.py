@@ -7,7 +7,8 @@ from megamem.cli.output import console, write_line
 
 def mechanisms() -> None:
     """List every registered mixer, architecture and objective with its fields."""
-    from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES
+    from megamem.config.model import ARCHITECTURES, MIXERS
+    from megamem.config.objective import OBJECTIVES
 
     for registry in (MIXERS, ARCHITECTURES, OBJECTIVES):
         write_line(f"{registry.noun}s")

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
-from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES, MixerConfig
+from megamem.config.model import ARCHITECTURES, MIXERS, MixerConfig
+from megamem.config.objective import OBJECTIVES
 from megamem.config.registry import Registry
 from megamem.config.run import RunConfig
 

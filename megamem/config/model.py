@@ -132,26 +132,6 @@ ARCHITECTURES: Registry[ArchitectureConfig] = Registry(
 AnyArchitecture = Annotated[SerializeAsAny[ArchitectureConfig], BeforeValidator(ARCHITECTURES.parse)]
 
 
-class ObjectiveConfig(ConfigModel):
-    """What a model is trained to predict. Subclasses add their own fields."""
-
-    kind: str
-    """Name of the objective."""
-
-    def check(self, model: ModelConfig) -> None:
-        """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
-
-    @abstractmethod
-    def build(self, model: ModelConfig) -> object:
-        """Build the `megamem.model.objective.Objective` for `model`."""
-
-
-OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")
-"""Every objective there is. A new one registers its configuration with `@OBJECTIVES.register`."""
-
-AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(OBJECTIVES.parse)]
-
-
 class LayerMixer(ConfigModel):
     """Another mixer for some layers."""
 

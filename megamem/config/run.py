@@ -11,7 +11,8 @@ from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
 from megamem.config.extensions import AnyCallback, AnySink
-from megamem.config.model import AnyObjective, ModelConfig
+from megamem.config.model import ModelConfig
+from megamem.config.objective import AnyObjective
 
 
 def _placement_is_plain(value: object) -> object:

@@ -7,7 +7,8 @@ from typing import cast
 
 from torch import Tensor
 
-from megamem.config.model import ModelConfig, ObjectiveConfig
+from megamem.config.model import ModelConfig
+from megamem.config.objective import ObjectiveConfig
 from megamem.memory.base import Losses
 from megamem.model.stage import Stage
 

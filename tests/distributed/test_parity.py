@@ -28,7 +28,7 @@ WORLDS = {
         "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
         # the same with a memory of the whole model, which that document leaves behind
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
-        "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS, training={"recompute": True}),
+        "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typer.testing import CliRunner
 
 from megamem.cli.main import app
-from megamem.config.model import ARCHITECTURES, MIXERS, OBJECTIVES
+from megamem.config.model import ARCHITECTURES, MIXERS
+from megamem.config.objective import OBJECTIVES
 
 
 def test_every_kind_and_field_is_listed() -> None:

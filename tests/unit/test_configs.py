@@ -47,7 +47,7 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
                 "mlp": r"layers\.\d+\.mlp\.",
                 "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
                 r"(query|key|value|output|gate(?!\.logit)|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
-                "memory": r"layers\.\d+\.mixer\.|memory_rows\.",
+                "memory": r"layers\.\d+\.mixer\.|memory_rows\.|side_rows\.",
             }.items()
             if re.match(pattern, name)
         )

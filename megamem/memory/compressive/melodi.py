@@ -58,7 +58,7 @@ class MelodiConfig(MixerConfig):
     """Summary tokens U of the layer, and vectors of its memory (45 is the paper's 1x). With `rising` the rows that all
     layers share."""
     memories: PositiveInt | None = None
-    """With `rising`, vectors of the layer's memory; as many as `summaries` if not given."""
+    """Vectors of the layer's memory with `rising`; as many as `summaries` if not given."""
     long_memory: PositiveInt | None = None
     """Entries of a long-term memory besides, the oldest dropped first; none if not given. The original has 4096."""
     long_increment: PositiveInt = 32

@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from megamem.config.model import OBJECTIVES, ModelConfig, ObjectiveConfig
+from megamem.config.model import ModelConfig
+from megamem.config.objective import OBJECTIVES, ObjectiveConfig
 from megamem.memory.base import Losses
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage

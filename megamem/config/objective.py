@@ -1,0 +1,32 @@
+"""What a model is trained to predict, as a configuration: `ObjectiveConfig`, which every objective extends."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated
+
+from pydantic import BeforeValidator, SerializeAsAny
+
+from megamem.config.base import ConfigModel
+from megamem.config.model import ModelConfig
+from megamem.config.registry import Registry
+
+
+class ObjectiveConfig(ConfigModel):
+    """What a model is trained to predict. Subclasses add their own fields."""
+
+    kind: str
+    """Name of the objective."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
+
+    @abstractmethod
+    def build(self, model: ModelConfig) -> object:
+        """Build the `megamem.model.objective.Objective` for `model`."""
+
+
+OBJECTIVES: Registry[ObjectiveConfig] = Registry("objective", "megamem.model.objectives", "megamem.objectives")
+"""Every objective there is. A new one registers its configuration with `@OBJECTIVES.register`."""
+
+AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], BeforeValidator(OBJECTIVES.parse)]
