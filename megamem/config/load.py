@@ -19,11 +19,10 @@ from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConf
 from megamem.config.model import (
     ARCHITECTURES,
     MIXERS,
-    OBJECTIVES,
     ArchitectureConfig,
     MixerConfig,
-    ObjectiveConfig,
 )
+from megamem.config.objective import OBJECTIVES, ObjectiveConfig
 from megamem.config.registry import Registry
 from megamem.errors import ConfigError
 
