@@ -13,7 +13,6 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from tests.contract.cases import ALL_CASES, CHUNK
-from tests.snippets import run_snippets
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "recipes" / "demo.yaml"
@@ -85,15 +84,6 @@ def test_plan():
     report = megamem.plan(DEMO, devices=2, device="cpu")
     assert report.devices == 2
     assert report.days > 0
-
-
-def test_the_readme_s_lines_run():
-    """In a model of somebody else's: a loss through two calls reaches the memory's weights."""
-    made = run_snippets("README.md")["Block"](64)
-    hidden, state = made(torch.randn(2, 100, 64))
-    hidden, state = made(hidden, state)
-    hidden.square().mean().backward()
-    assert all(parameter.grad is not None for parameter in made.parameters())
 
 
 def test_an_evaluator_reads_with_a_model_in_hand():

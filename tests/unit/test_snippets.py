@@ -17,7 +17,7 @@ from megamem.study.grid import load_study, planned_runs
 from tests.snippets import PAGES, ROOT, Snippet, python_snippets, run_snippets, snippets
 
 RUN_BY = {
-    "README.md": "tests/unit/test_api.py",
+    "README.md": "tests/integration/test_readme.py",
     "docs/add_a_mechanism.md": "tests/unit/test_add_a_mechanism.py",
     "docs/evaluation.md": "tests/integration/test_models.py",
     "docs/huggingface.md": "tests/integration/test_models.py",
