@@ -33,8 +33,8 @@ REFERENCE = {
         "Configuration classes",
         "What a mixer, an architecture and an objective declare, how they are registered, and how files are read.",
         (
-            "megamem.config.model", "megamem.config.objective", "megamem.config.mup", "megamem.config.registry", "megamem.config.run", "megamem.config.data",
-            "megamem.config.load", "megamem.config.recipe",
+            "megamem.config.model", "megamem.config.objective", "megamem.config.mup", "megamem.config.registry",
+            "megamem.config.run", "megamem.config.data", "megamem.config.load", "megamem.config.recipe",
         ),
     ),
     "reference/models.md": ReferencePage(
