@@ -24,7 +24,14 @@ def compute_dtype(name: str) -> torch.dtype:
 
 
 def compute_device(name: str | None) -> torch.device:
-    """Return the device of --device: cuda where there is one if none is named."""
+    """Return the device of --device: cuda where there is one if none is named. Raises ConfigError where it is not."""
     import torch
 
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    there = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda" if there else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"--device {name}: give cpu, cuda or the number of one, as cuda:1") from None
+    if device.type == "cuda" and not there:
+        raise ConfigError(f"--device {name}: torch finds no CUDA device; give cpu")
+    return device

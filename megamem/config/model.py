@@ -95,6 +95,11 @@ class ArchitectureConfig(ConfigModel):
         """Return the model as its layers see it: chunks are longer where rows are added to the tokens of each."""
         return model
 
+    @property
+    def rows_before(self) -> int:
+        """Of these rows, those in front of each chunk's tokens."""
+        return 0
+
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
         """Declare the states besides those of layers, by component.
 

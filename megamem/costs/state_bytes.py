@@ -58,8 +58,7 @@ def model_state_bytes(
         raise ValueError(f"context_tokens must not be negative, got {context_tokens}")
     chunks, open_tokens = divmod(context_tokens, model.chunk_size)
     # inside a chunk, layers have also read the rows that the architecture puts before its tokens; side rows leave none
-    added = model.layer_model.chunk_size - model.chunk_size
-    sizes = state_sizes(model, rows, open_tokens + added if open_tokens else 0)
+    sizes = state_sizes(model, rows, open_tokens + model.architecture.rows_before if open_tokens else 0)
     total = {"memory": 0, "open": 0}
     for specs in model.component_specs().values():
         for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():

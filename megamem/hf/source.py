@@ -69,8 +69,9 @@ def open_source(path: Path) -> Source:
     config = _json(path / CONFIG)
     if (path / INDEX).is_file():
         places = {name: path / file for name, file in _json(path / INDEX).get("weight_map", {}).items()}
-        for file in sorted(set(places.values())):
-            _names(file)
+        held = {file: set(_names(file)) for file in sorted(set(places.values()))}
+        if missing := sorted(name for name, file in places.items() if name not in held[file]):
+            raise ConversionError(f"{places[missing[0]]}: {missing[0]} is missing, which {INDEX} says it holds")
     elif (path / SINGLE).is_file():
         places = dict.fromkeys(_names(path / SINGLE), path / SINGLE)
     else:
@@ -82,11 +83,13 @@ def open_source(path: Path) -> Source:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise ConversionError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path}: is no JSON object")
     return value
 
 

@@ -43,6 +43,82 @@ def memory(mixer, layers=(1,)):
         (memory({"kind": "elastic_memory", "alpha": 1.0}), "alpha\n  Input should be less than 1"),
         (memory({"kind": "elastic_memory", "samples": 1}), "samples 1 with sampling exponential"),
         (memory({"block": 4}), "a mixer needs a `kind`"),
+        ({"padded_vocab_size": 23}, "padded_vocab_size 23 is below vocab_size 24"),
+        ({"positions": "learned"}, "max_positions None does not go with positions learned; learned positions need it"),
+        ({"max_positions": 16}, "max_positions 16 does not go with positions rotary"),
+        (
+            {"positions": "learned", "max_positions": 12},
+            "max_positions 12 is not a multiple of chunk_size 8: the table would begin again inside a chunk",
+        ),
+        ({"rope_theta": 1}, "rope_theta\n  Input should be greater than 1"),
+        (
+            memory({"kind": "memory_caching", "memory": "full_attention"}),
+            "memory full_attention is no memory that can be kept; valid: delta_net, dla, linear_attention, memora",
+        ),
+        (
+            memory({"kind": "log_linear", "memory": "delta_net"}),
+            "memory delta_net cannot be merged; valid: dla, linear_attention, titans",
+        ),
+        (
+            memory({"kind": "memory_caching", "memory": {"kind": "titans", "inner_chunk": 8}, "segment": 3}),
+            "segment 3 does not divide model.chunk_size 8",
+        ),
+        (
+            memory({"kind": "memory_caching", "memory": {"kind": "titans", "inner_chunk": 8}, "segment": 4}),
+            "segment 4 is no multiple of memory.inner_chunk 8",
+        ),
+        (memory({"kind": "titans", "inner_chunk": 3}), "inner_chunk 3 does not divide model.chunk_size 8"),
+        (
+            memory({"kind": "titans", "inner_chunk": 8, "start": "zero"}),
+            "start zero does not go with network mlp, whose gradients would be zero for ever",
+        ),
+        (
+            memory({"kind": "memora", "inner_chunk": 8, "network": "linear", "start": "zero"}),
+            "start zero is not for memora, whose rows would be alike for ever; use learned",
+        ),
+        (
+            {"bias": True, "norm": "layer", **memory({"kind": "retnet", "inner_chunk": 8})},
+            "bias True is not for retnet: recurrent memories have no biases; use false",
+        ),
+        (
+            memory({"kind": "melodi", "long_memory": 2, "long_increment": 3}),
+            "long_increment 3 is more than long_memory 2; at most as many fit",
+        ),
+        (
+            memory({"kind": "memorizing_attention", "queue": 8, "retrieval": "topk", "top_k": 9}),
+            "top_k 9 is more than the queue of 8 tokens; use retrieval dense",
+        ),
+        (
+            memory({"kind": "memorizing_attention", "queue": 8, "top_k": 4}),
+            "top_k 4 does not go with retrieval dense; topk needs it, dense sees all",
+        ),
+        (
+            memory({"kind": "elastic_memory", "sampling": "uniform", "points": [0.5]}),
+            "sampling uniform with 1 points: custom takes points, others none",
+        ),
+        (
+            memory({"kind": "elastic_memory", "order": 9, "discretization": "forward"}),
+            "order 9 must be at most 8 (block 8); or use zoh, backward or bilinear",
+        ),
+        (
+            {"architecture": {"kind": "recurrent_memory", "form": "overwrite", "memory_tokens": 2}},
+            "architecture.memory_tokens 2 does not go with form overwrite; use 1",
+        ),
+        (
+            {"chunk_size": 1, "architecture": {"kind": "recurrent_memory", "form": "overwrite", "memory_tokens": 1}},
+            "architecture.form overwrite leaves no token to read with chunk_size 1; use at least 2",
+        ),
+        (
+            {"positions": "learned", "max_positions": 8, "architecture": "recurrent_memory"},
+            "architecture recurrent_memory adds rows without a place; it needs rotary positions",
+        ),
+        (
+            {
+                "architecture": {"kind": "recurrent_memory", "memory_tokens": 1},
+                **memory({"kind": "titans", "inner_chunk": 4}),
+            },
+            "does not divide model.chunk_size 10 (chunk_size 8 and 2 rows of architecture recurrent_memory)",
+        ),
     ],
 )
 def test_bad_configurations_are_refused(change, message):

@@ -1,6 +1,7 @@
 """Whole plans: bytes, traffic, time, and the search for a layout."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -227,11 +228,39 @@ def test_a_batch_that_does_not_divide():
     assert "no layout: 1 sequences of a step (training.batch_tokens) on 56 devices" in text
 
 
-def test_search_as_json():
-    found = json.loads(plan(DEMO, "training.batch_tokens=65536", "--devices", 4, "--search", "--json"))
-    first = found["layouts"][0]
-    assert first["pp"] * first["tp"] * first["dp"] == 4
-    assert first["bytes"] > 0
+def test_a_search_in_words():
+    """The table's cells are those of the JSON; the line below can be typed."""
+    arguments = (DEMO, "training.batch_tokens=65536", "parallel.dp=null", "--devices", 4, "--search")
+    found = json.loads(plan(*arguments, "--json"))
+    text = plan(*arguments)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert len(lines) == len(found["layouts"]) == 10
+    for cells, layout in zip(lines, found["layouts"], strict=True):
+        assert layout["pp"] * layout["tp"] * layout["dp"] == 4
+        names = ("pp", "tp", "dp", "zero_stage", "micro_batch_size", "bptt_chunks")
+        assert cells[:6] == [str(layout[name]) for name in names]
+        assert cells[6] == ("yes" if layout["recompute"] else "no")
+        assert cells[7] == f"{layout['bytes'] / 2**30:.1f}"
+        assert cells[8] == f"{layout['step_seconds']['total']:.3f}"
+        assert float(cells[10]) == pytest.approx(layout["tokens_per_second"] / 1e6, rel=1e-3)
+        assert layout["tokens_per_second"] == pytest.approx(65536 / layout["step_seconds"]["total"])
+    words = text.replace("\n", " ")
+    assert f"{found['possible']:,} layouts divide model and batch; bytes of {found['tried']} were looked at" in words
+    overrides = re.search(r"the first: (.*)", words)[1].split()
+    first = load_config(RunConfig, DEMO, ["training.batch_tokens=65536", *overrides])
+    best = found["layouts"][0]
+    assert (first.parallel.pp, first.parallel.tp, first.parallel.dp) == (best["pp"], best["tp"], best["dp"])
+    assert (first.training.recompute, first.bptt_chunks) == (best["recompute"], best["bptt_chunks"])
+
+
+def test_a_checkpoint_of_streams_holds_their_states():
+    """12 bytes for each parameter, and what every row of the batch remembers; written by each node's disk."""
+    for overrides, devices, nodes in (((), 1, 1), (("training.micro_batch_size=1",), 16, 2)):
+        config = demo("data.feeding=streams", *overrides)
+        made = make_plan(config, devices, machine("h100", devices))
+        states = model_state_bytes(config.model, config.global_rows, torch.float32, 1, config.data.sequence_length)
+        size = 12 * parameter_counts(config.model)["total"] + sum(states.values())
+        assert made.checkpoint == {"bytes": size, "seconds": pytest.approx(size / nodes / 2e9)}
 
 
 # refusals

@@ -6,7 +6,9 @@ import torch
 from megamem.config.model import ModelConfig
 from megamem.costs.state_bytes import model_state_bytes, state_bytes
 from megamem.errors import LayoutError
-from megamem.memory.base import Growing, TensorSpec
+from megamem.memory.base import Chunk, Growing, TensorSpec, state_tensors
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 SIZES = {"batch": 3, "heads": 8, "kv_heads": 4, "hidden": 64, "chunk": 16, "open": 5}
 
@@ -58,6 +60,31 @@ def test_melodi_carries_its_vectors_at_every_layer_and_on_every_rank():
 def test_an_unfinished_chunk_is_open_in_every_layer():
     found = model_state_bytes(ModelConfig.model_validate(MODEL), 2, torch.bfloat16, 2, 2048 + 100)
     assert found["open"] == 12 * 2 * 100 * 2 * 360 * 2
+
+
+ARCHITECTURES = [
+    "decoder",
+    {"kind": "recurrent_memory", "memory_tokens": 3},
+    {"kind": "recurrent_memory", "memory_tokens": 1, "form": "overwrite"},
+]
+
+
+@pytest.mark.parametrize("mixer", ["local_attention", "full_attention"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=["decoder", "read and write", "overwrite"])
+def test_bytes_are_those_of_the_states_at_every_place(architecture, mixer):
+    """Inside a chunk layers have read the rows before its tokens, and not those behind them."""
+    tree = {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 32, "chunk_size": 4, "mixer": mixer}
+    model = ModelConfig.model_validate({**tree, "architecture": architecture})
+    stage = build_stage(model, PlainLinears())
+    initialize_parameters(stage, 0)
+    states = stage.initial_states(3, torch.device("cpu"), torch.float32)
+    for place in range(10):
+        planned = model_state_bytes(model, 3, torch.float32, context_tokens=place)
+        held = sum(tensor.nbytes for state in states.values() for tensor in state_tensors(state))
+        assert sum(planned.values()) == held, place
+        assert (planned["open"] > 0) == (place % 4 > 0)
+        with torch.no_grad():
+            _, states, _ = stage(torch.zeros(1, 3, dtype=torch.int64), states, Chunk((place,) * 3))
 
 
 def test_heads_that_ranks_cannot_share_are_refused():

@@ -1,0 +1,52 @@
+"""The options --dtype and --device, and paths that are printed as they are."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megamem.cli.compute import compute_device, compute_dtype
+from megamem.cli.main import app
+from megamem.errors import ConfigError
+
+
+def test_types_by_name():
+    assert (compute_dtype("fp32"), compute_dtype("bf16")) == (torch.float32, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"^--dtype fp16: give fp32 or bf16$"):
+        compute_dtype("fp16")
+
+
+@pytest.mark.parametrize(("there", "chosen"), [(False, "cpu"), (True, "cuda")])
+def test_a_device_is_used_where_there_is_one(monkeypatch, there, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert compute_device(None) == torch.device(chosen)
+    assert compute_device("cpu") == torch.device("cpu")
+
+
+def test_devices_that_are_none(monkeypatch):
+    """Torch's own errors are long, and no errors for people."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compute_device("cuda:1") == torch.device("cuda", 1)
+    for name in ("gpu", "cuda:first", "CUDA"):
+        with pytest.raises(ConfigError, match=rf"^--device {name}: give cpu, cuda or the number of one, as cuda:1$"):
+            compute_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^--device cuda:1: torch finds no CUDA device; give cpu$"):
+        compute_device("cuda:1")
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_verbs_refuse_them_before_they_read_anything(tmp_path, verb):
+    options = ["--prompt", "a"] if verb == "generate" else []
+    result = CliRunner().invoke(app, [verb, str(tmp_path / "nowhere"), "--device", "gpu", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("--device gpu: ")
+
+
+def test_a_path_with_brackets_is_printed_as_it_is(tmp_path):
+    """Rich would take them for markup."""
+    path = tmp_path / "[bold]draft[" / "a.png"
+    sizes = ["--stages", "2", "--micro-batches", "1", "--chunks", "2"]
+    result = CliRunner().invoke(app, ["plan", *sizes, "--draw-schedule", str(path)])
+    assert result.exit_code == 0, result.output
+    assert f"picture: {path}" in result.output.replace("\n", "")
+    assert path.is_file()
