@@ -97,7 +97,7 @@ class ArchitectureConfig(ConfigModel):
 
     @property
     def rows_before(self) -> int:
-        """Of these rows, those in front of each chunk's tokens."""
+        """Rows that layers read in front of each chunk's tokens."""
         return 0
 
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from launchers.codes import code_of_ranks, code_of_stopped_ranks, first_reported_code, report_killed_rank
+from launchers.codes import code_of_nodes, code_of_ranks, code_of_stopped_ranks, first_reported_code, report_killed_rank
 from launchers.targets.ssh import signals_passed_on
 from megamem.errors import STOPPED, CheckpointError, ConfigError, DataError, NonFiniteError, StuckRankError
 
@@ -50,6 +50,22 @@ def test_a_telling_code_goes_first(codes, code):
 )
 def test_a_stop_that_went_wrong_is_none(codes, code):
     assert code_of_stopped_ranks(codes) == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([0, 1], 1),
+        ([1, DataError.exit_code, KILLED], DataError.exit_code),
+        ([KILLED, STOPPED], STOPPED),  # the others were stopped, and killed where they took too long
+        ([1, KILLED, 2 + KILLED, 1], 2 + KILLED),  # nothing says why: a signal says more than 1
+    ],
+)
+def test_the_code_of_a_job_is_that_of_the_node_that_says_most(codes, code):
+    assert code_of_nodes(codes) == code
+    assert code_of_nodes(reversed(codes)) == code
 
 
 def test_a_rank_killed_by_a_signal_is_named(capsys):
