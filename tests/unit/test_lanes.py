@@ -1,6 +1,6 @@
 """Memory states of streams, saved by ranks of one layout and read by those of another, rows and lists in their places.
 
-`tests/contract/test_reshard.py` does this with real processes and one micro-batch; here several micro-batches on several
+`tests/contract/test_reshard.py` does this with real processes and one micro-batch; here several of them on several
 ranks are played one after the other, with lists of different lengths.
 """
 
