@@ -303,7 +303,8 @@ class TestCollect:
     def test_versions(self):
         found = versions(CPU)
         assert {"python", "torch", "deepspeed", "megatron-core", "megamem", "revision"} <= found.keys()
-        assert found["torch"] == torch.__version__
+        # of the distribution; the module's own names the build too (2.13.0+cu130) where the wheel does not
+        assert torch.__version__.startswith(found["torch"])
 
     def test_the_driver_as_the_kernel_says_it(self, tmp_path):
         file = tmp_path / "version"
