@@ -308,8 +308,14 @@ class ModelConfig(ConfigModel):
         return max(self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
 
     def rows_rise_from(self, layer: int) -> bool:
-        """Return whether a layer above `layer` takes side rows."""
-        return any(self.mixer_at(above).side_rows(self.layer_model) for above in range(layer + 1, self.layers))
+        """Return whether `layer` takes side rows and a layer above reads what it makes of them."""
+        inner = self.layer_model
+        here, *above = (self.mixer_at(i).side_rows(inner) for i in range(layer, self.layers))
+        return here > 0 and any(above)
+
+    def layer_kind(self, layer: int) -> str:
+        """Return a text that is the same for layers that are built alike: equal mixers, with rows to hand up or not."""
+        return f"{self.mixer_at(layer).model_dump_json()} {self.rows_rise_from(layer)}"
 
     @property
     def rows_per_chunk(self) -> int:

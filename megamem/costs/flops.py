@@ -45,9 +45,9 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
         "head": product(head_flops(model)),
     }
     # layers with equal mixers cost the same
-    alike = [(mixer.model_dump_json(), model.rows_rise_from(layer)) for layer, mixer in enumerate(mixers)]
-    for kind, count in Counter(alike).items():
-        layer = alike.index(kind)
+    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    for kind, count in Counter(kinds).items():
+        layer = kinds.index(kind)
         layers = rows[layer] * count
         for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
             more = Flops(layers * flops.forward, layers * flops.backward)
@@ -59,7 +59,7 @@ def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: boo
     """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
     mixer, inside = model.mixer_at(layer), model.layer_model
     parts = mixer.mixing_flops(inside, sequence_rows, causal)
-    if mixer.side_rows(inside) and model.rows_rise_from(layer):
+    if model.rows_rise_from(layer):
         parts = {**parts, "side_rows": mixer.rising_flops(inside)}
     return parts
 

@@ -54,9 +54,9 @@ def measured_costs(config: RunConfig, device: torch.device) -> PartCosts:
     Measured on one device without tensor parallelism, at the start of a document.
     """
     model = config.model
-    kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
+    kinds = {model.layer_kind(layer): layer for layer in reversed(range(model.layers))}
     seconds = {kind: _measure(config, device, layer, with_head=False) for kind, layer in kinds.items()}
-    layers = tuple(seconds[model.mixer_at(layer).model_dump_json()] for layer in range(model.layers))
+    layers = tuple(seconds[model.layer_kind(layer)] for layer in range(model.layers))
     last = _measure(config, device, model.layers - 1, with_head=True)
     # looking tokens up takes far less than the head's product: it is not measured
     return PartCosts(layers, 0.0, max(last - layers[-1], 0.0))

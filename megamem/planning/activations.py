@@ -58,6 +58,11 @@ class PartBytes(NamedTuple):
     """Bytes of gradients on the states that it read, from its backward to that of the chunk before."""
 
 
+def end_tokens(model: ModelConfig) -> int:
+    """Return the tokens that embedding and head are measured with, at most a chunk."""
+    return min(END_TOKENS, model.chunk_size)
+
+
 @dataclass(frozen=True)
 class Share:
     """The share of a micro-batch that a rank computes, and how it does."""
@@ -84,7 +89,7 @@ class Activations:
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
         # layers of one kind are measured once
-        return self._part(self.model.mixer_at(layer).model_dump_json(), range(layer, layer + 1), share)
+        return self._part(self.model.layer_kind(layer), range(layer, layer + 1), share)
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
@@ -99,7 +104,7 @@ class Activations:
 
         They are measured with few tokens: a chunk of many tokens counts as more rows.
         """
-        rows = share.rows * self.model.chunk_size / END_TOKENS
+        rows = share.rows * self.model.chunk_size / end_tokens(self.model)
         return self._part(name, layers, replace(share, rows=rows)) * self.chunks
 
     def _part(self, name: str, layers: range, share: Share) -> list[PartBytes]:
@@ -141,7 +146,7 @@ class _Measurements:
         """Measure the part that holds `layers`. share: what changes its operations; rows and TP size are replaced."""
         model = activations.model
         # TP sizes into which the part divides; with sequence parallelism its tokens must divide too
-        tokens = model.chunk_size if layers else END_TOKENS
+        tokens = model.chunk_size if layers else end_tokens(model)
         sizes = [size for size in tp_sizes(model) if not share.sequence_parallel or tokens % size == 0]
         # the largest two: the smallest shares are measured fastest. As with rows, with a single head some operations
         # need no copies that they need with more: such sizes are taken only if there are no others
@@ -232,7 +237,7 @@ def _read_chunks(
     Returns: measurements by chunk, and their ledgers.
     """
     stage, rows = _zero_stage(model, dtype, layers, share), int(share.rows)
-    size = model.chunk_size if layers else END_TOKENS
+    size = model.chunk_size if layers else end_tokens(model)
     states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = torch.zeros(size, rows, dtype=torch.int64)
     ledgers: list[Ledger] = []

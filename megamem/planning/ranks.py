@@ -66,7 +66,7 @@ def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
         if size % tp_size:
             raise LayoutError(f"parallel.tp: {tp_size} ranks cannot share {name} {size} evenly")
     # one layer of each kind is built
-    kinds = {model.mixer_at(layer).model_dump_json(): layer for layer in reversed(range(model.layers))}
+    kinds = {model.layer_kind(layer): layer for layer in reversed(range(model.layers))}
     linears = RankLinears(tp_size)
     with torch.device("meta"):
         counts = {kind: _count([build_stage(model, linears, range(i, i + 1)).layers]) for kind, i in kinds.items()}
@@ -75,7 +75,7 @@ def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
     tied = _count([ends.embedding]) if model.tie_embeddings else 0
     return PartParameters(
         embedding=_count([first]),
-        layers=tuple(counts[model.mixer_at(layer).model_dump_json()] for layer in range(model.layers)),
+        layers=tuple(counts[model.layer_kind(layer)] for layer in range(model.layers)),
         head=_count([ends]) - tied,
         tied=tied,
     )

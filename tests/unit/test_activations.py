@@ -93,10 +93,25 @@ def test_tokens_are_split_evenly_where_parts_are_measured():
         assert 0 < part(split)[0].kept < part(whole)[0].kept
 
 
+@pytest.mark.parametrize("architecture", ["decoder", {"kind": "recurrent_memory", "memory_tokens": 2}])
+def test_ends_of_models_with_rows_around_short_chunks(architecture):
+    """Embedding and head are measured within one chunk, which may be shorter than the tokens they usually take."""
+    mixer = "local_attention" if isinstance(architecture, dict) else {"kind": "melodi", "form": "rising"}
+    model = {
+        "layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 128, "chunk_size": 16, "architecture": architecture,
+        "mixer": mixer,
+    }  # fmt: skip
+    found = Activations(parse_config(ModelConfig, model, "test"), "fp32", 2)
+    # the head keeps at least the logits of 3 rows of 16 tokens, the embedding hands on 16 hidden numbers of each
+    assert found.head(Share(3, 1))[0].forward >= 3 * 16 * 128 * 4
+    assert found.embedding(Share(3, 1))[0].kept >= 3 * 16 * 16 * 4
+
+
 MIXERS = {
     "attention": "local_attention",
     "elastic memory": {"kind": "elastic_memory", "order": 16},
     "full attention": "full_attention",
+    "rising melodi": {"kind": "melodi", "form": "rising", "summaries": 16, "memories": 8},
     "caching": {"kind": "memory_caching", "memory": {"kind": "dla"}, "combine": "grm", "segment": 64},
 }
 
