@@ -15,6 +15,7 @@ Letters of shapes: B batch rows, H local key/value heads, G query heads that sha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -186,6 +187,35 @@ class StartWeights(nn.Module):
         return dict(self.named_parameters())
 
 
+@dataclass(frozen=True)
+class InnerChunk:
+    """One inner chunk of each row, up to the last token of a call or of the inner chunk."""
+
+    query: Tensor
+    """[B, H, G, T, D] of the new tokens."""
+    tokens: dict[str, Tensor]
+    """`key` and `value` [B, H, open + T, D] and gates [B, H, open + T, *gate_shape]; the open tokens come first."""
+    new: BlockSlice
+    """Where the new tokens lie."""
+
+    @property
+    def open_tokens(self) -> int:
+        """Number of columns before the new tokens; a row's own open tokens are the last of them."""
+        return self.tokens["key"].shape[2] - self.new.tokens
+
+    def seen(self) -> Tensor | None:
+        """Return which tokens belong to each row's inner chunk; None if all of them do.
+
+        Returns: [B, 1, open + T], ones and zeros in the dtype of the rates.
+        """
+        rate = self.tokens["rate"]
+        visible = open_visible(self.new, self.open_tokens, rate.device) if self.open_tokens else None
+        if visible is None:
+            return None
+        new = visible.new_ones((self.new.tokens, visible.shape[1]))
+        return torch.cat((visible, new)).mT[:, None].to(rate.dtype)
+
+
 class DeepMemory(RecurrentMixer):
     """A small network per head that is trained on the keys and values it reads."""
 
@@ -280,7 +310,7 @@ class DeepMemory(RecurrentMixer):
             name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if open_tokens else tensor
             for name, tensor in new.items()
         }
-        read, learned = self.learn(inputs.query, tokens, memory, block_slice, open_tokens, join)
+        read, learned = self.learn(InnerChunk(inputs.query, tokens, block_slice), memory, join)
         kept = block_slice.open_tokens_after
         rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in tokens.items()}
         memory = {**memory, **rest}
@@ -292,23 +322,11 @@ class DeepMemory(RecurrentMixer):
             memory |= {name: torch.where(closing, value, memory[name]) for name, value in learned.items()}
         return read, memory
 
-    def learn(
-        self,
-        query: Tensor,
-        tokens: dict[str, Tensor],
-        memory: State,
-        block_slice: BlockSlice,
-        open_tokens: int,
-        join: Join | None,
-    ) -> tuple[Tensor, State]:
-        """Read and write an inner chunk up to the tokens of the slice.
+    def learn(self, inner: InnerChunk, memory: State, join: Join | None) -> tuple[Tensor, State]:
+        """Read and write an inner chunk as far as it has been read.
 
         Args:
-            query: [B, H, G, T, D] of the slice's tokens.
-            tokens: `key` and `value` [B, H, open_tokens + T, D] and gates [B, H, open_tokens + T, *gate_shape], of the
-                inner chunk so far.
             memory: the state as the inner chunk starts.
-            block_slice, open_tokens: where the tokens lie.
             join: see `RecurrentMixer.recur`.
         Returns: what the queries read, [B, H, G, T, D]; weights and momentum after the last token.
         """
@@ -317,7 +335,7 @@ class DeepMemory(RecurrentMixer):
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
         read, after, last_momentum = deep_memory(
-            query, tokens["key"], tokens["value"], weights, momentum, self._rates(tokens, block_slice, open_tokens),
+            inner.query, inner.tokens["key"], inner.tokens["value"], weights, momentum, _rates(inner),
             self.config.loss, self.config.residual, join,
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
@@ -336,27 +354,15 @@ class DeepMemory(RecurrentMixer):
             for name, first, last in zip(self.names, before, after, strict=True)
         }  # fmt: skip
 
-    def _rates(self, tokens: dict[str, Tensor], block_slice: BlockSlice, open_tokens: int) -> InnerRates:
-        """Return rate, decay and momentum [B, H, T] of the tokens, 0 for open tokens of another inner chunk."""
-        rates = InnerRates(tokens["rate"], tokens.get("log_decay"), tokens.get("log_momentum"))
-        seen = seen_tokens(block_slice, open_tokens, rates.rate)
-        if seen is None:
-            return rates
-        decay, momentum = (None if gate is None else gate * seen for gate in (rates.log_decay, rates.log_momentum))
-        return InnerRates(rates.rate * seen, decay, momentum, seen.expand_as(rates.rate))
 
-
-def seen_tokens(block_slice: BlockSlice, open_tokens: int, like: Tensor) -> Tensor | None:
-    """Return which tokens, open ones first, belong to each row's inner chunk; None if all of them do.
-
-    like: [B, H, T, ...], `open_tokens` of the tokens open ones.
-    Returns: [B, 1, T], ones and zeros in the dtype of `like`.
-    """
-    visible = open_visible(block_slice, open_tokens, like.device) if open_tokens else None
-    if visible is None:
-        return None
-    new = visible.new_ones((like.shape[2] - open_tokens, visible.shape[1]))
-    return torch.cat((visible, new)).mT[:, None].to(like.dtype)
+def _rates(inner: InnerChunk) -> InnerRates:
+    """Return rate, decay and momentum [B, H, T] of the tokens, 0 for open tokens of another inner chunk."""
+    rates = InnerRates(inner.tokens["rate"], inner.tokens.get("log_decay"), inner.tokens.get("log_momentum"))
+    seen = inner.seen()
+    if seen is None:
+        return rates
+    decay, momentum = (None if gate is None else gate * seen for gate in (rates.log_decay, rates.log_momentum))
+    return InnerRates(rates.rate * seen, decay, momentum, seen.expand_as(rates.rate))
 
 
 def _last(x: Tensor, count: int) -> Tensor:

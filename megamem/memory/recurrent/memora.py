@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import State, state_dtype, to_device
-from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, seen_tokens
-from megamem.memory.shared.blocks import BlockSlice
+from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, InnerChunk
 from megamem.ops.deep_memory.network import Join, Loss, Weights
 from megamem.ops.deep_memory.simplex import ChannelRates, on_simplex, simplex_memory
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -106,26 +105,18 @@ class Memora(DeepMemory):
         """See `DeepMemory.weights`."""
         return on_simplex(self.learned(memory), self.config.scale)
 
-    def learn(
-        self,
-        query: Tensor,
-        tokens: dict[str, Tensor],
-        memory: State,
-        block_slice: BlockSlice,
-        open_tokens: int,
-        join: Join | None,
-    ) -> tuple[Tensor, State]:
+    def learn(self, inner: InnerChunk, memory: State, join: Join | None) -> tuple[Tensor, State]:
         """See `DeepMemory.learn`; what is learned are the logarithms of the weights."""
-        rate = tokens["rate"]
-        decay = tokens.get("log_decay", torch.zeros_like(rate))
-        seen = seen_tokens(block_slice, open_tokens, rate)
+        rate = inner.tokens["rate"]
+        decay = inner.tokens.get("log_decay", torch.zeros_like(rate))
+        seen = inner.seen()
         if seen is not None:
             rate, decay = rate * seen[..., None], decay * seen[..., None]
         # open tokens before a row's own inner chunk are not its first
-        first = to_device([open_tokens - offset for offset in block_slice.offsets], rate.device)
+        first = to_device([inner.open_tokens - offset for offset in inner.new.offsets], rate.device)
         logs = self.learned(memory)
         read, after = simplex_memory(
-            query, tokens["key"], tokens["value"], logs, ChannelRates(rate, decay, first),
+            inner.query, inner.tokens["key"], inner.tokens["value"], logs, ChannelRates(rate, decay, first),
             self.config.scale, self.config.residual, join,
         )  # fmt: skip
         return read, self.added(memory, logs, after)
