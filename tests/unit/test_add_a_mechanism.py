@@ -1,5 +1,6 @@
 """docs/add_a_mechanism.md followed for real: its mechanism and oracle keep the laws, train a step and are planned."""
 
+import ast
 import re
 import sys
 import types
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from megamem.config.model import MIXERS
+from megamem.costs.flops import flops_by_part
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage
@@ -15,6 +17,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract import test_causality, test_gradients, test_oracle, test_reset, test_specs, test_streaming
 from tests.contract.cases import CHUNK, Case
 from tests.snippets import ROOT, python_snippets
+from tests.unit import test_flops
 
 MECHANISM, ORACLE = "megamem.memory.recurrent.moving_average", "tests.contract.oracles.moving_average"
 
@@ -55,6 +58,16 @@ def test_it_equals_its_oracle_and_its_declarations(case):
     for dtype in (torch.float64, torch.bfloat16):
         test_specs.test_states_match_their_declaration_at_every_chunk_border(case, 3, dtype)
     test_specs.test_a_call_leaves_its_input_state_as_it_was(case)
+
+
+def test_its_flops_are_those_that_torch_counts(case):
+    page = (ROOT / "docs" / "add_a_mechanism.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r'^    "moving average": (\{.*\}),$', page, flags=re.M)
+    model = test_flops.small_model(ast.literal_eval(line))
+    parts = flops_by_part(model, test_flops.CHUNKS * test_flops.CHUNK, causal=False)
+    forward, backward = test_flops.counted(model)
+    assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
+    assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
 
 
 def test_it_trains_and_is_planned(case):
