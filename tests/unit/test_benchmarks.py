@@ -1,7 +1,6 @@
 """The benchmarks run, and their arithmetic is right."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from benchmarks import cpu, gpu, kv_reconstruction, mechanisms, streaming
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
+from megamem.evaluation.losses import Bucket
 
 
 def last_json(text):
@@ -184,9 +184,8 @@ def test_keys_and_values_are_those_the_memory_stores():
 
 
 def test_a_text_by_tenths():
-    losses = [float(chunk) for chunk in range(40)]
-    report = SimpleNamespace(by_chunk=[SimpleNamespace(loss=loss) for loss in losses])
-    assert streaming.tenths(report) == [4 * part + 1.5 for part in range(10)]
+    chunks = [Bucket(chunk, chunk, tokens=8, loss=float(chunk)) for chunk in range(40)]
+    assert streaming.tenths(chunks) == [4 * part + 1.5 for part in range(10)]
 
 
 @pytest.mark.slow
