@@ -20,6 +20,19 @@ def test_quotas_are_proportional(weights, total):
     assert (np.abs(counts - shares) < 1 + 1e-9).all()
 
 
+@pytest.mark.parametrize(
+    ("weights", "total", "counts"),
+    [
+        ([6.1, 2.9], 9, [6, 3]),  # what is left over goes to the largest remainder, not to the largest share
+        ([1, 1, 1], 5, [2, 2, 1]),  # equal ones: the first
+        ([61, 29, 10], 10, [6, 3, 1]),
+        ([5, 0.1], 3, [3, 0]),
+    ],
+)
+def test_what_is_left_over_goes_to_the_largest_remainders(weights, total, counts):
+    assert quotas(weights, total).tolist() == counts
+
+
 @settings(max_examples=30, deadline=None)
 @given(weights=WEIGHTS, seed=st.integers(0, 5), cycle=st.integers(0, 10**9))
 def test_every_block_holds_each_share_and_every_sample_comes_once(weights, seed, cycle):
@@ -45,8 +58,24 @@ def test_one_source_is_read_in_its_own_order():
 
 
 def test_a_weight_too_small_for_a_block_is_refused():
-    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.weight: its share .* at least 1/1024 is needed"):
-        Mixture([1.0, 0.0001], 0)
+    with pytest.raises(ConfigError) as refused:
+        Mixture([3.0, 0.001, 1.0], 0)
+    assert str(refused.value) == (
+        "data.sources[1].weight: its share of the samples is 2.50e-04; at least 1/1024 is needed"
+    )
+
+
+def test_orders_are_numpy_s_and_stay_so():
+    """A run is resumed by counting: its order must be the same with the next version."""
+    files = np.repeat(np.arange(3), 2)
+    assert epoch_order((3, 0, 1), files, 0).tolist() == np.random.default_rng((3, 0, 1)).permutation(6).tolist()
+    assert epoch_order((3, 0, 1), files, 0).tolist() != epoch_order((3, 0, 2), files, 0).tolist()
+    generator = np.random.default_rng((3, 0, 1))
+    place, key = generator.permutation(3), generator.permutation(6)
+    expected = sorted(range(6), key=lambda item: (place[files[item]] // 2, key[item]))
+    assert epoch_order((3, 0, 1), files, 2).tolist() == expected
+    sources = np.random.default_rng((5, 1)).permutation([0] * 683 + [1] * 341)  # of the second cycle
+    assert [Mixture([2, 1], 5).locate(CYCLE + i)[0] for i in range(CYCLE)] == sources.tolist()
 
 
 @settings(max_examples=50, deadline=None)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -129,6 +130,20 @@ class TestLook:
         lost = read_status(make_run(tmp_path / "b"))
         assert (lost.condition, lost.reason, lost.step) == ("stale", "no heartbeat", None)
 
+    def test_figures_of_a_run_that_never_beat(self, tmp_path):
+        found = read_status(make_run(tmp_path / "run")).to_dict()
+        assert found == {
+            "run": str(tmp_path / "run"), "state": "stale", "at": None, "reason": "no heartbeat", "age_s": None,
+            "step": None, "val_loss": None, "checkpoint_step": None, "checkpoint_age_s": None,
+        }  # fmt: skip
+        done = read_status(make_run(tmp_path / "done", None, {"steps": 7, "val_loss": None})).to_dict()
+        assert (done["state"], done["step"], done["val_loss"]) == ("done", 7, None), "a loss that was not finite"
+
+    @pytest.mark.parametrize("missing", ["config.yaml", "environment.json"])
+    def test_a_run_folder_has_both_of_its_files(self, tmp_path, missing):
+        (make_run(tmp_path / "run") / missing).unlink()
+        assert list(find_runs(tmp_path)) == []
+
     def test_a_damaged_heartbeat_is_none(self, tmp_path):
         run = make_run(tmp_path / "run", beat())
         (run / NAME).write_text("{")
@@ -175,6 +190,35 @@ class TestPages:
         text = shown(run_page(read_status(make_run(tmp_path / "run", beat(ranks=ranks, slow="rank 1 is slow")))))
         for words in ("12 of 40", "4,096", "rank 1 is slow", "waiting", "working", "61%", "0:01:05", "[odd]", "none"):
             assert words in text
+
+    def test_a_page_in_full(self, tmp_path, monkeypatch):
+        now = time.time()
+        run = make_run(tmp_path / "run", beat(time=now - 4, host="a", pid=7, state="saving"))
+        marker = run / "checkpoints" / "step-00000008" / "COMPLETE"
+        marker.parent.mkdir(parents=True)
+        marker.touch()
+        os.utime(marker, (now - 90, now - 90))
+        monkeypatch.setattr(time, "time", lambda: now)
+        lines = shown(run_page(read_status(run))).splitlines()
+        assert [re.split(r"  +", line.strip()) for line in lines] == [
+            ["run", str(run)],
+            ["state", "running"],
+            ["at", "saving"],
+            ["heartbeat", "0:00:04 ago, by process 7 on a"],
+            ["step", "12 of 40"],
+            ["tokens", "4,096"],
+            ["loss", "3.2500"],
+            ["validation loss", "3.5000"],
+            ["tokens/s", "1,500"],
+            ["ETA", "0:01:15"],
+            ["last checkpoint", "after step 8, 0:01:30 ago"],
+        ]
+
+    def test_a_page_of_a_run_that_never_beat(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        assert [line.split() for line in shown(run_page(read_status(run))).splitlines()] == [
+            ["run", str(run)], ["state", "stale"], ["reason", "no", "heartbeat"],
+        ]  # fmt: skip
 
     def test_a_page_of_a_failed_run_says_why(self, tmp_path):
         run = make_run(tmp_path / "run", beat(state="failed", exit_code=5, message="loss was [not] finite"))
