@@ -45,9 +45,9 @@ def run(
     with Progress(*columns, console=console) as bar:
         item = bar.add_task(settings.name, total=None)
         progress = lambda done, total: bar.update(item, completed=done, total=total)  # noqa: E731
-        outcome = Queue(settings, bar.console.print, progress, retry_failed).run(runs)
+        outcome = Queue(settings, write_line, progress, retry_failed).run(runs)  # above the bar, on the same console
     for task in outcome.failed:
-        console.print(f"failed: {task.name}; see {task.log}")
+        write_line(f"failed: {task.name}; see {task.log}")
     if outcome.stopped:
         console.print("stopped; the same command goes on")
     _report(study, overrides)
@@ -64,7 +64,7 @@ def _submit(study: Path, overrides: list[str], cluster: Path | None, retry_faile
 
     nodes, ours = load_cluster(overrides, cluster)
     settings, runs = _planned(study, ours)
-    found = submit_runs(settings, runs, nodes, lambda text: console.print(text, highlight=False), retry_failed)
+    found = submit_runs(settings, runs, nodes, write_line, retry_failed)
     for state in found.failed:
         write_line(f"failed: {state.run.name}: {'; '.join(state.failures)}")
     console.print(
@@ -124,4 +124,4 @@ def _report(study: Path, overrides: list[str] | None) -> None:
 
     text, folder = write_report(load_study(study, tuple(overrides or ())))
     write_line(text)
-    console.print(f"{folder}: report.html, tables.md, records.csv, .parquet and .json, pictures", highlight=False)
+    write_line(f"{folder}: report.html, tables.md, records.csv, .parquet and .json, pictures")

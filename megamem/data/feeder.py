@@ -93,7 +93,7 @@ class Feeder:
         for b in range(rows):
             store, slices = self._row(step, first + b)
             fill_row(store, slices, self.chunk_size, tokens[b], labels[b], starts[b])
-            _check_ids(store, tokens[b], labels[b], self._vocab_size)
+            _check_ids(store, tokens[b], labels[b], self._vocab_size, "model")
         return Batch(
             tokens=torch.from_numpy(np.ascontiguousarray(tokens.T)),
             labels=torch.from_numpy(np.ascontiguousarray(labels.T)),
@@ -244,6 +244,7 @@ def _evaluation_document(
     tokens, labels = np.empty(chunks * chunk_size, np.int64), np.empty(chunks * chunk_size, np.int64)
     whole = DocumentSlice(document, start=0, length=predicted, position=0)
     fill_row(store, [whole], chunk_size, tokens, labels, np.empty(chunks, np.int64))
+    _check_ids(store, tokens, labels, None if token_bytes is None else len(token_bytes), "tokenizer")
     predicted_labels = labels[labels != IGNORED]
     return EvaluationDocument(
         name=store.name(document),
@@ -311,11 +312,11 @@ def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
     return [(source, lane) for source, count in enumerate(counts) for lane in range(int(count))]
 
 
-def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None) -> None:
-    """Raise DataError where ids [tokens] of a store that does not state its vocabulary are not in the model's."""
+def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None, whose: str) -> None:
+    """Raise DataError where ids [tokens] of a store that does not state its vocabulary are not in that of `whose`."""
     if store.vocab_size is None and vocab_size is not None:
         largest = max(int(tokens.max()), int(labels.max()))
         smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))
         if largest >= vocab_size or smallest < 0:
             wrong = largest if largest >= vocab_size else smallest
-            raise DataError(f"{store.path}: token id {wrong} does not fit the model's vocabulary of {vocab_size}")
+            raise DataError(f"{store.path}: token id {wrong} does not fit the {whose}'s vocabulary of {vocab_size}")

@@ -226,12 +226,26 @@ def test_vocabulary_larger_than_the_model(root):
         feeder.check_vocab(299)
 
 
+def write_megatron(folder, ids):
+    """One document, `folder`/corpus.bin and .idx."""
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=np.int32)
+    builder.add_item(torch.tensor(ids))
+    builder.end_document()
+    builder.finalize(str(folder / "corpus.idx"))
+
+
+@pytest.mark.parametrize("wrong", [500, -1])
+def test_held_out_megatron_ids_are_those_of_the_tokenizer(root, tmp_path, wrong):
+    """Negative ones would be counted from the vocabulary's end."""
+    write_megatron(tmp_path, [*range(40), wrong])
+    config = config_of(root, validation=str(tmp_path / "corpus"), tokenizer=root / "tokenizer")
+    with pytest.raises(DataError, match=rf"corpus: token id {wrong} does not fit the tokenizer's vocabulary of \d+$"):
+        list(evaluation_documents(config, chunk_size=CHUNK))
+
+
 @pytest.mark.parametrize("wrong", [500, -1])
 def test_megatron_ids_are_checked_as_they_are_read(tmp_path, wrong):
-    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
-    builder.add_item(torch.tensor([*range(40), wrong]))
-    builder.end_document()
-    builder.finalize(str(tmp_path / "corpus.idx"))
+    write_megatron(tmp_path, [*range(40), wrong])
     feeder = feeder_of(tmp_path, sources=str(tmp_path / "corpus"), rows=1, micro=1, short_documents="pad")
     feeder.check_vocab(500)
     message = rf"corpus: token id {wrong} does not fit the model's vocabulary of 500"

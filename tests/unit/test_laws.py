@@ -194,6 +194,9 @@ def test_intervals_of_the_exponent_cover(drawn):
 def test_budgets_without_a_best_size_are_refused():
     with pytest.raises(FitError, match=r"budget 1e\+12: a parabola needs at least 3 sizes, got 2"):
         parabola(1e12, [(1, 3, "a"), (2, 2, "b"), (2, 2, "c")])
+    for odd in ((0, 3, "a"), (-1, 3, "a"), (10, np.nan, "a"), (np.inf, 3, "a")):  # an axis may have a value of 0
+        with pytest.raises(FitError, match=r"^budget 1e\+12: sizes must be positive, and sizes and losses finite$"):
+            parabola(1e12, [odd, (1, 2, "b"), (100, 2.5, "c")])
     with pytest.raises(FitError, match="no minimum among the sizes 1 to 100"):
         parabola(1e12, one_seed([3, 2, 1]))
     with pytest.raises(FitError, match="no minimum"):

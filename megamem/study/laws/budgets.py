@@ -47,9 +47,11 @@ class Parabola:
 def parabola(budget: float, points: Sequence[tuple[float, float, str]]) -> Parabola:
     """Fit a parabola through (size, loss, run) by least squares.
 
-    Raises: FitError for fewer than three sizes or a curve without a minimum among them.
+    Raises: FitError for fewer than three sizes, for one that has no logarithm or a curve without a minimum among them.
     """
     sizes, losses = [size for size, _, _ in points], [loss for _, loss, _ in points]
+    if not (np.isfinite([*sizes, *losses]).all() and min(sizes, default=1) > 0):
+        raise FitError(f"budget {budget:.3g}: sizes must be positive, and sizes and losses finite")
     distinct = sorted(set(sizes))
     if len(distinct) < 3:
         raise FitError(f"budget {budget:.3g}: a parabola needs at least 3 sizes, got {len(distinct)}")
