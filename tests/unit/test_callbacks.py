@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.config.load import parse_config
@@ -229,6 +229,7 @@ def test_too_many_in_a_row_end_the_run_by_steps_and_samples():
     assert record == {"skipped": 5}
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 0, 1]), max_size=40), st.integers(1, 4), st.integers(1, 7))
 def test_streaks_are_those_of_all_steps_wherever_lines_are(bits, limit, every):
     """Against the runs of equal flags; a streak may begin before the last line."""

@@ -8,7 +8,7 @@ import random
 from graphlib import TopologicalSorter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.pipeline.schedule import (
@@ -49,6 +49,7 @@ def test_groups_by_hand(micro_batches, stages, sizes):
     assert [len(group) for group in groups_of(micro_batches, stages, interleaved=True)] == sizes
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_groups_are_the_smallest_that_keep_all_stages_busy(micro_batches, stages):
     groups = groups_of(micro_batches, stages, interleaved=True)
@@ -77,6 +78,7 @@ def test_a_schedule_by_hand():
     assert short(last) == "f00 f10 f01 b01 f11 b11 b00 b10"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 9), st.sampled_from(WINDOWS))
 def test_every_stage_runs_every_unit_once_each_way_in_one_order(stages, micro_batches, window):
     groups, (chunks, bptt) = groups_of(micro_batches, stages, interleaved=True), window
