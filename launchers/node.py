@@ -40,7 +40,7 @@ class Node:
 
 def parse_node_counts(text: str) -> tuple[int, ...]:
     """Return the numbers in a text such as `2,4`. Raises ConfigError unless they are positive and ascending."""
-    numbers = [int(number) for number in text.split(",") if number.isdigit()]
+    numbers = [int(number) for number in text.split(",") if number.isdecimal()]
     if not numbers or ",".join(map(str, sorted({*numbers} - {0}))) != text:
         raise ConfigError(f"--nodes {text}: expected numbers in ascending order, such as 2,4")
     return tuple(numbers)

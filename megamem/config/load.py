@@ -131,7 +131,7 @@ def _set(node: object, keys: Sequence[str], value: object, path: str) -> object:
         return value
     key, rest = keys[0], keys[1:]
     if isinstance(node, list):
-        if not key.isdigit() or int(key) >= len(node):
+        if not key.isdecimal() or int(key) >= len(node):
             raise ConfigError(f"{path}: {key!r} is no index of a list of {len(node)}")
         return [_set(item, rest, value, path) if i == int(key) else item for i, item in enumerate(node)]
     if not isinstance(node, dict):

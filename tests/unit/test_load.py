@@ -147,7 +147,7 @@ class TestOverrides:
     def test_without_key_or_value(self, run_file, override):
         assert "expected key.path=value" in refusal(run_file, override)
 
-    @pytest.mark.parametrize("index", ["1", "-1", "first"])
+    @pytest.mark.parametrize("index", ["1", "-1", "first", "²"])
     def test_an_index_that_is_none(self, run_file, index):
         assert f"{index!r} is no index of a list of 1" in refusal(run_file, f"model.memory.{index}.layers=[0]")
 
