@@ -36,6 +36,8 @@ CACHING = {"kind": "memory_caching", "segment": 256, "combine": "grm", "memory":
 SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "ssc", "top_k": 4, "memory": {"kind": "dla"}}
 
 
+RISING = {"kind": "melodi", "form": "rising", "summaries": 64}
+RECURRENT: dict[str, Any] = {"architecture": {"kind": "recurrent_memory", "memory_tokens": 32}}
 ELASTIC = {"kind": "elastic_memory", "order": 256}
 BF16: dict[str, Any] = {
     # a table of positions makes bytes without operations: BF16 products are slow on most CPUs
@@ -100,6 +102,10 @@ LAYOUTS = {
     "full attention": Case(mixer="full_attention", training={"micro_batch_size": 2}),
     "Elastic Memory": Case(mixer=ELASTIC, training={"micro_batch_size": 2}),
     "Memorizing attention": Case(mixer="memorizing_attention", training={"micro_batch_size": 2}),
+    "Melodi, rising": Case(mixer=RISING, training={"micro_batch_size": 2}),
+    "Melodi, rising, PP 2": Case(2, mixer=RISING, parallel={"pp": 2}, training={"micro_batch_size": 3}),
+    "Recurrent Memory": Case(model=RECURRENT, training={"micro_batch_size": 2}),
+    "Recurrent Memory, PP 2": Case(2, model=RECURRENT, parallel={"pp": 2}, training={"micro_batch_size": 2}),
     "Titans + GRM": Case(mixer=CACHING),
     "Titans + GRM, TP 2": Case(2, mixer=CACHING, parallel={"tp": 2}),
     "DLA + SSC": Case(mixer=SELECTIVE),

@@ -101,7 +101,8 @@ class Stage(nn.Module, ABC):
         return {name: component.specs for name, component in self.components.items()}
 
     @staticmethod
-    def _device_of(component: Stateful, default: torch.device) -> torch.device:
+    def device_of(component: Stateful, default: torch.device) -> torch.device:
+        """Return the device of a component's parameters, `default` if it has none: layers may lie on several."""
         parameter = next(component.parameters(), None) if isinstance(component, nn.Module) else None
         return default if parameter is None or parameter.is_meta else parameter.device
 
@@ -112,14 +113,14 @@ class Stage(nn.Module, ABC):
         `device` is for those without.
         """
         return {
-            name: component.initial_state(rows, self._device_of(component, device), dtype)
+            name: component.initial_state(rows, self.device_of(component, device), dtype)
             for name, component in self.components.items()
         }
 
     def reset(self, states: States, chunk: Chunk, device: torch.device, dtype: torch.dtype) -> States:
         """Return the states with fresh rows where documents start (`Stateful.reset`)."""
         return {
-            name: component.reset(states[name], chunk, self._device_of(component, device), dtype)
+            name: component.reset(states[name], chunk, self.device_of(component, device), dtype)
             for name, component in self.components.items()
         }
 

@@ -151,10 +151,9 @@ class Decoder(Stage):
         losses: Losses = {}
         for name, layer in zip(self.layer_components, self.own_layers, strict=True):
             state = states[name]
-            device = next(state_tensors(state), hidden).device  # of the layer, where they are spread over several
             if self.ties_resets and all(chunk.fresh()):
                 hidden = tied(hidden, state)
-            state = layer.mixer.reset(state, chunk, device, hidden.dtype)
+            state = layer.mixer.reset(state, chunk, self.device_of(layer.mixer, hidden.device), hidden.dtype)
             if self.recompute and torch.is_grad_enabled():
                 hidden, state, extra = checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
             else:
