@@ -17,9 +17,13 @@ import torch
 def quiet() -> Iterator[None]:
     """Silence imports of Megatron-Core and DeepSpeed, which warn of each accelerator they miss (`megamem doctor`)."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # says that nvcc is there and no device, where torch is built for CUDA
+    extensions = logging.getLogger("torch.utils.cpp_extension")
+    extensions.setLevel(logging.ERROR)
     with warnings.catch_warnings(), _compiling_later():
         warnings.simplefilter("ignore")
         yield
+    extensions.setLevel(logging.NOTSET)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 

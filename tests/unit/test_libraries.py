@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from megamem.parallel.libraries import quiet
@@ -29,3 +31,12 @@ def test_functions_decorated_meanwhile_are_compiled_when_called(monkeypatch) -> 
     assert made == []
     assert [plain(5), plain(6), with_options(5)] == [11, 13, 16]
     assert made == [("plain", {}), ("with_options", {"dynamic": True})]
+
+
+def test_what_torch_says_of_a_missing_device_is_left_out_meanwhile(caplog) -> None:
+    """Its CUDA builds do, at an import, where nvcc is installed; afterwards its words on extensions count."""
+    extensions = logging.getLogger("torch.utils.cpp_extension")
+    with quiet():
+        extensions.warning("No CUDA runtime is found")
+    extensions.warning("later")
+    assert caplog.messages == ["later"]
