@@ -58,6 +58,11 @@ def ids(tokens: int, rows: int = 1) -> torch.Tensor:
             {"mixer": {"kind": "sequential", "mixers": ["local_attention", RISING]}},
             "sequential carries no side rows, which melodi takes up the layers",
         ),
+        (
+            {"bias": True},
+            "model.bias true does not go with form rising: a document's first memory is zeros, whose keys have no "
+            "direction; use bias false",
+        ),
         ({"mixer": {**RISING, "block": 4}}, "block 4 does not go with form rising: rows rise once per chunk"),
         (
             {"mixer": {"kind": "melodi", "summaries": 3, "memories": 4}},

@@ -86,6 +86,12 @@ class MelodiConfig(MixerConfig):
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
         block = resolve_block(self.block, model)
+        if self.form == "rising" and model.bias:
+            # keys would be the bias alone, which starts at zero: the gradient of its direction would be without bounds
+            raise ValueError(
+                "model.bias true does not go with form rising: a document's first memory is zeros, whose keys have no "
+                "direction; use bias false"
+            )
         if self.form == "rising" and block != model.chunk_size:
             raise ValueError(
                 f"block {self.block} does not go with form rising: rows rise once per chunk; leave it out or give "
