@@ -63,17 +63,18 @@ def measured_costs(config: RunConfig, device: torch.device) -> PartCosts:
 
 
 def _measure(config: RunConfig, device: torch.device, layer: int, with_head: bool) -> float:
-    """Median seconds over one chunk of a stage that holds one layer, and the output head or not."""
+    """Median seconds over one chunk of a stage that holds one layer, and the output head or not.
+
+    with_head: for the model's last layer only.
+    """
     rows, size = config.training.micro_batch_size, config.model.chunk_size
-    # a layer is followed by the head where it is the model's last
-    model = config.model.model_copy(update={"layers": layer + (1 if with_head else 2)})
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
     with device:
-        stage = build_stage(model, PlainLinears(), range(layer, layer + 1))
-        stage.first = False
+        stage = build_stage(config.model, PlainLinears(), range(layer, layer + 1))
+        stage.first, stage.last = False, with_head
         initialize_parameters(stage, 0)
         stage.to(dtype)
-        x = torch.ones(size, rows, model.hidden_size).to(dtype).requires_grad_()
+        x = torch.ones(stage.border_shape(size, rows)).to(dtype).requires_grad_()
         labels = torch.zeros(size, rows, dtype=torch.int64)
 
     def once() -> None:

@@ -237,6 +237,35 @@ def test_measured_costs_are_times():
     assert found.head >= 0
 
 
+RISING = {"kind": "melodi", "form": "rising", "summaries": 20}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "architecture"),
+    [(ATTENTION, {"kind": "recurrent_memory", "memory_tokens": 3}), (RISING, {"kind": "decoder"})],
+    ids=["recurrent memory", "rising summaries"],
+)
+def test_measured_layers_are_the_models_own_and_read_all_rows(monkeypatch, mixer, architecture):
+    """Each is built as it stands in the model, and gets a chunk with the rows around it."""
+    config = run(model={"memory": [], "mixer": mixer, "architecture": architecture})
+    built, read = [], []
+
+    def build(model, linears, layers):
+        stage = build_stage(model, linears, layers)
+        built.append((layers.start, [name for name, _ in stage.layers.named_parameters()]))
+        read_chunk = stage.read_chunk
+        stage.read_chunk = lambda x, *rest: read.append(x.shape[0]) or read_chunk(x, *rest)
+        return stage
+
+    monkeypatch.setattr(costs, "build_stage", build)
+    found = measured_costs(config, torch.device("cpu"))
+    assert all(math.isfinite(cost) and cost > 0 for cost in found.layers)
+    assert set(read) == {config.model.rows_per_chunk}
+    whole = [name for name, _ in build_stage(config.model, PlainLinears()).layers.named_parameters()]
+    for layer, names in built:
+        assert names == [name for name in whole if name.startswith(f"{layer}.")]
+
+
 @pytest.mark.parametrize(("with_head", "head"), [(25.0, 22.0), (2.0, 0.0)])
 def test_the_head_is_what_it_adds_to_the_last_layer(monkeypatch, with_head, head):
     """A clock may say that head and layer together take less than the layer; a cost is never negative."""
