@@ -12,6 +12,7 @@ does so at four sizes and interpolates, `Activations` keeps the results by part.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -145,15 +146,18 @@ class _Measurements:
     def __init__(self, activations: Activations, layers: range, share: Share) -> None:
         """Measure the part that holds `layers`. share: what changes its operations; rows and TP size are replaced."""
         model = activations.model
-        # TP sizes into which the part divides; with sequence parallelism its tokens must divide too
+        stage = _zero_stage(model, activations.dtype, layers, share)
+        # TP sizes into which the part divides; with sequence parallelism its tokens must divide too, alone and with
+        # the rows around them
         tokens = model.chunk_size if layers else end_tokens(model)
-        sizes = [size for size in tp_sizes(model) if not share.sequence_parallel or tokens % size == 0]
+        split = math.gcd(tokens, sum(stage.rows_around(0, tokens))) if share.sequence_parallel else 0
+        sizes = [size for size in tp_sizes(model) if split % size == 0]
         # the largest two: the smallest shares are measured fastest. As with rows, with a single head some operations
         # need no copies that they need with more: such sizes are taken only if there are no others
         several_heads = [size for size in sizes if model.resolved_kv_heads // size > 1]
         self.sizes = several_heads[-2:] if len(several_heads) > 1 else sizes[-2:]
         self.chunks = activations.chunks if layers else 1
-        self.grows_for = _growing_chunks(_zero_stage(model, activations.dtype, layers, share), self.chunks)
+        self.grows_for = _growing_chunks(stage, self.chunks)
 
         corners = list(product(ROWS, self.sizes))
         shares = [replace(share, rows=rows, tp_size=tp_size) for rows, tp_size in corners]

@@ -100,7 +100,8 @@ def step_time(
     element = DTYPES[training.precision].itemsize
     tokens = config.model.chunk_size * training.micro_batch_size
     seconds_per_flop = tokens / parallel.tp / (efficiency * machine.peak(training.precision))
-    hidden = float(tokens * config.model.hidden_size * element)
+    # layers read, and stages hand on, rows beside the tokens too
+    hidden = float(config.model.rows_per_chunk * training.micro_batch_size * config.model.hidden_size * element)
     # each layer sums over tensor-parallel ranks twice in each direction
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
 

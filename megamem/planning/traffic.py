@@ -31,15 +31,15 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
 
     Sums over ranks that some mechanisms make besides (their pages say so) are small and left out.
     """
-    parallel, training = config.parallel, config.training
+    parallel, training, model = config.parallel, config.training, config.model
     element = DTYPES[training.precision].itemsize
-    rows = config.global_rows // dp_size
-    tokens = rows * config.data.sequence_length
-    hidden = float(tokens * config.model.hidden_size * element)  # all hidden chunks of a step
+    chunks = config.global_rows // dp_size * config.chunks
+    # all hidden chunks of a step: of their tokens alone, and with the rows beside them that layers read
+    tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, model.rows_per_chunk))
 
     # two sums forward and two backward per layer; recomputation needs the first of the forward ones again
-    passes = (5 if training.recompute else 4) * len(layers)
-    passes += (stage == 0) + (stage == parallel.pp - 1)  # the embedding's forward, the head's backward
+    summed = (5 if training.recompute else 4) * len(layers) * hidden
+    summed += ((stage == 0) + (stage == parallel.pp - 1)) * tokens  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
     weights = float(parameters * element)
     gradients = 4.0 * parameters  # summed in FP32
@@ -55,7 +55,7 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
         gathered = _gathers(parameters, config.bptt_chunks) * gather(weights, dp_size)
         data = windows * (gather(gradients, dp_size) + gathered)
     return Traffic(
-        tensor=passes * all_reduce(hidden, parallel.tp),
+        tensor=all_reduce(summed, parallel.tp),
         pipeline=borders * hidden / (parallel.tp if parallel.sequence_parallel else 1),
         data=data,
     )

@@ -93,6 +93,19 @@ def test_tokens_are_split_evenly_where_parts_are_measured():
         assert 0 < part(split)[0].kept < part(whole)[0].kept
 
 
+@pytest.mark.parametrize("mixer", ["local_attention", {"kind": "melodi", "form": "rising", "summaries": 6}])
+def test_rows_around_are_split_evenly_where_parts_are_measured(mixer):
+    """32 tokens and 6 rows are divided by 2 ranks, not by 4 or 8."""
+    model = {
+        "layers": 2, "hidden_size": 64, "heads": 8, "vocab_size": 256, "chunk_size": 32, "mixer": mixer,
+        "memory": [{"layers": [1], "mixer": {"kind": "melodi", "form": "rising", "summaries": 6}}],
+    }  # fmt: skip
+    found = Activations(parse_config(ModelConfig, model, "test"), "fp32", 1)
+    whole, split = (Share(4, 2, sequence_parallel=way) for way in (False, True))
+    for part in (found.head, found.embedding, lambda share: found.layer(0, share)):
+        assert 0 < part(split)[0].kept < part(whole)[0].kept
+
+
 @pytest.mark.parametrize("architecture", ["decoder", {"kind": "recurrent_memory", "memory_tokens": 2}])
 def test_ends_of_models_with_rows_around_short_chunks(architecture):
     """Embedding and head are measured within one chunk, which may be shorter than the tokens they usually take."""

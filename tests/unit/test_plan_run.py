@@ -176,6 +176,17 @@ def test_traffic_by_hand():
     )  # the first sum of each layer again
 
 
+def test_rows_beside_the_tokens_travel_with_them():
+    """2,048 tokens in chunks with 64 summary rows each: through layers and over the border, not into the embedding."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
+    config = demo(*layout, "model.memory=[]", "model.mixer={kind: melodi, form: rising, summaries: 64}")
+    tokens = config.global_rows // 2 * 2048 * 192 * 4
+    hidden = tokens * (config.model.chunk_size + 64) // config.model.chunk_size
+    first = traffic(config, range(2), 0, 1_000, 2)
+    assert first.tensor == 2 * (2 * 2 * 2 * hidden + tokens) / 2
+    assert first.pipeline == hidden
+
+
 def test_states_are_split_into_fixed_and_banks():
     model = shipped("titans-grm-760m").model
 
