@@ -312,13 +312,13 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        rows = model.rows_per_chunk
-        if self.parallel.sequence_parallel and (rows % tp or model.chunk_size % tp):
-            added = f" with {rows - model.chunk_size} rows beside the tokens" if rows > model.chunk_size else ""
-            raise ValueError(
-                f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
-                f"parallel.tp {tp}"
-            )
+        beside = f" with {model.rows_per_chunk - model.chunk_size} rows beside the tokens"
+        for rows, added in ((model.chunk_size, ""), (model.rows_per_chunk, beside)):
+            if self.parallel.sequence_parallel and rows % tp:
+                raise ValueError(
+                    f"parallel.sequence_parallel: model.chunk_size {model.chunk_size}{added} is not divisible by "
+                    f"parallel.tp {tp}"
+                )
         if self.training.precision == "bf16" and self.parallel.zero_stage == 0:
             raise ValueError(
                 "parallel.zero_stage 0 cannot keep FP32 master weights for training.precision bf16; "

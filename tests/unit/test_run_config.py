@@ -62,6 +62,23 @@ REFUSALS = {
         {"parallel": {"tp": 2, "sequence_parallel": True}, "model": {"chunk_size": 1}},
         ["parallel.sequence_parallel: model.chunk_size 1 is not divisible by parallel.tp 2"],
     ),
+    "sequence parallel and an odd number of tokens with as many rows": (
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True}, "training": {"bptt_chunks": 2},
+            "model": {"chunk_size": 1, "mixer": {"kind": "melodi", "form": "rising", "summaries": 1}},
+        },
+        ["parallel.sequence_parallel: model.chunk_size 1 is not divisible by parallel.tp 2"],
+    ),
+    "sequence parallel and an odd number of rows": (
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True}, "training": {"bptt_chunks": 2},
+            "model": {"chunk_size": 8, "mixer": {"kind": "melodi", "form": "rising", "summaries": 3}},
+        },
+        [
+            "parallel.sequence_parallel: model.chunk_size 8 with 3 rows beside the tokens is not divisible by "
+            "parallel.tp 2"
+        ],
+    ),
     "BF16 without ZeRO": (
         {"parallel": {"zero_stage": 0}},
         ["parallel.zero_stage 0", "training.precision bf16", "use zero_stage 1, 2 or 3, or precision fp32"],
