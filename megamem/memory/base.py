@@ -199,8 +199,6 @@ class Mixer(Stateful, nn.Module, ABC):
 
     differentiable_state = True
     """Whether gradients may flow into the incoming state; False where the paper stops them there."""
-    takes_side_rows = False
-    """Whether side rows pass through this layer (`Chunk.side_rows`); if not, they are carried past it."""
 
     def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
         super().__init__()

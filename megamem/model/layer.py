@@ -20,7 +20,9 @@ class Layer(nn.Module):
         super().__init__()
         self.linears = linears
         self.mixer_norm = make_norm(model, linears)
-        self.mixer = model.mixer_at(layer).build(model, linears, layer)
+        config = model.mixer_at(layer)
+        self.mixer = config.build(model, linears, layer)
+        self.takes_side_rows = config.side_rows(model) > 0
         self.mlp_norm = make_norm(model, linears)
         self.mlp = make_mlp(model, linears)
 
@@ -33,7 +35,7 @@ class Layer(nn.Module):
             chunk: where the tokens lie in their documents.
         Returns: the residual stream after the layer, the mixer's new state and auxiliary losses.
         """
-        if chunk.side_rows and not self.mixer.takes_side_rows:
+        if chunk.side_rows and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
         mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
         hidden = hidden + mixed

@@ -149,8 +149,6 @@ class RowMixing(nn.Module):
 class RisingMelodi(AttentionProjections):
     """Strictly causal attention over a memory, a chunk and its summary rows, all of which change behind the MLP."""
 
-    takes_side_rows = True
-
     def __init__(self, sizes: RisingSizes, gate_init: float, rises: bool, model: ModelConfig, linears: Linears) -> None:
         """Build the mixer of a layer; rises: whether a layer above reads the summary rows that leave it."""
         super().__init__(model, linears, sizes.state_specs(model))

@@ -90,14 +90,13 @@ class Decoder(Stage):
 
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_chunk`; x: ids [tokens, batch] or hidden [tokens, batch, hidden_size]."""
-        hidden = self.embed(x, chunk) if self.first else x
+        hidden, tokens = self.embed(x, chunk) if self.first else x, self.tokens_of(x, chunk)
         if self.one_grid:
-            return self._read_with_side_rows(hidden, states, chunk, self.tokens_of(x, chunk))
-        split = self.linears.sequence_parallel
-        parts = chunk.padding_splits(x.shape[0] * (self.linears.tp_size if split and not self.first else 1))
+            return self._read_with_side_rows(hidden, states, chunk, tokens)
+        parts = chunk.padding_splits(tokens)
         if len(parts) == 1:
             return self.run_layers(hidden, states, chunk)
-        if split:
+        if self.linears.sequence_parallel:
             raise ValueError(
                 f"left padding that ends inside a call (starts {chunk.starts}) does not go with sequence parallelism; "
                 "end the call there or switch parallel.sequence_parallel off"
