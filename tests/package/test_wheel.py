@@ -144,7 +144,8 @@ print("done")
 
 def test_the_library(environment: Environment) -> None:
     """The README's lines, and a shipped model: gradients of two chunks reach every parameter."""
-    (readme,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    section = (ROOT / "README.md").read_text().partition("\n## As a library\n")[2].partition("\n## ")[0]
+    (readme,) = re.findall(r"```python\n(.*?)```", section, flags=re.S)
     code = LIBRARY.format(prefix=str(environment.bin.parent), readme=readme)
     assert environment.run("python", "-c", code).endswith("done\n")
 
