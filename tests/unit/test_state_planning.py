@@ -1,5 +1,7 @@
 """Bytes of states against sums done by hand."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -69,8 +71,14 @@ ARCHITECTURES = [
 ]
 
 
-@pytest.mark.parametrize("mixer", ["local_attention", "full_attention"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=["decoder", "read and write", "overwrite"])
+@pytest.mark.parametrize(
+    ("architecture", "mixer"),
+    [
+        *itertools.product(ARCHITECTURES, ["local_attention", "full_attention"]),
+        ("decoder", {"kind": "melodi", "form": "rising", "summaries": 3, "memories": 2, "long_memory": 32}),
+    ],
+    ids=str,
+)
 def test_bytes_are_those_of_the_states_at_every_place(architecture, mixer):
     """Inside a chunk layers have read the rows before its tokens, and not those behind them."""
     tree = {"layers": 2, "hidden_size": 16, "heads": 2, "vocab_size": 32, "chunk_size": 4, "mixer": mixer}

@@ -4,13 +4,14 @@ Chen et al., "MELODI: Exploring Memory Compression for Long Contexts", 2025. The
 behind them, U summary rows u go through the layer together (`ModelConfig.side_rows`); m are the S vectors that the
 layer's memory holds from the chunk before, zeros at the start of a document:
 
-    attention    row i of [x; u] over [m | rows before i], strictly: no row sees itself. Queries and keys have length
-                 one; their products are multiplied by a learned number per head
+    attention    row i of [x; u] over [norm_m(m) | rows before i], strictly: no row sees itself. Queries and keys have
+                 length one; their products are multiplied by a learned number per head
     then         the residual, the MLP and its residual, which give x' and u'
     rise         u+ = u' + M_u^T [norm_x(x'); norm_u(u')] + b_u        goes to the layer above
     write        m+ = u' + M_m^T [norm_x(x'); norm_u(u')] + b_m        waits for the next chunk, where S = U
                  m+ =      M_m^T [x'; u'] + b_m                        where S differs from U
-    long-term    E+ = newest entries of [E; K and V of M_e^T [x'; u'] + b_e], read through a gate as in `melodi.py`
+    long-term    E+ = newest entries of [E; K and V of norm_m(M_e^T [x'; u'] + b_e)], read through a gate as in
+                 `melodi.py`
 
     layer l + 1   x x x x | u+            M act on places, each channel alike; all are this layer's own.
                   ▲       ╲▲   ╲          The topmost layer has nothing to hand up and no M_u
