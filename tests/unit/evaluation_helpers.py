@@ -16,6 +16,7 @@ CHUNK = 8
 VOCABULARY = 32
 CPU = torch.device("cpu")
 MIXERS = {
+    "rising_melodi": {"kind": "melodi", "form": "rising", "summaries": 2},
     "local_attention": {"kind": "local_attention"},
     "full_attention": {"kind": "full_attention"},
     "elastic_memory": {"kind": "elastic_memory", "order": 6, "samples": 5, "block": 4},

@@ -37,6 +37,14 @@ def test_nothing_is_left_behind(kind):
     assert torch.equal(read(stage)[0], clean)
 
 
+def test_what_is_remembered_of_rising_rows_is_no_keys_and_values():
+    """Noise in what is seen goes, in what is remembered not: that memory is written behind the MLP."""
+    stage = make_stage("rising_melodi")
+    assert not torch.allclose(read(stage, share=0.5)[0], read(stage)[0])
+    with pytest.raises(ConfigError, match=r"remembered true: melodi \(model layer 1\) writes its memory from what"):
+        read(stage, share=0.5, remembered=True)
+
+
 def test_only_the_chosen_layers_are_touched():
     """The first layer is plain attention, the second the memory."""
     stage = make_stage("elastic_memory")

@@ -132,6 +132,23 @@ def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, i
     assert section["memory"][0]["mixer"]["gate_init"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("added", "rows"),
+    [
+        ("architecture={kind: recurrent_memory, memory_tokens: 2}", ["memory_rows.read", "memory_rows.write"]),
+        ("memory=[{layers: [0], mixer: {kind: melodi, form: rising}}]", ["side_rows.weight"]),
+    ],
+)
+def test_rows_beside_the_tokens_are_fresh_parameters(tmp_path, ids, added, rows):
+    saved("llama", tmp_path / "hf")
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=local_attention", added])
+    outside = [name for name in facts["new_parameters"] if not name.startswith("layers.")]
+    assert outside == rows
+    stage = imported(tmp_path / "ours")
+    assert all(getattr(stage, name.split(".")[0]) is not None for name in rows)
+    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == set(facts["new_parameters"])
+
+
 def test_a_projection_that_is_missing_is_not_drawn_anew(tmp_path):
     saved("llama", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
