@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -53,7 +54,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
 
 
 def test_continuous_integration_runs_the_make_targets() -> None:
-    """`make demo` trains for minutes on a corpus from the network: its steps are run below, on other text."""
+    """`make demo` trains for minutes; a few of its steps are run below."""
     assert re.findall(r"^make (\S+)", MAKE, re.MULTILINE) == ["demo", "test"]
     assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
 
@@ -90,3 +91,21 @@ def test_a_loss_reaches_the_weights_of_the_block(typed: Typed) -> None:
     hidden, state = made(hidden, state)
     hidden.square().mean().backward()
     assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+def test_the_demo_runs_from_nothing_to_a_trained_model(tmp_path: Path) -> None:
+    """What `make demo` calls, in an empty folder and with the real corpus, but for a few steps of its 240."""
+    (called,) = re.findall(r"^demo: install.*\n\t\$\(BIN\)/(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    few = ["training.steps=2", "optimizer.warmup_ratio=0.5", "evaluation.every=2", "evaluation.max_tokens=2048"]
+    ran = subprocess.run(
+        [*called.split(), *few, "evaluation.final_max_tokens=4096"], cwd=tmp_path, env=environment() | {"PATH": path},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    (run,) = (tmp_path / "runs").glob("demo-2*")
+    result = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 2
+    # two steps leave the model near a uniform guess among 4,096 tokens
+    assert result["val_loss"] == pytest.approx(math.log(4096), rel=0.1)
+    assert (run / "evaluation.png").stat().st_size > 0
