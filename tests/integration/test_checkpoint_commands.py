@@ -228,7 +228,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
 
 @pytest.mark.alone
 def test_the_clock_asks_for_checkpoints(data, tmp_path):
-    minutes = {**SECTIONS, "checkpoint": {"every": 0, "minutes": 1e-6, "keep_last": 9}, "evaluation": {"every": 0}}
+    # 60 nanoseconds: less than passes between a save and the next look at the clock
+    minutes = {**SECTIONS, "checkpoint": {"every": 0, "minutes": 1e-9, "keep_last": 9}, "evaluation": {"every": 0}}
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", **minutes))
     with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
         assert job.codes(90) == [0, 0], job.output(0)
