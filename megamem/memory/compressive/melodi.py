@@ -36,9 +36,9 @@ from megamem.memory.shared.block_attention import (
     resolve_block,
 )
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, open_visible
-from megamem.memory.shared.gate import MemoryGate, gated
-from megamem.memory.shared.queue import entry_counts, push, readable
-from megamem.ops.attention.softmax import Past, attention, past_attention, unmasked_attention
+from megamem.memory.shared.gate import MemoryGate
+from megamem.memory.shared.queue import entry_counts, gated_reading, push
+from megamem.ops.attention.softmax import Past, attention, unmasked_attention
 from megamem.ops.rotary import consecutive_rotary_tables
 from megamem.parallel.linears import Initializer, Linears, declare, normal
 
@@ -274,12 +274,8 @@ class Melodi(BlockAttention):
         if self.gate is None:
             return output
         entries = entry_counts(block_slice, self.config.long_increment, state["long_keys"].shape[0])
-        # without entries the gate mixes the output with itself: ZeRO 3 needs a gradient from each backward pass
-        retrieved = output
-        if any(entries):
-            past = readable(state["long_keys"], state["long_values"], entries)
-            retrieved = past_attention(self.scaled_query(query), past, self.backend)
-        return gated(retrieved, output, self.gate(), entries)
+        queue = state["long_keys"], state["long_values"]
+        return gated_reading(output, self.scaled_query(query), *queue, entries, self.gate(), self.backend)
 
     def summarize(self, seen: list[Past], outputs: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return the memory that a finished block leaves, m' = norm(u + W_o (z_u + M^T [z; z_u])), [U, B, hidden_size].

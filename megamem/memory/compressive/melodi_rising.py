@@ -33,9 +33,9 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns, open_specs
 from megamem.memory.shared.cosine import CosineScale, cosine_pair
-from megamem.memory.shared.gate import MemoryGate, gated
-from megamem.memory.shared.queue import push, readable
-from megamem.ops.attention.softmax import Past, attention, past_attention
+from megamem.memory.shared.gate import MemoryGate
+from megamem.memory.shared.queue import gated_reading, push
+from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.rotary import consecutive_rotary_tables
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Initializer, Linears, constant, declare, normal
@@ -75,7 +75,8 @@ class RisingSizes:
 
     def parameters(self, model: ModelConfig) -> int:
         """Count what a layer has besides its projections, `rising_parameters` included."""
-        vectors = 2 * model.hidden_size + self._memory_vectors(model)
+        # scales of three norms, and of the heads' cosines
+        vectors = 3 * model.hidden_size + model.heads
         short = vectors + self._mixing(self.memories) + self._mixing(self.summaries)
         if self.long_memory is None:
             return short
@@ -84,10 +85,6 @@ class RisingSizes:
     def rising_parameters(self, model: ModelConfig) -> int:
         """Count M_u and b_u, and the norms where nothing else uses them."""
         return self._mixing(self.summaries) + (0 if self.memories == self.summaries else 2 * model.hidden_size)
-
-    def _memory_vectors(self, model: ModelConfig) -> int:
-        """Count the scales of the memory's norm and of cosines."""
-        return model.hidden_size + model.heads
 
     def _mixing(self, outputs: int) -> int:
         """Count a mixing matrix and its bias."""
@@ -217,11 +214,8 @@ class RisingMelodi(AttentionProjections):
             return output
         capacity, sizes = state["long_keys"].shape[0], self.rising
         entries = [min(max(start, 0) // sizes.tokens * sizes.long_increment, capacity) for start in chunk.starts]
-        # without entries the gate mixes the output with itself: ZeRO 3 needs a gradient from each backward pass
-        retrieved = output
-        if any(entries):
-            retrieved = past_attention(query, readable(state["long_keys"], state["long_values"], entries), self.backend)
-        return gated(retrieved, output, self.gate(), entries)
+        queue = state["long_keys"], state["long_values"]
+        return gated_reading(output, query, *queue, entries, self.gate(), self.backend)
 
     def after_layer(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         """See `Mixer.after_layer`: where a chunk ends, its memory is written and the summary rows are mixed."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megamem.memory.base import to_device
 from megamem.memory.shared.blocks import BlockSlice
-from megamem.ops.attention.softmax import Past
+from megamem.memory.shared.gate import gated
+from megamem.ops.attention.softmax import Past, past_attention
 
 
 def entry_counts(block_slice: BlockSlice, per_block: int, capacity: int) -> list[int]:
@@ -39,6 +40,25 @@ def readable(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
     keys, values: [capacity, batch, heads, head_dim]; entries: by row.
     """
     return queued(keys, values, [count or max(entries) for count in entries])
+
+
+def gated_reading(
+    output: Tensor, query: Tensor, keys: Tensor, values: Tensor, entries: list[int], gate: Tensor, backend: str
+) -> Tensor:
+    """Return g A_queue + (1 - g) output; `output` alone in rows whose queue has no entries yet.
+
+    Args:
+        output: what else the heads put out, [tokens, batch, heads, head_dim].
+        query: like `output`, scaled and before rotation.
+        keys, values: the queue's, [capacity, batch, kv_heads, head_dim].
+        entries: by row.
+        gate: `MemoryGate()`, [heads, head_dim or 1].
+        backend: one of `model.attention_kernel`.
+    Returns: like `output`.
+    """
+    # without entries the gate mixes the output with itself: ZeRO 3 needs a gradient from each backward pass
+    retrieved = past_attention(query, readable(keys, values, entries), backend) if any(entries) else output
+    return gated(retrieved, output, gate, entries)
 
 
 def push(queue: Tensor, new: Tensor, closing: tuple[bool, ...]) -> Tensor:
