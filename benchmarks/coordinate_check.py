@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.common import OUTPUT, fix_threads, publish, table
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import OptimizerConfig
+from megamem.config.optimizer import OptimizerConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import Chunk
 from megamem.memory.shared.block_attention import AttentionProjections

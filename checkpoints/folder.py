@@ -239,21 +239,52 @@ def mark_complete(partial: Path, final: Path, files: dict[str, FileEntry]) -> No
     sync(final.parent)
 
 
+def share(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """Put a checkpoint into another folder of checkpoints and return it as it lies there.
+
+    Its files are linked where both lie on one file system, which takes no room, else copied. They are never written
+    again, and stay there when the original is removed.
+    """
+    final = folder / checkpoint.path.name
+    partial = final.with_name(final.name + PARTIAL)
+    partial.mkdir(parents=True)
+    for file in checkpoint.path.iterdir():
+        try:
+            os.link(file, partial / file.name)
+        except OSError:
+            shutil.copyfile(file, partial / file.name)
+            sync(partial / file.name)
+    sync(partial)
+    partial.rename(final)
+    sync(folder)
+    return Checkpoint(final, checkpoint.step)
+
+
 def steps_to_keep(
-    checkpoints: Iterable[Checkpoint], last: int, every: int | None, best: int, losses: dict[int, float]
+    checkpoints: Iterable[Checkpoint],
+    last: int,
+    every: int | None,
+    best: int,
+    losses: dict[int, float],
+    named: Iterable[int] = (),
 ) -> set[int]:
-    """Return the steps to keep: the `last` newest, each multiple of `every`, and the `best` of lowest loss.
+    """Return the steps to keep: the `last` newest, each multiple of `every`, the `best` of lowest loss, those `named`.
 
     losses: validation losses by step, where there was a validation.
     """
     steps = sorted(c.step for c in checkpoints if c.complete)
-    keep = set(steps[-last:])
+    keep = set(steps[-last:]) | (set(named) & set(steps))
     keep |= {step for step in steps if every and step % every == 0}
     return keep | set(sorted((step for step in steps if step in losses), key=lambda step: losses[step])[:best])
 
 
 def prune(
-    folder: Path, last: int, every: int | None = None, best: int = 0, newest: int | None = None
+    folder: Path,
+    last: int,
+    every: int | None = None,
+    best: int = 0,
+    named: Iterable[int] = (),
+    newest: int | None = None,
 ) -> list[Checkpoint]:
     """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; return the removed.
 
@@ -261,13 +292,13 @@ def prune(
 
     Args:
         folder: holds the checkpoints of a run.
-        last, every, best: as in `steps_to_keep`.
+        last, every, best, named: as in `steps_to_keep`.
         newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do
             not count.
     """
     found = [c for c in checkpoints_in(folder) if newest is None or c.step <= newest]
     losses = {c.step: loss for c in found if c.complete and (loss := _validation_loss(c)) is not None}
-    keep = steps_to_keep(found, last, every, best, losses)
+    keep = steps_to_keep(found, last, every, best, losses, named)
     removed = [c for c in found if c.step not in keep]
     for checkpoint in removed:
         (checkpoint.path / MARKER).unlink(missing_ok=True)

@@ -216,7 +216,8 @@ class Saver:
         mark_complete(partial, final, {name: entry for part in files for name, entry in part.items()})
         # what cannot be removed now is tried again after the next save
         with contextlib.suppress(OSError):
-            prune(self.folder, self.config.keep_last, self.config.keep_every, self.config.keep_best, newest=step)
+            kept = self.config
+            prune(self.folder, kept.keep_last, kept.keep_every, kept.keep_best, kept.keep_steps, newest=step)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all, by rank; an error on one is an error on all."""

@@ -136,13 +136,15 @@ def prune(
     keep_last: Annotated[int, typer.Option(min=1, help="the newest that stay")],
     keep_every: Annotated[int | None, typer.Option(min=1, help="multiples of this stay too")] = None,
     keep_best: Annotated[int, typer.Option(min=0, help="so many of lowest validation loss stay too")] = 0,
+    keep_step: Annotated[list[int] | None, typer.Option(help="this step stays too; may be repeated")] = None,
     as_json: Json = False,
 ) -> None:
     """Remove checkpoints of a run that are not to be kept."""
     from checkpoints.find import checkpoints_folder
     from checkpoints.folder import prune as remove
 
-    removed = [str(checkpoint.path) for checkpoint in remove(checkpoints_folder(run), keep_last, keep_every, keep_best)]
+    gone = remove(checkpoints_folder(run), keep_last, keep_every, keep_best, keep_step or ())
+    removed = [str(checkpoint.path) for checkpoint in gone]
     if as_json:
         write_json({"removed": removed})
         return

@@ -13,6 +13,7 @@ import sys
 import typer
 
 from launchers.local_ranks import inside_job
+from megamem.cli.branch import branch
 from megamem.cli.checkpoint import checkpoint_app
 from megamem.cli.convert import convert_app
 from megamem.cli.corpus import corpus_app
@@ -42,7 +43,7 @@ for name, group in {
     app.add_typer(group, name=name)
 # a function's name is the verb's, with dashes
 for verb in (
-    train, start_from, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
+    train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
     mechanisms,
 ):  # fmt: skip
     app.command()(verb)

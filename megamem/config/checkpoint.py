@@ -23,6 +23,8 @@ class CheckpointConfig(ConfigModel):
     """Number of newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
     """Also keep those whose step is a multiple of this."""
+    keep_steps: tuple[PositiveInt, ...] = ()
+    """Also save after each of these steps, and keep those checkpoints: where `megamem branch` can begin."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Also keep so many of lowest validation loss (of those saved at a step with a validation)."""
     asynchronous: bool = True

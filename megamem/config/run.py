@@ -13,6 +13,7 @@ from megamem.config.data import DataConfig
 from megamem.config.extensions import AnyCallback, AnySink
 from megamem.config.model import ModelConfig
 from megamem.config.objective import AnyObjective
+from megamem.config.optimizer import OptimizerConfig
 
 
 def _placement_is_plain(value: object) -> object:
@@ -48,27 +49,6 @@ class ParallelConfig(ConfigModel):
     """Seconds a collective may wait before the process group gives up."""
     stall_timeout_s: PositiveFloat = 300
     """Seconds without progress after which the job ends, naming the rank. Must cover the longest single step."""
-
-
-class OptimizerConfig(ConfigModel):
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up and cosine decay; defaults of the Elastic Memory paper."""
-
-    lr: PositiveFloat = 2e-3
-    """Peak learning rate."""
-    new_parameters_lr: PositiveFloat | None = None
-    """Peak learning rate of parameters that `training.init_from` lists as new (added memories); lr if not given."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end over the peak."""
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Share of the steps in which the learning rate rises to its peak."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay rates of the moments."""
-    eps: PositiveFloat = 1e-7
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decay of matrices and embeddings; vectors (norms) do not decay."""
-    grad_clip: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
 
 
 class TrainingConfig(ConfigModel):
@@ -165,6 +145,15 @@ class EvaluationConfig(ConfigModel):
     """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""
 
 
+class OriginConfig(ConfigModel):
+    """Where the training of a branch comes from. `megamem branch` writes it."""
+
+    run: Path
+    """Folder of the run that the branch was made of."""
+    step: PositiveInt
+    """Step after which it leaves that run."""
+
+
 class RunConfig(ConfigModel):
     """Everything about a run. `megamem train` takes a YAML file of it and `section.key=value` overrides."""
 
@@ -188,6 +177,8 @@ class RunConfig(ConfigModel):
     """What is saved to go on from."""
     logging: LoggingConfig = LoggingConfig()
     """Metrics and traces."""
+    origin: OriginConfig | None = None
+    """Where a branch comes from; a run that begins at its first step has none."""
 
     @property
     def run_folder(self) -> Path:
@@ -256,6 +247,8 @@ class RunConfig(ConfigModel):
             raise ValueError(f"logging.record_step {record} needs a pipeline, but parallel.pp is 1")
         if record and record > self.steps:
             raise ValueError(f"logging.record_step {record} is beyond the {self.steps} steps of the run")
+        if beyond := [step for step in self.checkpoint.keep_steps if step > self.steps]:
+            raise ValueError(f"checkpoint.keep_steps: {beyond[0]} is beyond the {self.steps} steps of the run")
         stride = self.evaluation.sliding_stride
         if stride and chunk % stride:
             raise ValueError(f"evaluation.sliding_stride {stride} does not divide model.chunk_size {chunk}")
@@ -267,6 +260,17 @@ class RunConfig(ConfigModel):
             raise ValueError(
                 f"training.micro_batch_size {training.micro_batch_size} does not divide the {self.global_rows} "
                 "sequences of a batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learning_rate_fits(self) -> RunConfig:
+        """Raise ValueError where warm-up and decay take more steps than the run has."""
+        warmup = self.optimizer.warmup(self.steps)
+        decay = self.optimizer.decay(self.steps) if self.optimizer.schedule == "wsd" else 0
+        if warmup + decay > self.steps:
+            raise ValueError(
+                f"optimizer: {warmup} steps of warm-up and {decay} of decay are more than the {self.steps} of the run"
             )
         return self
 

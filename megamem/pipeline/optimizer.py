@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamem.config.run import OptimizerConfig
+from megamem.config.optimizer import OptimizerConfig
 from megamem.parallel.linears import info
 
 
@@ -78,10 +78,25 @@ class AgreeingAdamW(torch.optim.AdamW):
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of optimizer step `step` (from 0) of `steps`: linear warm-up, cosine down to lr * min_lr_ratio."""
-    warmup_steps = math.ceil(config.warmup_ratio * steps)
-    if step < warmup_steps:
-        return config.lr * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    """Return the rate of optimizer step `step` (from 0) of `steps`.
+
+    A linear warm-up, then a cosine down to lr * min_lr_ratio; or the peak, until the last steps go down to it.
+    """
+    warmup = config.warmup(steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "cosine":
+        progress = (step - warmup) / max(1, steps - 1 - warmup)
+        share = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    else:
+        share = _decayed(config, step, steps)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+
+
+def _decayed(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Return how much is left of the way from the peak to the last rate, from 1 to 0, at a step after the warm-up."""
+    decay = config.decay(steps)
+    if (first := steps - decay) > step:
+        return 1.0
+    progress = min((step + 1 - first) / decay, 1.0)
+    return 1 - (math.sqrt(progress) if config.decay_shape == "1-sqrt" else progress)

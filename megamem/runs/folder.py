@@ -129,7 +129,8 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
         with RunLock(folder) as lock:
             lock.take(lock_patience())
     # a new checkpoint is written before an old one is removed
-    at_most = config.checkpoint.keep_last + config.checkpoint.keep_best + 1
+    kept = config.checkpoint
+    at_most = kept.keep_last + kept.keep_best + len(kept.keep_steps) + 1
     there = len(checkpoints_in(folder / FOLDER))
     needed_bytes = checkpoint_bytes * max(at_most - there, 1)
     free = shutil.disk_usage(existing).free

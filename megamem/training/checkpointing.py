@@ -62,6 +62,11 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
             saved = checkpoint.run()
             check_identity(checkpoint, saved, facts)
             _check_weights(config, checkpoint, saved)
+        elif config.origin is not None:
+            raise CheckpointError(
+                f"{config.run_folder}: a branch of {config.origin.run} at step {config.origin.step}, but it has no "
+                "checkpoint to begin with; make it again with megamem branch"
+            )
         return checkpoint, skipped
 
     return on_rank_0(chosen, group)
@@ -141,7 +146,8 @@ class Checkpoints(Callback):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         """See `Callback.after_step`."""
         config = trainer.config.checkpoint
-        if (config.every and trainer.step % config.every == 0) or trainer.save_due:
+        periodic = config.every and trainer.step % config.every == 0
+        if periodic or trainer.step in config.keep_steps or trainer.save_due:
             with trainer.pause(f"checkpoint after step {trainer.step}"):
                 self._save(trainer, wait=False)
         # ranks agree on this after the step, and all save after the next one

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from benchmarks.coordinate_check import GROWTH, MECHANISMS, main, measured, model_of, slopes
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import OptimizerConfig
+from megamem.config.optimizer import OptimizerConfig
 from megamem.errors import ConfigError
 from megamem.hf import MegamemConfig
 from megamem.hf.export import llama_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamem.config.run import OptimizerConfig
+from megamem.config.optimizer import OptimizerConfig
 from megamem.parallel.linears import constant, declare
 from megamem.pipeline.optimizer import AgreeingAdamW, learning_rate, parameter_groups
 
@@ -166,3 +166,32 @@ class TestSchedule:
 
     def test_without_warmup_it_starts_at_the_peak(self):
         assert learning_rate(OptimizerConfig(lr=3.0, warmup_ratio=0.0), 0, 50) == 3.0
+
+
+class TestWarmupStableDecay:
+    CONFIG = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=10, decay_ratio=0.25, min_lr_ratio=0.2)
+
+    @pytest.mark.parametrize(("shape", "half"), [("1-sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5)])
+    def test_shape(self, shape, half):
+        config = self.CONFIG.model_copy(update={"decay_shape": shape})
+        rates = [learning_rate(config, step, 80) for step in range(80)]
+        assert rates[:10] == [(step + 1) / 10 for step in range(10)]
+        assert rates[10:60] == [1.0] * 50
+        assert rates[69] == pytest.approx(0.2 + 0.8 * half), "half of the 20 steps of the decay"
+        assert rates[-1] == pytest.approx(0.2)
+        assert all(a > b for a, b in zip(rates[59:], rates[60:], strict=False))
+
+    def test_before_the_decay_the_length_does_not_matter(self):
+        """So that runs of all lengths begin alike, bit for bit."""
+        assert [learning_rate(self.CONFIG, step, 100) for step in range(75)] == [
+            learning_rate(self.CONFIG, step, 1000) for step in range(75)
+        ]
+
+    def test_steps_count_whatever_the_ratio(self):
+        config = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=0, decay_steps=3, min_lr_ratio=0.0)
+        rates = [learning_rate(config, step, 10) for step in range(10)]
+        assert rates == [*[1.0] * 7, *(pytest.approx(1 - math.sqrt(n / 3)) for n in (1, 2, 3))]
+
+    def test_no_decay_is_stable_to_the_end(self):
+        config = OptimizerConfig(lr=1.0, schedule="wsd", warmup_steps=0, decay_ratio=0)
+        assert {learning_rate(config, step, 10) for step in range(10)} == {1.0}

@@ -151,6 +151,16 @@ REFUSALS = {
     "name": ({"name": "../elsewhere"}, ["name:", "'../elsewhere'"]),
     "empty name": ({"name": ""}, ["name:", "at least 1 character"]),
     "warm-up": ({"optimizer": {"warmup_ratio": 1.0}}, ["optimizer.warmup_ratio: should be less than 1 (got 1.0)"]),
+    "warm-up longer than the run": (
+        {"optimizer": {"warmup_steps": 11}}, ["optimizer: 11 steps of warm-up and 0 of decay are more than the 10"],
+    ),
+    "no room for the decay": (
+        {"optimizer": {"schedule": "wsd", "warmup_steps": 4, "decay_steps": 7}},
+        ["optimizer: 4 steps of warm-up and 7 of decay are more than the 10 of the run"],
+    ),
+    "kept after the end": (
+        {"checkpoint": {"keep_steps": [5, 12]}}, ["checkpoint.keep_steps: 12 is beyond the 10 steps of the run"],
+    ),
     "beta": ({"optimizer": {"betas": [0.9, 1.0]}}, ["optimizer.betas.1: should be less than 1 (got 1.0)"]),
     "clip": ({"optimizer": {"grad_clip": -1}}, ["optimizer.grad_clip: should be greater than or equal to 0 (got -1)"]),
 }  # fmt: skip

@@ -1,0 +1,117 @@
+"""Branches of a run: new runs that begin with one of its checkpoints and decay from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoints.find import checkpoints_folder
+from checkpoints.folder import FOLDER, Checkpoint, checkpoints_in, share, verify
+from megamem.config.load import Tree, apply_override, merge, parse_config, read_yaml
+from megamem.config.run import RunConfig
+from megamem.errors import CheckpointError, ConfigError, RunFolderError
+from megamem.runs.folder import create_run_folder
+
+
+def make_branch(
+    run: Path,
+    at: int,
+    *,
+    steps: int | None = None,
+    tokens: int | None = None,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """Make the folder of a run that begins with the checkpoint of `run` after step `at`, and return its configuration.
+
+    Its learning rate decays from there to its last step; up to there it is that of `run`, whose folder is only read.
+
+    Args:
+        run: folder of a run with `optimizer.schedule` wsd.
+        at: a step of its stable part that has a checkpoint.
+        steps: steps of the branch, those before `at` included; if neither they nor `tokens` are given, so many that
+            the decay is `optimizer.decay_ratio` of them.
+        tokens: the same as a budget of tokens.
+        name: of the new run; `RUN-STEPS` if not given. Its folder lies beside that of `run`.
+        overrides: `section.key=value`, applied last.
+
+    Raises:
+        ConfigError: `run` has no configuration or is not stable at that step, or the branch would end before it.
+        CheckpointError: there is no checkpoint of that step, or it is damaged.
+        RunFolderError: there is a folder of that name.
+    """
+    run = run if run.name else run.resolve()  # the folder beside it is named
+    tree = read_yaml(run / "config.yaml")
+    origin = parse_config(RunConfig, tree, str(run / "config.yaml"))
+    _check_stable(run, origin, at)
+    checkpoint = checkpoint_at(run, at)
+    config = _branched(tree, origin, run, at, _length(origin, at, steps, tokens), name, overrides)
+    verify(checkpoint)
+    try:
+        config.run_folder.mkdir(parents=True)
+    except FileExistsError:
+        raise RunFolderError(f"{config.run_folder}: exists already; give the branch another --name") from None
+    share(checkpoint, config.run_folder / FOLDER)
+    # last: a folder without a configuration is never taken for a run
+    create_run_folder(config)
+    return config
+
+
+def checkpoint_at(run: Path, step: int) -> Checkpoint:
+    """Return a run's checkpoint after a step. Raises CheckpointError naming the steps that have one."""
+    found = {one.step: one for one in checkpoints_in(checkpoints_folder(run)) if one.complete}
+    if step not in found:
+        there = f"there are those of steps {', '.join(map(str, sorted(found)))}" if found else "there is none at all"
+        raise CheckpointError(f"{run}: no checkpoint of step {step}; {there} (checkpoint.keep_steps saves and keeps)")
+    return found[step]
+
+
+def _check_stable(run: Path, origin: RunConfig, at: int) -> None:
+    """Raise ConfigError unless the learning rate of a run is at its peak until after step `at`."""
+    optimizer, steps = origin.optimizer, origin.steps
+    if optimizer.schedule != "wsd":
+        raise ConfigError(
+            f"{run}: optimizer.schedule is {optimizer.schedule}, which has no stable part to branch off; train with wsd"
+        )
+    first, last = optimizer.warmup(steps), steps - optimizer.decay(steps)
+    if not first <= at <= last:
+        raise ConfigError(f"{run}: step {at} is not in its stable part, which lies between steps {first} and {last}")
+
+
+def _length(origin: RunConfig, at: int, steps: int | None, tokens: int | None) -> Tree:
+    """Return the length of a branch as keys of `training`."""
+    if steps is not None and tokens is not None:
+        raise ConfigError("branch: give either --steps or --tokens")
+    if steps is None and tokens is None:
+        steps = max(at + 1, round(at / (1 - origin.optimizer.decay_ratio)))
+    return {"steps": steps, "tokens": tokens}
+
+
+def _branched(
+    tree: Tree, origin: RunConfig, run: Path, at: int, length: Tree, name: str | None, overrides: Sequence[str]
+) -> RunConfig:
+    """Return the configuration of a branch: that of its origin but for its length, its decay and its name."""
+    training = {**length, "stop_after": None}
+    where = f"branch of {run} at step {at}"
+    # the number of steps follows from a budget of tokens, and the decay from it
+    bare: Tree = {
+        "training": training,
+        "optimizer": {"decay_steps": 0},
+        "checkpoint": {"keep_steps": [], "resume": "auto"},
+        "logging": {"profile_steps": None, "record_step": None},
+    }
+    steps = parse_config(RunConfig, merge(tree, bare), where).steps
+    if steps <= at:
+        raise ConfigError(f"{where}: would end after step {steps} already; give it more than {at} steps")
+    changed = merge(
+        merge(tree, bare),
+        {
+            "name": name or f"{origin.name}-{steps}",
+            "runs_folder": str(run.parent),
+            "optimizer": {"warmup_steps": origin.optimizer.warmup(origin.steps), "decay_steps": steps - at},
+            "origin": {"run": str(run), "step": at},
+        },
+    )
+    for override in overrides:
+        changed = apply_override(changed, override)
+    return parse_config(RunConfig, changed, where)
