@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from megamem.errors import CheckpointError
 from megamem.files import sha256_file
@@ -72,12 +72,14 @@ class RunFacts(RunIdentity):
 
 
 class BadStepCounts(TypedDict):
-    """Steps that were skipped for values that were not finite."""
+    """Steps that were skipped."""
 
     total: int
-    """Skipped steps since the run began."""
+    """Steps since the run began whose values were not finite."""
     streak: list[int]
-    """Numbers of the skipped steps that directly precede the checkpoint."""
+    """Numbers of such steps that directly precede the checkpoint."""
+    spikes: NotRequired[int]
+    """Steps since the run began that were spikes."""
 
 
 class SavedRun(RunFacts):

@@ -24,6 +24,7 @@ from checkpoints.training_state import (
     random_states,
     set_optimizer_steps,
     set_random_states,
+    spike_fragments,
     update_model_weights,
 )
 from checkpoints.weights import new_parameter_names
@@ -198,7 +199,13 @@ def load_training_state(engine: TrainingEngine, checkpoint: Checkpoint, group: P
     index, run, lanes = read_index(checkpoint.path), checkpoint.run(), Lanes.of(engine)
     carried = lanes.empty(set(index))
     generators = {name: state for name, state in random_states(engine.topology).items() if name in index}
-    tensors = {**optimizer_fragments(engine), **lanes.fragments(carried), **as_fragments(generators)}
+    # a run that has just begun to look for spikes, or in another window, begins with an empty one
+    spikes = {
+        name: found
+        for name, found in spike_fragments(engine).items()
+        if name in index and list(found.shape) == index[name]["shape"]
+    }
+    tensors = {**optimizer_fragments(engine), **lanes.fragments(carried), **as_fragments(generators), **spikes}
     _all_agree(_mismatch(checkpoint, index, tensors), group)
     read_tensors(checkpoint.path, tensors, group)
     set_optimizer_steps(engine, run["optimizer_steps"])

@@ -1,7 +1,8 @@
 """The state of training that a run carries from step to step, as fragments of global tensors, under any layout.
 
 Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for the FP32 weights and Adam's moments of parameter NAME;
-`states/layers.N/PART` for memory states that run on (see `checkpoints.states`); `rng/KIND/ROLE` for random generators.
+`states/layers.N/PART` for memory states that run on (see `checkpoints.states`); `rng/KIND/ROLE` for random generators;
+`spikes/history` for the last steps' losses and gradient norms, where spikes are skipped.
 """
 
 from __future__ import annotations
@@ -114,7 +115,16 @@ def all_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
         **optimizer_fragments(engine),
         **Lanes.of(engine).fragments(engine.carried),
         **as_fragments(random_states(engine.topology)),
+        **spike_fragments(engine),
     }
+
+
+def spike_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
+    """Return what the search for spikes goes by, which all ranks hold alike; nothing where none are skipped."""
+    if engine.spikes is None:
+        return {}
+    history = engine.spikes.history
+    return {"spikes/history": Fragments(history.shape, [Piece((0, 0), history)], writes=engine.topology.rank == 0)}
 
 
 def as_fragments(tensors: Mapping[str, Tensor]) -> dict[str, Fragments]:

@@ -81,6 +81,11 @@ class TrainingConfig(ConfigModel):
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+    skip_spikes: PositiveFloat | None = None
+    """Skip the update of a step whose loss or gradient norm lies so many standard deviations above its mean over the
+    steps before; 6 is usual. No step is skipped if not given."""
+    spike_window: Annotated[int, Field(ge=4)] = 128
+    """Steps of that mean. At the start of a run none is skipped until half of them are there."""
     callbacks: tuple[AnyCallback, ...] = ()
     """What else happens around training steps, in this order."""
 

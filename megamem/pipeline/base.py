@@ -22,6 +22,7 @@ from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
+from megamem.pipeline.spikes import SpikeGuard
 from megamem.pipeline.window import select_states
 
 Watch = Callable[[str], None]
@@ -53,7 +54,9 @@ class StepResult:
     predicted: Tensor
     """Predicted tokens over all ranks, float64 scalar."""
     bad: Tensor
-    """1.0 if the ranks agreed to skip the update, else 0.0."""
+    """1.0 if the ranks agreed to skip the update for a loss or gradient that is not finite, else 0.0."""
+    spike: Tensor
+    """1.0 if they agreed to skip it as a spike, else 0.0."""
     grad_norm: Any
     """Global gradient norm before clipping, as DeepSpeed or torch gives it."""
 
@@ -98,6 +101,11 @@ class TrainingEngine(ABC):
             mpu=topology.mpu(),
             dist_init_required=False,
         )
+        training = config.training
+        self.spikes = (
+            SpikeGuard(training.skip_spikes, training.spike_window, topology.device) if (training.skip_spikes) else None
+        )
+        """Finds spikes, where the run skips them."""
         self.carried: dict[int, States] = {}
         """The states at the end of each micro-batch where the next step reads on, by its index."""
         self.placement = [range(config.model.layers)]
@@ -142,7 +150,10 @@ class TrainingEngine(ABC):
         return self.fresh_states(batch.tokens.shape[1])
 
     def step(self, batches: Sequence[Batch], lr: float, watch: Watch | None = None) -> StepResult:
-        """One optimizer step. If the loss or a gradient of any rank is not finite, no rank updates anything."""
+        """One optimizer step.
+
+        If the loss or a gradient of any rank is not finite, or if the step is a spike, no rank updates anything.
+        """
         batches = [self._prepared(batch) for batch in batches]
         losses, predicted, states = self.backward(batches, watch)
         if watch is not None:
@@ -152,16 +163,38 @@ class TrainingEngine(ABC):
         own_bad = torch.maximum(1 - losses.sum().isfinite().float(), self._bad_partitions())
         self.optimizer.own_bad, self.optimizer.bad = own_bad, None
         norm = self._clip_plain() if self.config.parallel.zero_stage == 0 else None
+        self.optimizer.spike = None
+        if (spikes := self.spikes) is not None:
+            loss = self._mean_loss(losses, predicted)
+            self.optimizer.find_spike = lambda: spikes.judge(loss, self._grad_norm(norm))
         self.engine.step()
         # DeepSpeed may have refused the update itself (ZeRO's norm check), then the optimizer never saw it
         refused = bool(getattr(self.engine.optimizer, "overflow", False))
         bad = torch.ones_like(own_bad) if refused or self.optimizer.bad is None else self.optimizer.bad
+        spike = torch.zeros_like(bad) if self.optimizer.spike is None else self.optimizer.spike * (1 - bad)
         if self.carries:
             for micro_batch, new in states.items():
                 batch = batches[micro_batch]
                 old = self.carried.get(micro_batch) or self.fresh_states(batch.tokens.shape[1])
                 self.carried[micro_batch] = select_states(bad == 0, new, self._without_ended(old, batch))
-        return StepResult(losses, predicted, bad, self.engine.get_global_grad_norm() if norm is None else norm)
+        return StepResult(losses, predicted, bad, spike, self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _mean_loss(self, losses: Tensor, predicted: Tensor) -> Tensor:
+        """Return the objective's first loss per predicted token of the whole batch, float64 scalar.
+
+        losses: [names] of this data-parallel rank.
+        """
+        total = losses[0].clone()
+        dist.all_reduce(total, group=self.topology.dp_group)
+        return total / predicted.clamp(min=1)
+
+    def _grad_norm(self, plain: Tensor | None) -> Tensor:
+        """Return the gradient norm as it is known when the optimizer is called, float64 scalar.
+
+        plain: that without ZeRO. ZeRO sets its own just before, and DeepSpeed's engine only after the step.
+        """
+        norm = self.engine.optimizer._global_grad_norm if plain is None else plain
+        return torch.as_tensor(norm, dtype=torch.float64, device=self.topology.device)
 
     def _prepared(self, batch: Batch) -> Batch:
         """Return the micro-batch as the objective wants it read and predicted."""

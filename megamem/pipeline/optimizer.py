@@ -50,7 +50,7 @@ def parameter_groups(
 class AgreeingAdamW(torch.optim.AdamW):
     """Fused AdamW that looks at the gradients it is given (DeepSpeed's FP32 partitions) before it uses them.
 
-    The ranks agree by one all-reduce of a scalar; the fused kernel then skips the update on the device, step count
+    The ranks agree by one all-reduce of two scalars; the fused kernel then skips the update on the device, step count
     included, through its `found_inf` argument (what torch's GradScaler uses). The host learns of it when it logs.
     """
 
@@ -60,6 +60,11 @@ class AgreeingAdamW(torch.optim.AdamW):
         """0/1 scalar set by the caller before a step: this rank has seen something that is not finite."""
         self.bad: Tensor | None = None
         """0/1 scalar after a step: some rank had a non-finite loss or gradient, nobody updated."""
+        self.find_spike: Callable[[], Tensor] | None = None
+        """Set by the caller: returns a 0/1 scalar, whether this step is a spike. Asked once a step, when the gradient
+        norm is known, where `spike` was set to None before."""
+        self.spike: Tensor | None = None
+        """0/1 scalar after a step: some rank found it a spike, nobody updated."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -70,10 +75,14 @@ class AgreeingAdamW(torch.optim.AdamW):
         if grads:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads)])
             bad = torch.maximum(bad, 1 - norms.isfinite().all().float())
+        if self.spike is None:
+            self.spike = torch.zeros_like(bad) if self.find_spike is None else self.find_spike()
+        flags = torch.stack([bad, self.spike])
         if dist.is_initialized():
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        bad, self.spike = flags.unbind()
         self.bad = bad if self.bad is None else torch.maximum(self.bad, bad)
-        self.found_inf, self.grad_scale = bad, None
+        self.found_inf, self.grad_scale = flags.max(), None
         super().step()
 
 

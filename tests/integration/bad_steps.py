@@ -135,6 +135,35 @@ def cases(todo: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
+def spikes(todo: dict[str, dict[str, Any]], spike_step: int, steps: int) -> dict[str, Any]:
+    """Each case's verdicts on this rank: one step's loss on the guilty rank is finite, and far too high."""
+    out = {}
+    for name, case in todo.items():
+        config = run_config(**case["config"])
+        topology = Topology.start(config.parallel.tp, device="cpu", timeout_s=60)
+        engine = build_engine(config, topology)
+        spoiler = Spoiler(engine, topology.rank == GUILTY, case["target"], case["value"])
+        found, before, unchanged, counts = [], None, {}, []
+        for step in range(steps):
+            spoiler.active = step == spike_step
+            result = engine.step(batches(config, topology, step), LR)
+            found.append((float(result.spike), float(result.bad)))
+            after = snapshot(engine, topology)
+            if step == spike_step and before is not None:
+                unchanged = {part: _equal(before[part], after[part]) for part in before}
+            before = after
+            counts.append(max(int(state["step"]) for state in engine.optimizer.state.values()))
+        assert engine.spikes is not None
+        out[name] = {
+            "spikes": [spike for spike, _ in found],
+            "bad": [bad for _, bad in found],
+            "unchanged": unchanged,
+            "updates": counts,
+            "history": engine.spikes.history.tolist(),
+        }
+    return out
+
+
 def _equal(a: Any, b: Any) -> bool:
     a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

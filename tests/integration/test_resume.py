@@ -49,13 +49,14 @@ MODEL = {
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 STREAMS = {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}}
 VALIDATED = {"evaluation": {"every": 1}}
+SPIKES = {"skip_spikes": 6.0, "spike_window": 4}
 LAYOUTS = {
     "tp1": (1, {}),
     "tp1-mup": (1, {"model": MUP}),
     "tp2": (2, {"parallel": {"tp": 2}}),
-    "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS, **VALIDATED}),
+    "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS, **VALIDATED, "training": {"bptt_chunks": 2, **SPIKES}}),
     "pp2": (2, {"parallel": {"pp": 2}}),
-    "pp2-tied": (2, {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}, **VALIDATED}),
+    "pp2-tied": (2, {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}, "training": SPIKES, **VALIDATED}),
     "dp2-zero0": (2, {"parallel": {"zero_stage": 0}, "training": {"micro_batch_size": 1}}),
     "tp2-dp2-zero1": (4, {"parallel": {"tp": 2}}),
     "tp2-dp2-zero2": (4, {"parallel": {"tp": 2, "zero_stage": 2}}),
@@ -137,7 +138,7 @@ def saved(runs, name, step) -> Checkpoint:
 def records(runs, name):
     """What was logged of each step, and of each validation."""
     lines = (runs / name / "metrics.jsonl").read_text().splitlines()
-    kept = ("step", "tokens", "loss", "grad_norm", "lr", "skipped", "val_loss")
+    kept = ("step", "tokens", "loss", "grad_norm", "lr", "skipped", "skipped_spikes", "val_loss")
     return [{key: record[key] for key in kept if key in record} for record in map(json.loads, lines)]
 
 

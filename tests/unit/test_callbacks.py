@@ -71,11 +71,15 @@ class FakeTrainer:
                 callback.after_step(self, result)
 
 
-def result(nats=8.0, predicted=4.0, bad=0, grad_norm=None):
+def result(nats=8.0, predicted=4.0, bad=0, grad_norm=None, spike=0):
     """Of one step, as the engine gives it."""
     norm = None if grad_norm is None else torch.tensor(grad_norm)
     return SimpleNamespace(
-        loss_sum=torch.tensor(nats), predicted=torch.tensor(predicted), bad=torch.tensor(bad), grad_norm=norm
+        loss_sum=torch.tensor(nats),
+        predicted=torch.tensor(predicted),
+        bad=torch.tensor(bad),
+        grad_norm=norm,
+        spike=torch.tensor(spike),
     )
 
 
@@ -248,12 +252,24 @@ def test_streaks_are_those_of_all_steps_wherever_lines_are(bits, limit, every):
     assert given_up == (longest >= limit)
 
 
+def test_spikes_are_counted_apart_and_end_nothing():
+    spikes = BadSteps(limit=2)
+    trainer = FakeTrainer([spikes], training={**TREE["training"], "skip_spikes": 6.0})
+    trainer.run([result(spike=1), result(spike=1), result(spike=1), result(bad=1), result()])
+    record = {}
+    spikes.at_log(trainer, record)
+    assert record == {"skipped": 1, "skipped_spikes": 3}
+    resumed = BadSteps(limit=2)
+    resumed.set_counts(json.loads(json.dumps(spikes.counts())))
+    assert resumed.counts() == {"total": 1, "streak": [], "spikes": 3}
+
+
 @pytest.mark.parametrize(("before", "streak"), [([1, 0, 1, 1], [3, 4]), ([1, 1, 0], []), ([], [])])
 def test_a_resumed_run_counts_on(before, streak):
     saved = BadSteps(limit=3)
     FakeTrainer([saved]).run(flags(before))
     counts = json.loads(json.dumps(saved.counts()))
-    assert counts == {"total": sum(before), "streak": streak}
+    assert counts == {"total": sum(before), "streak": streak, "spikes": 0}
     resumed = BadSteps(limit=3)
     resumed.set_counts(counts)
     trainer = FakeTrainer([resumed])

@@ -18,6 +18,7 @@ _FORMATS = {
     "data_wait": "data wait {:.1%}",
     "memory_gib": "{:.2f} GiB",
     "skipped": "skipped {}",
+    "skipped_spikes": "skipped spikes {}",
 }
 """How the figures that are shown are written."""
 
@@ -42,6 +43,6 @@ def _shown(name: str, value: float) -> str:
     if name == "eta_s":
         minutes, seconds = divmod(round(value), 60)
         return f"ETA {minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-    if name not in _FORMATS or (name == "skipped" and not value):
+    if name not in _FORMATS or (name.startswith("skipped") and not value):
         return ""
     return _FORMATS[name].format(value)
