@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
         (
             "model.memory=[{layers: [2], mixer: {kind: memorizing_attention, queue: 512}}]",
             "parallel.tp=1", "training.micro_batch_size=1", "parallel.zero_stage=2", "training.precision=bf16",
-            "data.feeding=streams",
+            "data.feeding=streams", "data.documents=pad",
         ),
     ),
     "full_attention_sequence_parallel": Case(
@@ -84,7 +84,7 @@ CASES: dict[str, Case] = {
         2,
         (
             mixer("{kind: memory_caching, memory: {kind: titans, inner_chunk: 32}, combine: grm, segment: 64}"),
-            "model.memory=[]", "data.short_documents=pack",
+            "model.memory=[]", "data.documents=pack",
         ),
     ),
     "dla_selective_pp2_zero1": Case(
@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
         (
             mixer("retnet"),
             "model.memory=[{layers: [1], mixer: ssd}, {layers: [2], mixer: linear_attention}]",
-            "model.mup.base_width=96", "parallel.tp=1", "parallel.zero_stage=0", "data.short_documents=pad",
+            "model.mup.base_width=96", "parallel.tp=1", "parallel.zero_stage=0", "data.documents=pad",
         ),
     ),
 }  # fmt: skip

@@ -28,12 +28,19 @@ class DataConfig(ConfigModel):
     """Tokenizer folder. Its hash must equal the hash stored with the shards; needed for bits per byte."""
     feeding: Literal["sequences", "streams"] = "sequences"
     """`sequences`: each sequence starts with a fresh memory. `streams`: each row reads on through long text \
-and keeps its memory from step to step; a memory is reset only where a document starts."""
+and keeps its memory from step to step."""
     sequence_length: int = Field(default=4096, ge=2)
     """Tokens per row and step. A whole number of the model's chunks."""
-    short_documents: Literal["drop", "pad", "pack"] = "drop"
-    """What happens to text that does not fill a sequence (feeding `sequences` only). `drop`: left out and counted. \
-`pad`: padded with ignored labels. `pack`: several share a sequence, each starting at a chunk border."""
+    documents: Literal["join", "pad", "pack", "drop"] = "join"
+    """How documents become rows. `join`: one after the other without a gap, cut into rows wherever these end. The \
+others start documents at chunk borders, and what does not fill a sequence is padded with ignored labels (`pad`), put \
+together with others (`pack`) or left out and counted (`drop`). Streams take `join` and `pad`, tasks all but `join`."""
+    reset: Literal["none", "exact"] = "none"
+    """Whether a document that begins inside a row starts with a fresh memory (`join` only). `none`: attention and \
+memory run on across documents. `exact`: each starts fresh, at any token."""
+    end_of_document: int | None = Field(default=None, ge=0)
+    """Token that ends the documents of Megatron files, which do not state it, for `join`; the tokenizer's if not \
+given."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of the documents and of the mixture."""
     shuffle_shards: int = Field(default=0, ge=0)
@@ -74,10 +81,13 @@ where remote shards do not all fit into the cache."""
         return self
 
     @model_validator(mode="after")
-    def _streams_keep_short_documents(self) -> "DataConfig":
-        """Raise ValueError where streams are told what to do with short documents, which they read like others."""
-        if self.feeding == "streams" and self.short_documents != "drop":
+    def _documents_fit(self) -> "DataConfig":
+        """Raise ValueError where feeding, documents and reset do not go together."""
+        if self.feeding == "streams" and self.documents in ("drop", "pack"):
+            raise ValueError(f"documents: {self.documents} is for feeding sequences; streams take join or pad")
+        if self.reset == "exact" and self.documents != "join":
             raise ValueError(
-                f"short_documents: {self.short_documents} is for feeding sequences; streams read whole documents"
+                f"reset: exact is for documents join; with documents {self.documents} each starts fresh at a chunk's "
+                "border anyway"
             )
         return self

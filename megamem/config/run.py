@@ -338,12 +338,13 @@ class RunConfig(ConfigModel):
                 "parallel.zero_stage 3 does not go with model.tie_embeddings true: the embedding is gathered for its "
                 "own layer only; use zero_stage 2 or untied embeddings"
             )
-        uneven = self.data.feeding == "streams" or self.data.short_documents == "pack"
+        data = self.data
+        uneven = data.feeding == "streams" or data.documents == "pack" or data.reset == "exact"
         if self.parallel.zero_stage == 3 and self.training.recompute and uneven:
             raise ValueError(
                 "parallel.zero_stage 3 does not go with training.recompute true where documents begin at different "
-                "places on each rank (data.feeding streams, data.short_documents pack): DeepSpeed would gather "
-                "parameters in another order on each rank; use zero_stage 2 or recompute false"
+                "places on each rank (data.feeding streams, data.documents pack, data.reset exact): DeepSpeed would "
+                "gather parameters in another order on each rank; use zero_stage 2 or recompute false"
             )
         if self.parallel.stall_timeout_s >= self.parallel.timeout_s:
             raise ValueError(

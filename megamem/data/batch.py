@@ -18,8 +18,8 @@ IGNORED = -100
 class Batch:
     """One micro-batch.
 
-    `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows in the document, or what a task wants
-    predicted.
+    `tokens[t]` is read and `labels[t]` is to be predicted: the token that follows, or what a task wants predicted. In
+    joined documents the first token of the next one follows the end of a document.
     """
 
     tokens: Tensor
@@ -27,9 +27,12 @@ class Batch:
     labels: Tensor
     """[T, R] int64. `IGNORED` at padding, and where a task predicts nothing."""
     starts: npt.NDArray[np.int64]
-    """[C, R] position of each chunk's first token since its document started; 0 = memory reset. Stays on the host."""
+    """[C, R] position of each chunk's first token since the memory was reset; 0 = reset here. Stays on the host."""
     sample_ids: tuple[int, ...]
     """Number of each row's sample, `step * global_rows + row`. With streams, `row` is the lane."""
+    begins: npt.NDArray[np.bool_] | None = None
+    """[T, R] where the memory is reset, at any token (`data.reset: exact`): a document, a sequence or a lane's part of
+    an epoch begins here. None where memories are reset at chunk borders only, as `starts` says. Stays on the host."""
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with tokens and labels on `device`; the copy does not block where they are pinned."""

@@ -12,14 +12,12 @@ import torch
 from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED, Batch, EvaluationDocument
 from megamem.data.cache import ShardCache
+from megamem.data.global_rows import GlobalRows, LaneRows, SequenceRows
 from megamem.data.open_store import open_store
-from megamem.data.order import Mixture, quotas
 from megamem.data.prefetch import Prefetcher
-from megamem.data.rows import DocumentSlice, SourceReport, fill_row
-from megamem.data.sequences import SequencePlan
+from megamem.data.rows import DocumentSlice, Row, fill_row
 from megamem.data.shard_store import ShardStore
 from megamem.data.store import DocumentStore, Int64
-from megamem.data.streams import StreamPlan
 from megamem.data.tasks.store import TaskStore
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer, load_meta
@@ -65,40 +63,31 @@ class Feeder:
         self.dp_size = dp_size
         self.accumulation_steps = global_rows // (micro_batch_size * dp_size)
         """Micro-batches of this rank per optimizer step."""
-        self.stores = open_stores(config, [source.path for source in config.sources])
+        self.stores = _open_training(config)
         self.held_out = open_stores(config, config.validation)
         _check_same_tokenizer(config, [*self.stores, *self.held_out])
         _check_cache(config, self.stores, global_rows)
-        _check_examples(config, self.stores)
         self._vocab_size: int | None = None
-        weights = [source.weight for source in config.sources]
-        if config.feeding == "streams":
-            self._lane_sources = _lane_sources(config, global_rows)
-            self._streams = self._stream_plans(quotas(weights, global_rows))
-            self.reports: tuple[SourceReport, ...] = tuple(plan.report for plan in self._streams)
-        else:
-            self._mixture = Mixture(weights, config.seed)
-            self._sequences = self._sequence_plans()
-            self.reports = tuple(plan.report for plan in self._sequences)
+        kind = LaneRows if config.feeding == "streams" else SequenceRows
+        self._rows: GlobalRows = kind(config, self.stores, chunk_size, global_rows)
+        self.reports = self._rows.reports
         """What each training source gives, and what is left out of it."""
 
     def batch(self, step: int, accumulation_index: int = 0) -> Batch:
         """Return micro-batch `accumulation_index` of optimizer step `step` (both from 0) for this rank."""
         assert 0 <= accumulation_index < self.accumulation_steps, accumulation_index
-        length, rows = self.config.sequence_length, self.micro_batch_size
-        tokens = np.empty((rows, length), np.int64)
-        labels = np.empty((rows, length), np.int64)
-        starts = np.empty((rows, length // self.chunk_size), np.int64)
-        first = (accumulation_index * self.dp_size + self.dp_rank) * rows
-        for b in range(rows):
-            store, slices = self._row(step, first + b)
-            fill_row(store, slices, self.chunk_size, tokens[b], labels[b], starts[b])
-            _check_ids(store, tokens[b], labels[b], self._vocab_size, "model")
+        length, exact = self.config.sequence_length, self.config.reset == "exact"
+        first = (accumulation_index * self.dp_size + self.dp_rank) * self.micro_batch_size
+        rows = [Row.empty(length, self.chunk_size, begins=exact) for _ in range(self.micro_batch_size)]
+        for number, row in enumerate(rows, start=first):
+            store = self.stores[self._rows.fill(step, number, row)]
+            _check_ids(store, row.tokens, row.labels, self._vocab_size, "model")
         return Batch(
-            tokens=torch.from_numpy(np.ascontiguousarray(tokens.T)),
-            labels=torch.from_numpy(np.ascontiguousarray(labels.T)),
-            starts=np.ascontiguousarray(starts.T),
-            sample_ids=tuple(step * self.global_rows + first + b for b in range(rows)),
+            tokens=torch.from_numpy(np.stack([row.tokens for row in rows], axis=1)),
+            labels=torch.from_numpy(np.stack([row.labels for row in rows], axis=1)),
+            starts=np.stack([row.starts for row in rows], axis=1),
+            sample_ids=tuple(step * self.global_rows + first + b for b in range(len(rows))),
+            begins=np.stack([row.begins for row in rows if row.begins is not None], axis=1) if exact else None,
         )
 
     def prefetch(self, start_step: int = 0, *, pin_memory: bool = False) -> Prefetcher:
@@ -135,7 +124,8 @@ class Feeder:
             "weights": [source.weight for source in config.sources],
             "feeding": config.feeding,
             "sequence_length": config.sequence_length,
-            "short_documents": config.short_documents,
+            "documents": config.documents,
+            "reset": config.reset,
             "seed": config.seed,
             "shuffle_shards": config.shuffle_shards,
             "chunk_size": self.chunk_size,
@@ -143,53 +133,6 @@ class Feeder:
         if config.feeding == "streams":
             order["lanes"] = self.global_rows
         return hashlib.sha256(json.dumps(order).encode()).hexdigest()
-
-    def _row(self, step: int, row: int) -> tuple[DocumentStore, list[DocumentSlice]]:
-        """Return the source of row `row` of the global batch, and the slices that fill it."""
-        if self.config.feeding == "streams":
-            source, lane = self._lane_sources[row]
-            return self.stores[source], self._streams[source].slices(lane, step)
-        source, sample = self._mixture.locate(step * self.global_rows + row)
-        return self.stores[source], self._sequences[source].slices(sample)
-
-    def _sequence_plans(self) -> list[SequencePlan]:
-        return [
-            SequencePlan(
-                store,
-                sequence_length=self.config.sequence_length,
-                chunk_size=self.chunk_size,
-                short_documents=self.config.short_documents,
-                seed=(self.config.seed, source),
-                shuffle_shards=self.config.shuffle_shards,
-            )
-            for source, store in enumerate(self.stores)
-        ]
-
-    def _stream_plans(self, lanes: Int64) -> list[StreamPlan]:
-        return [
-            StreamPlan(
-                store,
-                chunk_size=self.chunk_size,
-                chunks_per_step=self.config.sequence_length // self.chunk_size,
-                lanes=int(lanes[source]),
-                seed=(self.config.seed, source),
-                shuffle_shards=self.config.shuffle_shards,
-            )
-            for source, store in enumerate(self.stores)
-        ]
-
-
-def _check_examples(config: DataConfig, stores: Sequence[DocumentStore]) -> None:
-    """Raise DataError where sequences would cut a task's examples, question from context."""
-    if config.feeding == "streams":
-        return
-    for store in stores:
-        length = store.config.length if isinstance(store, TaskStore) else 0
-        if length > config.sequence_length:
-            raise DataError(
-                f"{store.path}: length {length} is more than data.sequence_length {config.sequence_length}, and its "
-                f"examples would be cut; use at least {length}"
-            )
 
 
 def evaluation_documents(
@@ -229,10 +172,33 @@ def evaluation_documents(
     )
 
 
-def open_stores(config: DataConfig, paths: Sequence[str]) -> list[DocumentStore]:
-    """Open sources, remote ones through the configuration's cache of shards."""
+def open_stores(config: DataConfig, paths: Sequence[str], end_of_document: int | None = None) -> list[DocumentStore]:
+    """Open sources, remote ones through the configuration's cache of shards. See `open_store`."""
     cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
-    return [open_store(path, cache) for path in paths]
+    return [open_store(path, cache, end_of_document) for path in paths]
+
+
+def _open_training(config: DataConfig) -> list[DocumentStore]:
+    """Open the training sources. Raises DataError for one whose documents cannot be cut or joined as configured."""
+    join, end = config.documents == "join", config.end_of_document
+    if end is None and config.tokenizer is not None:
+        end = load_meta(config.tokenizer).eos_id
+    stores = open_stores(config, [source.path for source in config.sources], end if join else None)
+    for store in stores:
+        length = store.config.length if isinstance(store, TaskStore) else 0
+        if join and length:
+            raise DataError(f"{store.path}: examples of a task cannot be joined and cut; set data.documents: pad")
+        if join and store.end_of_document is None:
+            raise DataError(
+                f"{store.path}: does not state the token that ends its documents, and without one they cannot be "
+                "joined; give data.end_of_document or data.tokenizer, or set data.documents: pad"
+            )
+        if config.feeding == "sequences" and length > config.sequence_length:
+            raise DataError(
+                f"{store.path}: length {length} is more than data.sequence_length {config.sequence_length}, and its "
+                f"examples would be cut; use at least {length}"
+            )
+    return stores
 
 
 def _evaluation_document(
@@ -241,15 +207,14 @@ def _evaluation_document(
     """Read a held-out document. token_bytes: [vocab_size] bytes of text each token stands for."""
     predicted = min(int(store.lengths[document]) - 1, max_tokens or int(store.lengths[document]))
     chunks = -(-predicted // chunk_size)
-    tokens, labels = np.empty(chunks * chunk_size, np.int64), np.empty(chunks * chunk_size, np.int64)
-    whole = DocumentSlice(document, start=0, length=predicted, position=0)
-    fill_row(store, [whole], chunk_size, tokens, labels, np.empty(chunks, np.int64))
-    _check_ids(store, tokens, labels, None if token_bytes is None else len(token_bytes), "tokenizer")
-    predicted_labels = labels[labels != IGNORED]
+    row = Row.empty(chunks * chunk_size, chunk_size)
+    fill_row(store, [DocumentSlice(document, start=0, length=predicted, position=0)], chunk_size, row)
+    _check_ids(store, row.tokens, row.labels, None if token_bytes is None else len(token_bytes), "tokenizer")
+    predicted_labels = row.labels[row.labels != IGNORED]
     return EvaluationDocument(
         name=store.name(document),
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
+        tokens=torch.from_numpy(row.tokens),
+        labels=torch.from_numpy(row.labels),
         predicted_tokens=predicted,
         text_bytes=None if token_bytes is None else int(token_bytes[predicted_labels].sum()),
     )
@@ -298,18 +263,6 @@ def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int
             f"data.cache_gib: {config.cache_gib:g} GiB do not hold the {needed / 2**30:.3g} GiB of remote "
             f"shards read at a time; raise it or set a small data.shuffle_shards (now {config.shuffle_shards})"
         )
-
-
-def _lane_sources(config: DataConfig, lanes: int) -> list[tuple[int, int]]:
-    """Return the source of each lane and the lane's number within it; lanes are shared out by weight.
-
-    Raises ConfigError where a source gets none.
-    """
-    counts = quotas([source.weight for source in config.sources], lanes)
-    if not counts.all():
-        empty = config.sources[int(np.argmin(counts))].path
-        raise ConfigError(f"data.sources: with {lanes} lanes, {empty} gets none; use more rows or a larger weight")
-    return [(source, lane) for source, count in enumerate(counts) for lane in range(int(count))]
 
 
 def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None, whose: str) -> None:

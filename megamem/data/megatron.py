@@ -13,17 +13,24 @@ from megamem.errors import DataError
 HEADER = struct.Struct("<9sQBQQ")
 """The header of an index: magic, version, code of the token type, number of sequences, number of document borders."""
 MAGIC = b"MMIDIDX\x00\x00"
+LOOKED_AT = 1000
+"""Documents, evenly spread, whose last token tells whether the files have ends of documents."""
 
 
 class MegatronStore:
     """Documents of a Megatron indexed dataset. It names no tokenizer, so ids are checked as they are read."""
 
-    text_bytes: Int64 | None = None
     vocab_size: int | None = None
     tokenizer_hash: str | None = None
 
-    def __init__(self, prefix: str) -> None:
-        """Open `PREFIX.bin` and `PREFIX.idx`. Raises DataError where one is missing, truncated or foreign."""
+    def __init__(self, prefix: str, end_of_document: int | None = None) -> None:
+        """Open `PREFIX.bin` and `PREFIX.idx`.
+
+        end_of_document: token that is to end every document; it is added where the files do not have it.
+
+        Raises:
+            DataError: a file is missing, truncated or foreign, or some documents end with the token and some do not.
+        """
         self.path = prefix
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
@@ -42,7 +49,13 @@ class MegatronStore:
         self.ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         """[sequences + 1] tokens before each sequence, and all tokens. Megatron's sequences are parts of documents."""
         self.lengths = np.diff(self.ends[self.borders])
-        self.shard_ids = np.zeros(len(self.lengths), np.int64)
+        self.shard_borders = np.array([0, len(self.lengths)])
+        self.end_of_document = end_of_document
+        self.added = 0
+        """Tokens added to the end of each document: 1 where the files lack the end of document."""
+        if end_of_document is not None and not self._ends_with(end_of_document):
+            self.added = 1
+            self.lengths = self.lengths + 1
         digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
         self.fingerprint = hashlib.sha256(digest.digest() + str(expected).encode()).hexdigest()
 
@@ -53,6 +66,12 @@ class MegatronStore:
     def tokens(self, document: int, start: int, stop: int) -> Int64:
         """See `DocumentStore.tokens`. A document may be several of Megatron's sequences."""
         assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
+        if self.added and stop == self.lengths[document] and start < stop:
+            return np.append(self._stored(document, start, stop - 1), np.int64(self.end_of_document or 0))
+        return self._stored(document, start, stop)
+
+    def _stored(self, document: int, start: int, stop: int) -> Int64:
+        """Return tokens of a document as the files have them."""
         base = self.ends[self.borders[document]]
         sequence = int(np.searchsorted(self.ends, base + start, side="right")) - 1
         parts: list[Int64] = []
@@ -71,6 +90,17 @@ class MegatronStore:
     def name(self, document: int) -> str:
         """Return path and number of the document."""
         return f"{self.path}:{document}"
+
+    def _ends_with(self, token: int) -> bool:
+        """Return whether documents end with a token, told by some. Raises DataError if some do and some do not."""
+        looked_at = np.unique(np.linspace(0, len(self) - 1, LOOKED_AT).astype(np.int64))
+        ends = [token in self.tokens(d, n - 1, n) for d in looked_at.tolist() if (n := int(self.lengths[d]))]
+        if any(ends) and not all(ends):
+            raise DataError(
+                f"{self.path}: {sum(ends)} of {len(ends)} documents looked at end with the end of document {token}, "
+                "the others do not; write the files anew with one at every end, or set data.documents to pad"
+            )
+        return all(ends)
 
 
 def _check_index(path: Path) -> None:

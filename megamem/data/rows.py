@@ -1,12 +1,46 @@
-"""Rows of a batch, filled from slices of documents in whole chunks."""
+"""Rows of a batch, filled from slices of documents in whole chunks, and what a source gives to training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megamem.data.batch import IGNORED
 from megamem.data.store import DocumentStore, Int64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch, or consecutive chunks of one: arrays that are overwritten when it is filled."""
+
+    tokens: Int64
+    """[tokens] what is read."""
+    labels: Int64
+    """[tokens] what is to be predicted, `IGNORED` where nothing is."""
+    starts: Int64
+    """[chunks] position of each chunk's first token since the memory was reset."""
+    begins: npt.NDArray[np.bool_] | None = None
+    """[tokens] where the memory is reset, if that may be inside a chunk."""
+
+    @classmethod
+    def empty(cls, length: int, chunk_size: int, *, begins: bool = False) -> "Row":
+        """Make an unfilled row of `length` tokens."""
+        return cls(
+            tokens=np.empty(length, np.int64),
+            labels=np.empty(length, np.int64),
+            starts=np.empty(length // chunk_size, np.int64),
+            begins=np.empty(length, np.bool_) if begins else None,
+        )
+
+    def part(self, start: int, stop: int, chunk_size: int) -> "Row":
+        """Return the row's tokens `start` to `stop` - 1, whole chunks, as a row over the same memory."""
+        return Row(
+            tokens=self.tokens[start:stop],
+            labels=self.labels[start:stop],
+            starts=self.starts[start // chunk_size : stop // chunk_size],
+            begins=None if self.begins is None else self.begins[start:stop],
+        )
 
 
 @dataclass(frozen=True)
@@ -36,18 +70,26 @@ class SourceReport:
     samples: int
     """Rows of `sequence_length` tokens."""
     short_documents: int
-    """Documents shorter than a sequence (feeding `sequences`) or without a single label (`streams`)."""
+    """Documents shorter than a sequence (feeding `sequences`) or without a single label (`streams`); 0 if joined."""
     dropped_tokens: int
     """Tokens that could be read with a label and are left out."""
+    predicted_tokens: int
+    """Tokens that are read with a label; of a task's, only some have one. Lanes whose documents are not joined leave
+    out other tokens in each epoch: these are the figures of the first."""
     padded_positions: int
-    """Positions without a label."""
+    """Positions of padding: all others of an epoch."""
+
+    @property
+    def padding_share(self) -> float:
+        """Padding over all positions."""
+        return self.padded_positions / (self.predicted_tokens + self.padded_positions)
 
     def summary(self) -> str:
         """Describe the source in one line for people."""
         return (
             f"{self.path}: {self.documents:,} documents, {self.tokens:,} tokens, {self.samples:,} rows an epoch; "
             f"{self.short_documents:,} short documents, {self.dropped_tokens:,} tokens left out, "
-            f"{self.padded_positions:,} positions of padding"
+            f"{self.padded_positions:,} positions of padding ({self.padding_share:.1%})"
         )
 
 
@@ -56,14 +98,7 @@ def chunks_of(tokens: Int64, chunk_size: int) -> Int64:
     return -(-tokens // chunk_size)
 
 
-def fill_row(
-    store: DocumentStore,
-    slices: Sequence[DocumentSlice],
-    chunk_size: int,
-    tokens: Int64,
-    labels: Int64,
-    starts: Int64,
-) -> None:
+def fill_row(store: DocumentStore, slices: Sequence[DocumentSlice], chunk_size: int, row: Row) -> None:
     """Read slices of documents into one row.
 
     Padding is token 0 with label `IGNORED`. Empty chunks at the end of the row count on from the last slice, so that
@@ -73,18 +108,16 @@ def fill_row(
         store: the source of the slices.
         slices: what the row holds, in order.
         chunk_size: tokens of a chunk.
-        tokens: [tokens] int64, overwritten.
-        labels: [tokens] int64, overwritten.
-        starts: [chunks] int64, position of each chunk's first token, overwritten.
+        row: overwritten.
     """
-    tokens[:] = 0
-    labels[:] = IGNORED
+    row.tokens[:] = 0
+    row.labels[:] = IGNORED
     at = 0
     for document_slice in slices:
         length, start = document_slice.length, document_slice.start
-        tokens[at : at + length] = store.tokens(document_slice.document, start, start + length)
-        labels[at : at + length] = store.labels(document_slice.document, start, start + length)
+        row.tokens[at : at + length] = store.tokens(document_slice.document, start, start + length)
+        row.labels[at : at + length] = store.labels(document_slice.document, start, start + length)
         # to the end of the row: the next slice, if there is one, overwrites what is its own
-        chunks_left = len(starts) - at // chunk_size
-        starts[at // chunk_size :] = document_slice.position + chunk_size * np.arange(chunks_left)
+        chunks_left = len(row.starts) - at // chunk_size
+        row.starts[at // chunk_size :] = document_slice.position + chunk_size * np.arange(chunks_left)
         at += -(-length // chunk_size) * chunk_size

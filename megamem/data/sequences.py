@@ -1,4 +1,4 @@
-"""Feeding by sequences: each row of a batch has a fixed length and starts with a fresh memory."""
+"""Feeding by sequences whose documents begin at chunk borders: each row of a batch starts with a fresh memory."""
 
 from functools import lru_cache
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from megamem.data.order import epoch_order
-from megamem.data.rows import DocumentSlice, SourceReport, chunks_of
+from megamem.data.rows import DocumentSlice, Row, SourceReport, chunks_of, fill_row
 from megamem.data.store import DocumentStore, Int64
 from megamem.errors import DataError
 
@@ -24,7 +24,7 @@ class SequencePlan:
         *,
         sequence_length: int,
         chunk_size: int,
-        short_documents: Literal["drop", "pad", "pack"],
+        documents: Literal["drop", "pad", "pack"],
         seed: tuple[int, int],
         shuffle_shards: int = 0,
     ) -> None:
@@ -34,13 +34,15 @@ class SequencePlan:
             store: the source.
             sequence_length: tokens of a sequence, a multiple of `chunk_size`.
             chunk_size: tokens of a chunk.
-            short_documents: what happens to remainders.
+            documents: what happens to remainders.
             seed: the configuration's seed and the source's number.
             shuffle_shards: files shuffled together; 0 shuffles the whole source.
 
         Raises:
             DataError: no document gives a sequence; the message has the counts.
         """
+        self.store = store
+        self.chunk_size = chunk_size
         self.seed = seed
         self.shuffle_shards = shuffle_shards
         # the last token of a document is a label only
@@ -51,8 +53,8 @@ class SequencePlan:
         remainder_document = np.flatnonzero(remainder)
         remaining = remainder[remainder_document]
         first_slices = np.arange(len(document) + 1)
-        if short_documents != "drop":
-            if short_documents == "pack":
+        if documents != "drop":
+            if documents == "pack":
                 order, slices_per_sequence = pack(chunks_of(remaining, chunk_size), sequence_length // chunk_size)
                 remainder_document = remainder_document[order]
             else:
@@ -71,17 +73,23 @@ class SequencePlan:
             tokens=int(store.lengths.sum()),
             samples=len(self),
             short_documents=int((usable < sequence_length).sum()),
-            dropped_tokens=int(remaining.sum()) if short_documents == "drop" else 0,
+            dropped_tokens=int(remaining.sum()) if documents == "drop" else 0,
+            predicted_tokens=int(length.sum()),
             padded_positions=len(self) * sequence_length - int(length.sum()),
         )
         if len(self) == 0:
-            raise DataError(_no_sequence(store, sequence_length, short_documents))
-        self.shard_ids = store.shard_ids[document[first_slices[:-1]]]
+            raise DataError(_no_sequence(store, sequence_length, documents))
+        first_document = document[first_slices[:-1]]
+        self.shard_ids = np.searchsorted(store.shard_borders, first_document, side="right") - 1
         self._order = lru_cache(2)(self._make_order)
 
     def __len__(self) -> int:
         """Return the number of sequences per epoch."""
         return len(self.first_slices) - 1
+
+    def fill(self, sample: int, row: Row) -> None:
+        """Read the source's `sample`-th sequence, counted over all epochs, into `row`."""
+        fill_row(self.store, self.slices(sample), self.chunk_size, row)
 
     def slices(self, sample: int) -> list[DocumentSlice]:
         """Return the slices of the source's `sample`-th sequence, counted over all epochs."""
@@ -137,12 +145,12 @@ def _full_sequences(full: Int64, sequence_length: int) -> tuple[Int64, Int64, In
     return document, number_in_document * sequence_length, np.full(len(document), sequence_length)
 
 
-def _no_sequence(store: DocumentStore, sequence_length: int, short_documents: str) -> str:
+def _no_sequence(store: DocumentStore, sequence_length: int, documents: str) -> str:
     """Return the message for a source that gives no sequence."""
-    if short_documents != "drop":
+    if documents != "drop":
         return f"{store.path}: none of its {len(store)} documents has two tokens"
     return (
         f"{store.path}: no document is long enough: all {len(store)} are shorter than a sequence of "
         f"{sequence_length} tokens and the one that follows (longest: {int(store.lengths.max())}); "
-        f"shorten data.sequence_length or set data.short_documents to pad or pack"
+        f"shorten data.sequence_length or set data.documents to join, pad or pack"
     )

@@ -34,8 +34,8 @@ class ShardStore:
             raise DataError(f"{self.path}: empty corpus, it holds no document")
         self.table = self._documents()
         self.lengths = self.table["tokens"].astype(np.int64)
-        self.text_bytes: Int64 | None = self.table["text_bytes"].astype(np.int64)
-        self.shard_ids = self.table["shard"].astype(np.int64)
+        self.shard_borders = np.searchsorted(self.table["shard"], np.arange(len(self.index.shards) + 1))
+        self.end_of_document: int | None = self.index.header.eos_id
         self.fingerprint = self.index.fingerprint
         self.vocab_size: int | None = self.index.header.vocab_size
         self.tokenizer_hash: str | None = self.index.header.tokenizer_sha256
@@ -101,7 +101,7 @@ class ShardStore:
         for shard, record in enumerate(self.index.shards):
             path = Path(self.path) / record.file
             check_size(path, record)
-            first, last = np.searchsorted(self.shard_ids, [shard, shard + 1])
+            first, last = self.shard_borders[shard : shard + 2]
             with path.open("rb") as file:
                 for document in {int(first), int(last) - 1}:
                     self._check_member(path, file, document)

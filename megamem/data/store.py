@@ -14,11 +14,11 @@ class DocumentStore(Protocol):
     path: str
     """The source as the configuration names it."""
     lengths: Int64
-    """[documents] number of tokens of each document, its end-of-document token included."""
-    shard_ids: Int64
-    """[documents] number of the file each document lies in, ascending."""
-    text_bytes: Int64 | None
-    """[documents] UTF-8 bytes of each document's text, where known."""
+    """[documents] number of tokens of each document, its end included. May lie in a mapped file: read what you need."""
+    shard_borders: Int64
+    """[files + 1] number of the first document in each file, and of all documents."""
+    end_of_document: int | None
+    """The token that ends every document, where known."""
     fingerprint: str
     """SHA-256 that identifies the tokens."""
     vocab_size: int | None

@@ -1,11 +1,11 @@
-"""Feeding by streams: every row of the batch (a lane) reads on through long text and keeps its memory between steps."""
+"""Feeding by streams whose documents begin at chunk borders: lanes read on and keep their memory between steps."""
 
 from functools import lru_cache
 
 import numpy as np
 
 from megamem.data.order import epoch_order
-from megamem.data.rows import DocumentSlice, SourceReport, chunks_of
+from megamem.data.rows import DocumentSlice, Row, SourceReport, chunks_of, fill_row
 from megamem.data.store import DocumentStore, Int64
 from megamem.errors import DataError
 
@@ -57,16 +57,22 @@ class StreamPlan:
                 f"{store.path}: {total} chunks of {chunk_size} tokens in {len(store)} documents do not fill "
                 f"{lanes} lanes; use fewer rows or a smaller chunk"
             )
+        self._epoch = lru_cache(2)(self._make_epoch)
+        read, predicted = self.lane_chunks * lanes, self._predicted(self.lane_chunks * lanes)
         self.report = SourceReport(
             path=store.path,
             documents=len(store),
             tokens=int(store.lengths.sum()),
-            samples=self.lane_chunks * lanes // chunks_per_step,
+            samples=read // chunks_per_step,
             short_documents=int((self.usable == 0).sum()),
-            dropped_tokens=(total - self.lane_chunks * lanes) * chunk_size,
-            padded_positions=total * chunk_size - int(self.usable.sum()),
+            dropped_tokens=int(self.usable.sum()) - predicted,
+            predicted_tokens=predicted,
+            padded_positions=read * chunk_size - predicted,
         )
-        self._epoch = lru_cache(2)(self._make_epoch)
+
+    def fill(self, lane: int, step: int, row: Row) -> None:
+        """Read what `lane` reads at `step` into `row`."""
+        fill_row(self.store, self.slices(lane, step), self.chunk_size, row)
 
     def slices(self, lane: int, step: int) -> list[DocumentSlice]:
         """Return what `lane` reads at `step`: slices that fill `chunks_per_step` chunks."""
@@ -96,7 +102,19 @@ class StreamPlan:
         position = min(within, offset) * self.chunk_size
         return DocumentSlice(document, start, length, position), chunks
 
+    def _predicted(self, chunks: int) -> int:
+        """Return the tokens with a label in the first `chunks` chunks of the first epoch."""
+        order, ends = self._epoch(0)
+        place = int(np.searchsorted(ends, chunks, side="right"))
+        if place == len(order):
+            return int(self.usable.sum())
+        document = order[place]
+        chunks_within = chunks - int(ends[place] - self.chunks[document])
+        return int(self.usable[order[:place]].sum()) + min(chunks_within * self.chunk_size, int(self.usable[document]))
+
     def _make_epoch(self, epoch: int) -> tuple[Int64, Int64]:
         """Return the documents in the epoch's order and the end of each in its list of chunks, both [documents]."""
-        order = epoch_order((*self.seed, epoch), self.store.shard_ids, self.shuffle_shards)
+        borders = self.store.shard_borders
+        shard_ids = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
+        order = epoch_order((*self.seed, epoch), shard_ids, self.shuffle_shards)
         return order, np.cumsum(self.chunks[order])

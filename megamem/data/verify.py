@@ -1,9 +1,8 @@
 """The full check of a folder of token shards: every byte is read."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
 
 from megamem.data.shard_store import ShardStore
 from megamem.errors import DataError
@@ -23,10 +22,12 @@ def verify_shards(folder: Path, on_progress: Callable[[int], None] = lambda done
     """
     store = ShardStore(str(folder))
     index = store.index
-    for shard, record in enumerate((*index.shards, index.documents_file)):
+    # the table of documents, the last file, holds none
+    borders = pairwise([*store.shard_borders.tolist(), len(store)])
+    for (first, last), record in zip(borders, (*index.shards, index.documents_file), strict=True):
         if sha256_file(folder / record.file) != record.sha256:
             raise DataError(f"{folder / record.file}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
-        for document in np.flatnonzero(store.shard_ids == shard).tolist():
+        for document in range(first, last):
             tokens = store.tokens(document, 0, int(store.lengths[document]))
             if tokens[-1] != index.header.eos_id or tokens.max() >= index.header.vocab_size:
                 raise DataError(f"{folder / record.file}: foreign: document {document} is not of this tokenizer")

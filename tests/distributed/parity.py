@@ -29,7 +29,7 @@ def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]
     """(gradients, losses, weights) of one process with one autograd graph per window, after as many steps."""
     config = case["config"]
     model = json.dumps(config.get("model", {}), sort_keys=True)
-    uneven = config.get("data", {}).get("short_documents", "pack") == "pack"
+    uneven = config.get("data", {}).get("documents", "pack") == "pack"
     return known(case["steps"], config["training"]["bptt_chunks"], LR, model, uneven)
 
 

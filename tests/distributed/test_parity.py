@@ -32,7 +32,7 @@ WORLDS = {
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),
-        "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"short_documents": "drop"}),
+        "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
     },
     4: {
         "tp2-dp2-zero0": case(2, 0, bptt=2, micro=4),

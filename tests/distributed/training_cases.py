@@ -67,7 +67,7 @@ def run_config(steps: int = 20, **sections) -> RunConfig:
     tree = {
         "name": "case",
         "model": {**MODEL, **sections.get("model", {})},
-        "data": {"sources": "none", "sequence_length": LENGTH, "short_documents": "pack", **sections.get("data", {})},
+        "data": {"sources": "none", "sequence_length": LENGTH, "documents": "pack", **sections.get("data", {})},
         "training": {
             "steps": steps, "batch_tokens": ROWS * LENGTH, "precision": "fp32", **sections.get("training", {}),
         },
@@ -91,7 +91,7 @@ def step_data(step: int, uneven: bool) -> tuple[torch.Tensor, torch.Tensor, np.n
 
 def local_batches(config: RunConfig, topology: Topology, step: int) -> list[Batch]:
     """This rank's micro-batches of `step`, split as the feeder does."""
-    tokens, labels, starts = step_data(step, config.data.short_documents == "pack")
+    tokens, labels, starts = step_data(step, config.data.documents == "pack")
     micro = config.training.micro_batch_size
     batches = []
     for a in range(config.accumulation_steps(topology.dp_size)):

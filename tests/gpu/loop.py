@@ -124,7 +124,7 @@ def train(payload: dict[str, Any]) -> dict[str, Any]:
         training={"precision": payload["precision"], "compile": payload.get("compile", False)},
         parallel={"zero_stage": payload["zero_stage"], "device": device},
         optimizer={"grad_clip": 1.0},
-        data={"feeding": "streams", "short_documents": "drop"} if payload.get("feeding") == "streams" else {},
+        data={"feeding": "streams", "documents": "pad"} if payload.get("feeding") == "streams" else {},
     )
     topology = Topology.start(device=device)
     engine = build_engine(config, topology)

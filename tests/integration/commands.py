@@ -33,6 +33,7 @@ def run_tree(corpus: Path, runs: Path, **sections: Any) -> dict[str, Any]:
             "validation": [str(corpus / "validation")],
             "tokenizer": str(corpus / "tokenizer"),
             "sequence_length": LENGTH,
+            "documents": "drop",
         },
         "training": {"steps": 6, "batch_tokens": 4 * LENGTH, "micro_batch_size": 2, "precision": "fp32"},
         "parallel": {"device": "cpu", "timeout_s": 60, "stall_timeout_s": 40},

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 TP2, DP2 = {"tp": 2}, {"tp": 1}
 MODEL = {"layers": 2, "memory": [{"layers": [1], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}}]}
-STREAMS = {"data": {"feeding": "streams", "short_documents": "drop"}}
+STREAMS = {"data": {"feeding": "streams", "documents": "pad"}}
 
 
 def case(target, value, parallel, zero, precision="fp32", grad_clip=0.0, **sections):

@@ -226,7 +226,7 @@ class TestBadSteps:
 
     def test_what_was_skipped_before_a_checkpoint_is_known_after_it(self, data, tmp_path):
         """Streams: the memory is as it was before the skipped step, and the counters go on."""
-        common = {"data": {"feeding": "streams"}, "checkpoint": {"every": 3, "keep_last": 9}}
+        common = {"data": {"feeding": "streams", "documents": "pad"}, "checkpoint": {"every": 3, "keep_last": 9}}
         training = {"steps": 8, "micro_batch_size": 1, "max_bad_steps": 3}
 
         def train(name, bad, job, ends_with, **more):

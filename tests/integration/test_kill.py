@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.alone]
     ("layout", "seed"),
     [
         ({"parallel": {"tp": 2}}, 1),
-        pytest.param({"parallel": {"pp": 2}, "data": {"feeding": "streams"}}, 2, marks=pytest.mark.slow),
+        pytest.param(
+            {"parallel": {"pp": 2}, "data": {"feeding": "streams", "documents": "pad"}}, 2, marks=pytest.mark.slow
+        ),
     ],
     ids=["tp2", "pp2-streams"],
 )

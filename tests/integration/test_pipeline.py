@@ -31,12 +31,12 @@ BF16 = {"precision": "bf16"}
 RUNS = {
     1: {
         "one": {},
-        "one-streams": {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}},
+        "one-streams": {"data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2}},
         "one-tied": {"model": {"tie_embeddings": True}, "optimizer": {"grad_clip": 0.2}},
     },
     2: {
         "pp2-streams": {
-            "parallel": {"pp": 2}, "data": {"feeding": "streams"}, "training": {"bptt_chunks": 2},
+            "parallel": {"pp": 2}, "data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2},
         },
         "tp2-bf16": {"parallel": {"tp": 2}, "training": BF16},
     },

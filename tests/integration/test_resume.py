@@ -47,7 +47,7 @@ MODEL = {
     ],
 }
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
-STREAMS = {"data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}}
+STREAMS = {"data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2}}
 VALIDATED = {"evaluation": {"every": 1}}
 SPIKES = {"skip_spikes": 6.0, "spike_window": 4}
 LAYOUTS = {
@@ -226,7 +226,7 @@ def test_lanes_with_memories_of_different_age(tmp_path):
     data = tmp_path / "data"
     make_shards(data, tuple(40 + 37 * i % 150 for i in range(24)), name="train", seed=3)
     make_shards(data, (300,), name="validation", seed=100)
-    sections = {"data": {"feeding": "streams"}, "checkpoint": {"every": 1, "keep_last": 9}}
+    sections = {"data": {"feeding": "streams", "documents": "pad"}, "checkpoint": {"every": 1, "keep_last": 9}}
     micro = {"bptt_chunks": 2, "micro_batch_size": 1}
     form = Form(3, 2, (), ())
 

@@ -87,7 +87,8 @@ def test_with_a_memory_it_learns_and_is_exported_again(folder, pretrained, ours,
     tree = {
         "name": "books", "runs_folder": str(tmp_path / "runs"), "base": str(tmp_path / "start" / "model.yaml"),
         "data": {
-            "sources": [str(shards)], "sequence_length": 4 * CHUNK, "tokenizer": str(tmp_path / "start" / "tokenizer"),
+            "sources": [str(shards)], "sequence_length": 4 * CHUNK, "documents": "drop",
+            "tokenizer": str(tmp_path / "start" / "tokenizer"),
         },
         "training": {
             "steps": steps, "batch_tokens": 4 * CHUNK, "precision": "fp32",

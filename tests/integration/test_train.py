@@ -87,7 +87,10 @@ def worlds(data, tmp_path_factory):
             "dp2": {"training": {"micro_batch_size": 1}},
             "bf16-zero1": {"training": bf16, "parallel": {"tp": 2, "zero_stage": 1}},
             "bf16-zero2": {"training": bf16, "parallel": {"zero_stage": 2}},
-            "streams": {"parallel": {"tp": 2}, "data": {"feeding": "streams"}, "training": {"bptt_chunks": 2}},
+            "streams": {
+                "parallel": {"tp": 2}, "data": {"feeding": "streams", "documents": "pad"},
+                "training": {"bptt_chunks": 2},
+            },
         },
     }  # fmt: skip
     figures = {}

@@ -4,16 +4,19 @@ from pathlib import Path
 
 import numpy as np
 
+from megamem.config.data import DataConfig
+from megamem.data.feeder import Feeder
 from tokenization.shards import write_shards
 from tokenization.train import train
 
+SEQUENCE, CHUNK = 32, 8
 WORDS = ("memory", "window", "stream", "chunk", "token", "lane", "segment", "state", "reset", "gate", "head")
 
 
 class ArrayStore:
     """Documents in memory: token i of document d is 1000 * d + i."""
 
-    text_bytes = None
+    end_of_document = 1
     vocab_size = None
     tokenizer_hash = None
     path = "array"
@@ -21,7 +24,8 @@ class ArrayStore:
 
     def __init__(self, lengths, shard_ids=None):
         self.lengths = np.asarray(lengths, np.int64)
-        self.shard_ids = np.zeros(len(lengths), np.int64) if shard_ids is None else np.asarray(shard_ids, np.int64)
+        shard_ids = np.zeros(len(lengths), np.int64) if shard_ids is None else np.asarray(shard_ids, np.int64)
+        self.shard_borders = np.searchsorted(shard_ids, np.arange(shard_ids.max(initial=0) + 2))
 
     def __len__(self):
         return len(self.lengths)
@@ -61,3 +65,25 @@ def make_shards(root: Path, sizes=(40, 700, 5, 300, 1200, 90), name: str = "shar
     corpus = write_corpus(root / f"{name}-text", sizes, seed)
     write_shards([corpus], root / "tokenizer", root / name, **{"shard_text_bytes": 4000} | options)
     return root / name
+
+
+def config_of(root, **changes):
+    values = {
+        "sources": (str(root / "a"),),
+        "sequence_length": SEQUENCE,
+        "documents": "drop",
+        "cache_folder": root / "cache",
+        "seed": 3,
+    }
+    return DataConfig(**(values | changes))
+
+
+def feeder_of(root, rows=8, micro=2, dp_rank=0, dp_size=1, chunk=CHUNK, **changes):
+    return Feeder(
+        config_of(root, **changes),
+        chunk_size=chunk,
+        global_rows=rows,
+        micro_batch_size=micro,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )

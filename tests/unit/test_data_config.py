@@ -36,7 +36,17 @@ def test_dumped_and_read_back():
         ({"sources": ["a", "a"]}, "sources: a is listed twice; give it one entry and a larger weight"),
         ({"validation": ["b", "a"]}, "validation: a is also a training source; hold out other documents"),
         ({"feeding": "stream"}, "'sequences' or 'streams'"),
-        ({"feeding": "streams", "short_documents": "pad"}, "short_documents: pad is for feeding sequences"),
+        (
+            {"feeding": "streams", "documents": "pack"},
+            "documents: pack is for feeding sequences; streams take join or pad",
+        ),
+        ({"feeding": "streams", "documents": "drop"}, "documents: drop is for feeding sequences"),
+        (
+            {"documents": "pad", "reset": "exact"},
+            "reset: exact is for documents join; with documents pad each starts fresh",
+        ),
+        ({"short_documents": "pad"}, "Extra inputs are not permitted"),
+        ({"end_of_document": -1}, "greater than or equal to 0"),
         ({"sequence_length": 1}, "greater than or equal to 2"),
         ({"prefetch": 0}, "greater than or equal to 1"),
         ({"cache_gib": 0}, "greater than 0"),

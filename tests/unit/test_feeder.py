@@ -1,24 +1,19 @@
-"""Batches: contents, order, independence of the data-parallel size, checks, prefetching, evaluation."""
+"""Batches: contents, order, independence of the data-parallel size, checks, evaluation."""
 
 import threading
-import time
 
 import fsspec
 import numpy as np
 import pytest
 import torch
-from data_helpers import make_shards, make_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from data_helpers import CHUNK, SEQUENCE, config_of, feeder_of, make_shards, make_tokenizer
 
-from megamem.config.data import DataConfig
-from megamem.data.batch import IGNORED, Batch
-from megamem.data.feeder import Feeder, evaluation_documents
-from megamem.data.prefetch import Prefetcher
+from megamem.data.batch import IGNORED
+from megamem.data.feeder import evaluation_documents
+from megamem.data.rows import Row
 from megamem.data.shard_store import ShardStore
 from megamem.errors import ConfigError, DataError
 from tokenization.tokenizer import Tokenizer
-
-SEQUENCE, CHUNK = 32, 8
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +26,24 @@ def root(tmp_path_factory):
     return root
 
 
-def config_of(root, **changes):
-    values = {"sources": (str(root / "a"),), "sequence_length": SEQUENCE, "cache_folder": root / "cache", "seed": 3}
-    return DataConfig(**(values | changes))
-
-
-def feeder_of(root, rows=8, micro=2, dp_rank=0, dp_size=1, chunk=CHUNK, **changes):
-    return Feeder(
-        config_of(root, **changes),
-        chunk_size=chunk,
-        global_rows=rows,
-        micro_batch_size=micro,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
-
-
 MODES = [
-    {"feeding": "sequences", "short_documents": "drop"},
-    {"feeding": "sequences", "short_documents": "pad"},
-    {"feeding": "sequences", "short_documents": "pack"},
-    {"feeding": "streams"},
+    {"feeding": "sequences", "documents": "drop"},
+    {"feeding": "sequences", "documents": "pad"},
+    {"feeding": "sequences", "documents": "pack"},
+    {"feeding": "streams", "documents": "pad"},
 ]
-modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
+JOINED = [
+    {"feeding": feeding, "documents": "join", "reset": reset}
+    for feeding in ("sequences", "streams")
+    for reset in ("none", "exact")
+]
+
+
+def modes_of(modes):
+    return pytest.mark.parametrize("mode", modes, ids=lambda mode: "-".join(mode.values()))
+
+
+modes = modes_of(MODES + JOINED)
 
 
 def two_sources(root):
@@ -68,7 +58,9 @@ def global_batch(feeders, step):
             batch = feeder.batch(step, accumulation)
             for column, sample in enumerate(batch.sample_ids):
                 assert sample not in rows
-                rows[sample] = [x[:, column] for x in (batch.tokens, batch.labels, torch.from_numpy(batch.starts))]
+                arrays = [batch.starts] if batch.begins is None else [batch.starts, batch.begins]
+                parts = [batch.tokens, batch.labels, *map(torch.from_numpy, arrays)]
+                rows[sample] = [part[:, column] for part in parts]
     return rows
 
 
@@ -83,10 +75,15 @@ def test_shapes_and_types(root, mode):
     assert batch.labels.is_contiguous()
     assert batch.starts.shape == (SEQUENCE // CHUNK, 2)
     assert batch.starts.dtype == np.int64
+    if mode.get("reset") == "exact":
+        assert batch.begins.shape == (SEQUENCE, 2)
+        assert batch.begins.dtype == np.bool_
+    else:
+        assert batch.begins is None
     assert batch.sample_ids == (46, 47)
 
 
-@modes
+@modes_of(MODES)
 def test_labels_are_the_next_tokens_and_resets_are_document_starts(root, mode):
     """Every chunk is found in a document: its labels follow its tokens, and a reset 0 begins a piece of text."""
     feeder = feeder_of(root, **mode)
@@ -115,7 +112,7 @@ def contains(document, stretch):
 
 
 def test_streams_continue_from_step_to_step(root):
-    feeder = feeder_of(root, feeding="streams", rows=2, micro=2)
+    feeder = feeder_of(root, feeding="streams", documents="pad", rows=2, micro=2)
     before = feeder.batch(0)
     for step in range(1, 30):
         batch = feeder.batch(step)
@@ -148,6 +145,8 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(root, mode):
         assert torch.equal(again.tokens, expected[step].tokens)
         assert torch.equal(again.labels, expected[step].labels)
         assert (again.starts == expected[step].starts).all()
+        assert (again.begins is None) == (mode.get("reset") != "exact")
+        assert again.begins is None or (again.begins == expected[step].begins).all()
     different = feeder_of(root, **mode | {"seed": 4})
     assert any(not torch.equal(different.batch(step, 1).tokens, expected[step].tokens) for step in range(30))
 
@@ -161,16 +160,21 @@ def test_windows_of_an_epoch_are_all_different(root):
     assert rows[:count] != rows[count:]
 
 
+def sources_of(feeder, step, rows):
+    row = Row.empty(SEQUENCE, CHUNK)
+    return [feeder._rows.fill(step, number, row) for number in range(rows)]
+
+
 def test_sources_are_mixed_by_weight(root):
     feeder = feeder_of(root, rows=1024, micro=4, **two_sources(root))
-    assert [feeder._row(2, row)[0].path for row in range(1024)].count(str(root / "a")) == 768
-    lanes = feeder_of(root, feeding="streams", **two_sources(root))
-    assert [lanes._row(0, row)[0].path for row in range(8)] == [str(root / "a")] * 6 + [str(root / "b")] * 2
+    assert sources_of(feeder, 2, 1024).count(0) == 768
+    lanes = feeder_of(root, feeding="streams", documents="pad", **two_sources(root))
+    assert sources_of(lanes, 0, 8) == [0] * 6 + [1] * 2
 
 
 def test_a_source_without_a_lane_is_refused(root):
     with pytest.raises(ConfigError, match=r"with 1 lanes, .*b gets none"):
-        feeder_of(root, feeding="streams", rows=1, micro=1, **two_sources(root))
+        feeder_of(root, feeding="streams", documents="pad", rows=1, micro=1, **two_sources(root))
 
 
 def test_reports_count_short_documents(root):
@@ -226,36 +230,6 @@ def test_vocabulary_larger_than_the_model(root):
         feeder.check_vocab(299)
 
 
-def write_megatron(folder, ids):
-    """One document, `folder`/corpus.bin and .idx."""
-    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=np.int32)
-    builder.add_item(torch.tensor(ids))
-    builder.end_document()
-    builder.finalize(str(folder / "corpus.idx"))
-
-
-@pytest.mark.parametrize("wrong", [500, -1])
-def test_held_out_megatron_ids_are_those_of_the_tokenizer(root, tmp_path, wrong):
-    """Negative ones would be counted from the vocabulary's end."""
-    write_megatron(tmp_path, [*range(40), wrong])
-    config = config_of(root, validation=str(tmp_path / "corpus"), tokenizer=root / "tokenizer")
-    with pytest.raises(DataError, match=rf"corpus: token id {wrong} does not fit the tokenizer's vocabulary of \d+$"):
-        list(evaluation_documents(config, chunk_size=CHUNK))
-
-
-@pytest.mark.parametrize("wrong", [500, -1])
-def test_megatron_ids_are_checked_as_they_are_read(tmp_path, wrong):
-    write_megatron(tmp_path, [*range(40), wrong])
-    feeder = feeder_of(tmp_path, sources=str(tmp_path / "corpus"), rows=1, micro=1, short_documents="pad")
-    feeder.check_vocab(500)
-    message = rf"corpus: token id {wrong} does not fit the model's vocabulary of 500"
-    with pytest.raises(DataError, match=message):
-        [feeder.batch(step) for step in range(2)]
-    feeder.check_vocab(501)
-    if wrong == 500:
-        assert feeder.batch(0).tokens.shape == (SEQUENCE, 1)
-
-
 def test_fingerprint_changes_with_all_that_decides_the_order(root):
     fingerprints = [
         feeder_of(root, **changes).fingerprint()
@@ -263,9 +237,12 @@ def test_fingerprint_changes_with_all_that_decides_the_order(root):
             {},
             {"seed": 4},
             {"sequence_length": 64},
-            {"short_documents": "pad"},
-            {"feeding": "streams"},
-            {"feeding": "streams", "rows": 4},
+            {"documents": "pad"},
+            {"documents": "join"},
+            {"documents": "join", "reset": "exact"},
+            {"feeding": "streams", "documents": "pad"},
+            {"feeding": "streams", "documents": "pad", "rows": 4},
+            {"feeding": "streams", "documents": "join"},
             {"shuffle_shards": 1},
             {"sources": str(root / "b")},
             two_sources(root),
@@ -291,7 +268,7 @@ def test_remote_shards_must_fit_the_cache_or_be_shuffled_in_groups(tmp_path):
         assert torch.equal(feeder.batch(step).tokens, local.batch(step).tokens)
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 2 * max(sizes)
     with pytest.raises(ConfigError, match=r"data\.cache_gib"):
-        feeder_of(tmp_path, **remote, shuffle_shards=1, feeding="streams")
+        feeder_of(tmp_path, **remote, shuffle_shards=1, feeding="streams", documents="pad")
     files.rm("/even", recursive=True)
 
 
@@ -310,47 +287,6 @@ def test_prefetched_batches_are_the_batches(root, mode):
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def endless(read):
-    while True:
-        read.append(len(read))
-        yield Batch(torch.zeros(1), torch.zeros(1), np.zeros(1), (len(read),))
-
-
-def test_the_queue_is_bounded():
-    read = []
-    with Prefetcher(endless(read), depth=3) as batches:
-        assert next(batches).sample_ids == (1,)
-        time.sleep(0.2)
-        assert len(read) <= 1 + 3 + 1  # taken, waiting, in hand
-
-
-def test_errors_of_the_thread_reach_the_consumer():
-    def failing():
-        yield Batch(torch.zeros(1), torch.zeros(1), np.zeros(1), (7,))
-        raise DataError("shard 3 is gone")
-
-    batches = Prefetcher(failing(), depth=2)
-    assert next(batches).sample_ids == (7,)
-    for _ in range(2):
-        with pytest.raises(DataError, match="shard 3 is gone"):
-            next(batches)
-    batches.close()
-
-
-def test_prefetching_ends_with_the_batches():
-    batches = Prefetcher((batch for batch, _ in zip(endless([]), range(3), strict=False)), depth=1)
-    assert [batch.sample_ids[0] for batch in batches] == [1, 2, 3]
-    batches.close()
-
-
-def test_closing_does_not_wait_for_a_full_queue():
-    batches = Prefetcher(endless([]), depth=1)
-    start = time.monotonic()
-    batches.close()
-    batches.close()
-    assert time.monotonic() - start < 1
 
 
 # Evaluation
@@ -374,7 +310,7 @@ def test_held_out_documents_are_read_whole_and_in_order(root):
         np.testing.assert_array_equal(document.labels[:count], whole[1:])
         assert (document.labels[count:] == IGNORED).all()
         first = len(tokenizer.decode(whole[:1]).encode())  # read, never predicted
-        assert document.text_bytes == store.text_bytes[number] - first
+        assert document.text_bytes == store.table["text_bytes"][number] - first
 
 
 def test_held_out_documents_are_cut_and_shared_out(root):

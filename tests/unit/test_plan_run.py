@@ -150,7 +150,7 @@ def test_zero3_gathers_as_often_as_deepspeed_lets_go():
 
 def test_streams_carry_the_states_of_all_micro_batches():
     windows = make_plan(demo(), 1, H100)
-    streams = make_plan(demo("data.feeding=streams"), 1, H100)
+    streams = make_plan(demo("data.feeding=streams", "data.documents=pad"), 1, H100)
     carried = streams.ranks[0].peak.states - windows.ranks[0].peak.states
     assert carried == (2 * demo().accumulation_steps(1) + 1) * sum(windows.states.values())
 
@@ -267,7 +267,7 @@ def test_a_search_in_words():
 def test_a_checkpoint_of_streams_holds_their_states():
     """12 bytes for each parameter, and what every row of the batch remembers; written by each node's disk."""
     for overrides, devices, nodes in (((), 1, 1), (("training.micro_batch_size=1",), 16, 2)):
-        config = demo("data.feeding=streams", *overrides)
+        config = demo("data.feeding=streams", "data.documents=pad", *overrides)
         made = make_plan(config, devices, machine("h100", devices))
         states = model_state_bytes(config.model, config.global_rows, torch.float32, 1, config.data.sequence_length)
         size = 12 * parameter_counts(config.model)["total"] + sum(states.values())

@@ -47,7 +47,7 @@ def test_any_stretch_is_the_whole_documents_stretch(shards):
     for start, stop in ((0, 0), (0, 1), (7, 90), (len(whole) - 1, len(whole))):
         np.testing.assert_array_equal(store.tokens(4, start, stop), whole[start:stop])
     assert (store.vocab_size, store.path) == (300, str(shards))
-    assert store.shard_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert store.shard_borders.tolist() == [0, 2, 5, 6]
 
 
 def test_fingerprint_is_the_contents(shards, copy, tmp_path):
@@ -315,7 +315,7 @@ def test_megatron_documents(tmp_path, dtype):
     assert store.tokens(2, 2, 2).tolist() == []
     assert store.tokens(1, 0, 1).dtype == np.int64
     assert store.name(2).endswith("corpus:2")
-    assert (store.vocab_size, store.tokenizer_hash, store.text_bytes) == (None, None, None)
+    assert (store.vocab_size, store.tokenizer_hash, store.end_of_document) == (None, None, None)
 
 
 def test_megatron_fingerprint(tmp_path):

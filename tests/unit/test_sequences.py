@@ -13,13 +13,13 @@ from megamem.errors import DataError
 LENGTHS = [4, 9, 10, 25, 1, 0, 3]  # sequences of 8 with their labels need 9, 17, 25, ... tokens
 
 
-def plan(lengths=LENGTHS, short_documents="drop", sequence_length=8, chunk_size=4, seed=(0, 0), **options):
+def plan(lengths=LENGTHS, documents="drop", sequence_length=8, chunk_size=4, seed=(0, 0), **options):
     store = lengths if isinstance(lengths, ArrayStore) else ArrayStore(lengths)
     return SequencePlan(
         store,
         sequence_length=sequence_length,
         chunk_size=chunk_size,
-        short_documents=short_documents,
+        documents=documents,
         seed=seed,
         **options,
     )
@@ -46,7 +46,7 @@ def test_drop_keeps_whole_sequences_only():
 
 
 def test_pad_adds_a_window_for_every_rest():
-    sequences = plan(short_documents="pad")
+    sequences = plan(documents="pad")
     slices = [part for (part,) in epoch(sequences)]
     rests = sorted((p.document, p.start, p.length) for p in slices if p.length < 8)
     assert rests == [(0, 0, 3), (2, 8, 1), (6, 0, 2)]
@@ -56,7 +56,7 @@ def test_pad_adds_a_window_for_every_rest():
 
 
 def test_pack_fills_sequences_with_remainders():
-    sequences = plan(short_documents="pack")
+    sequences = plan(documents="pack")
     shared = sorted(
         [(p.document, p.start, p.length) for p in sequence] for sequence in epoch(sequences) if len(sequence) > 1
     )
@@ -68,17 +68,17 @@ def test_pack_fills_sequences_with_remainders():
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=20).filter(lambda sizes: max(sizes) > 16),
-    short_documents=st.sampled_from(["drop", "pad", "pack"]),
+    documents=st.sampled_from(["drop", "pad", "pack"]),
     chunk_size=st.sampled_from([1, 2, 4, 8, 16]),
     seed=st.integers(0, 3),
 )
-def test_every_label_is_given_once_an_epoch(lengths, short_documents, chunk_size, seed):
+def test_every_label_is_given_once_an_epoch(lengths, documents, chunk_size, seed):
     """Each position with a label is in exactly one sequence, or counted as dropped; sequences are never overfull."""
-    sequences = plan(lengths, short_documents, 16, chunk_size, (seed, 0))
+    sequences = plan(lengths, documents, 16, chunk_size, (seed, 0))
     seen = []
     for sequence in epoch(sequences, number=1):
         assert sum(-(-part.length // chunk_size) * chunk_size for part in sequence) <= 16
-        assert len(sequence) == 1 or short_documents == "pack"
+        assert len(sequence) == 1 or documents == "pack"
         for part in sequence:
             assert part.length >= 1
             assert part.start + part.length + 1 <= lengths[part.document]
@@ -86,7 +86,7 @@ def test_every_label_is_given_once_an_epoch(lengths, short_documents, chunk_size
     assert len(seen) == len(set(seen))
     labels = sum(max(length - 1, 0) for length in lengths)
     assert len(seen) == labels - sequences.report.dropped_tokens
-    if short_documents != "drop":
+    if documents != "drop":
         assert sequences.report.dropped_tokens == 0
     assert sequences.report.padded_positions == 16 * len(sequences) - len(seen)
 
@@ -146,6 +146,6 @@ def test_no_document_is_long_enough():
         match=r"array: no document is long enough: all 7 are shorter than a sequence of 32 tokens .*longest: 25",
     ):
         plan(sequence_length=32)
-    assert len(plan(sequence_length=32, short_documents="pad")) == 5
+    assert len(plan(sequence_length=32, documents="pad")) == 5
     with pytest.raises(DataError, match="none of its 2 documents has two tokens"):
-        plan([1, 0], short_documents="pack")
+        plan([1, 0], documents="pack")

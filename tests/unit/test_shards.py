@@ -40,7 +40,7 @@ def test_every_document_is_stored_whole_and_ends_with_eos(tmp_path):
         tokens = store.tokens(number, 0, int(store.lengths[number]))
         np.testing.assert_array_equal(tokens, [*tokenizer.encode(text), tokenizer.eos_id])
         assert store.name(number) == f"shards-text/{path.name}"
-        assert store.text_bytes[number] == len(text.encode())
+        assert store.table["text_bytes"][number] == len(text.encode())
 
 
 def test_index_describes_the_files(tmp_path):

@@ -69,6 +69,7 @@ def test_lanes_read_every_chunk_once_an_epoch(lengths, lanes, chunks_per_step, s
         assert len(set(seen)) == len(seen) == per_lane * lanes
         assert set(seen) <= everything
         assert len(everything) - len(seen) < lanes
+    assert streams.report.predicted_tokens == sum(length for chunks in read for *_, length, _ in chunks[:per_lane])
     for document, at, length, _ in read[0]:
         assert length == min(CHUNK, usable[document] - at)
 
@@ -106,9 +107,10 @@ def test_a_step_is_the_same_whatever_was_read_before():
 
 
 def test_epochs_shuffle_documents_within_groups_of_shards():
-    store = ArrayStore([9] * 40, np.repeat(np.arange(8), 5))
+    shard_ids = np.repeat(np.arange(8), 5)
+    store = ArrayStore([9] * 40, shard_ids)
     streams = StreamPlan(store, chunk_size=4, chunks_per_step=1, lanes=1, seed=(0, 0), shuffle_shards=2)
-    shards = [store.shard_ids[document] for document in streams._epoch(0)[0]]
+    shards = [shard_ids[document] for document in streams._epoch(0)[0]]
     assert [len(set(shards[i : i + 10])) for i in range(0, 40, 10)] == [2, 2, 2, 2]
     assert streams._epoch(0)[0].tolist() != streams._epoch(1)[0].tolist()
 
@@ -116,6 +118,9 @@ def test_epochs_shuffle_documents_within_groups_of_shards():
 def test_report():
     report = plan([9, 14, 6, 1], lanes=3).report  # 2 + 4 + 2 chunks, 2 for each lane
     assert (report.documents, report.tokens, report.short_documents) == (4, 30, 1)
-    assert report.dropped_tokens == 2 * CHUNK
-    assert report.padded_positions == 8 * CHUNK - (8 + 13 + 5)
     assert report.samples == 3
+    read = sum(length for lane in range(3) for _, _, length, _ in chunks_read(plan([9, 14, 6, 1], lanes=3), lane, 1))
+    assert report.predicted_tokens == read
+    assert report.dropped_tokens == 8 + 13 + 5 - read
+    assert report.padded_positions == 6 * CHUNK - read
+    assert report.padding_share == 1 - read / (6 * CHUNK)

@@ -156,7 +156,7 @@ class TestNeedle:
 
 def test_a_task_is_fed_and_evaluated_like_any_source(tmp_path):
     train, held_out = write(tmp_path, MQAR, "train.yaml"), write(tmp_path, MQAR + "seed: 9\n", "held_out.yaml")
-    config = DataConfig(sources=[train], validation=[held_out], sequence_length=48)
+    config = DataConfig(sources=[train], validation=[held_out], sequence_length=48, documents="drop")
     feeder = Feeder(config, chunk_size=16, global_rows=4, micro_batch_size=2)
     feeder.check_vocab(64)
     batch = feeder.batch(0)
@@ -171,6 +171,11 @@ def test_a_task_is_fed_and_evaluated_like_any_source(tmp_path):
     short = config.model_copy(update={"sequence_length": 32})
     with pytest.raises(DataError, match=r"train.yaml: length 48 is more than data.sequence_length 32.*at least 48"):
         Feeder(short, chunk_size=16, global_rows=4, micro_batch_size=2)
+    joined = config.model_copy(update={"documents": "join"})
+    with pytest.raises(
+        DataError, match=r"train.yaml: examples of a task cannot be joined .*; set data.documents: pad$"
+    ):
+        Feeder(joined, chunk_size=16, global_rows=4, micro_batch_size=2)
 
 
 class TestOwnTask:
@@ -188,7 +193,7 @@ class TestOwnTask:
     def test_it_is_a_source_like_any_other(self, shown, tmp_path):
         train = write(tmp_path, "kind: copy\nlength: 8\nvocab_size: 16\nexamples: 6\n")
         held_out = write(tmp_path, "kind: copy\nlength: 8\nvocab_size: 16\nexamples: 2\nseed: 1\n", "other.yaml")
-        data = DataConfig(sources=[str(train)], validation=[str(held_out)], sequence_length=8)
+        data = DataConfig(sources=[str(train)], validation=[str(held_out)], sequence_length=8, documents="pad")
         feeder = Feeder(data, chunk_size=4, global_rows=2, micro_batch_size=2)
         feeder.check_vocab(16)
         assert (len(feeder.stores[0]), feeder.stores[0].name(3)) == (6, "copy:3")

@@ -23,7 +23,7 @@ class TaskStore:
     Tokens and labels come from the task; the token after an example is padding.
     """
 
-    text_bytes: Int64 | None = None
+    end_of_document: int | None = None
 
     def __init__(self, path: str) -> None:
         """Read a task's description and open it. Raises DataError naming file and field."""
@@ -34,7 +34,7 @@ class TaskStore:
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
         self.lengths = np.full(self.config.examples, self.config.length + 1)
-        self.shard_ids = np.zeros(self.config.examples, np.int64)
+        self.shard_borders = np.array([0, self.config.examples])
         self.vocab_size: int | None = self.task.vocab_size
         self.tokenizer_hash: str | None = self.task.tokenizer_hash
         made_of = self.config.model_dump_json() + self.task.fingerprint
