@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -26,6 +26,9 @@ class ClusterConfig(ConfigModel):
     """Machines of the job."""
     processes_per_node: PositiveInt | None = None
     """Ranks on each node; PP x TP x DP over the nodes if not given."""
+    device: Literal["h100", "h200", "a100"] | None = None
+    """The CUDA device of a rank, whose memory `megamem launch` compares the plan with. Where it is not given, rank 0
+    compares its own when the job starts."""
     min_nodes: PositiveInt | None = None
     """The job waits while it has fewer nodes than this; with fewer than `nodes` it goes on where batch and layout fit
     their number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launchers.config import ClusterConfig
@@ -14,7 +14,10 @@ from megamem.config.load import apply_override, dump_yaml, parse_config, read_ya
 from megamem.config.recipe import load_run
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
+from megamem.planning.auto import divided
+from megamem.planning.machines import machine
 from megamem.training.checks import check_layout
+from megamem.training.devices import measurements, settle
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,10 @@ def plan_launch(config: RunConfig, cluster: ClusterConfig, target: str) -> Launc
     _check_resume(config, cluster, place)
     folder, work_folder = place.place(config, snapshot_folder(config.run_folder))
     processes = _processes_per_node(config, cluster)
-    node_counts = _node_counts(config, cluster, processes)
+    settled = _settled(config, cluster, processes)
     resumes = config.training.stop_after is None
-    return Launch(config, Job(config.name, cluster, processes, node_counts, folder, work_folder, resumes), place)
+    job = Job(config.name, cluster, processes, tuple(settled), folder, work_folder, resumes)
+    return Launch(settled[cluster.nodes], job, place)
 
 
 def _check_resume(config: RunConfig, cluster: ClusterConfig, target: Target) -> None:
@@ -102,6 +106,8 @@ def _processes_per_node(config: RunConfig, cluster: ClusterConfig) -> int:
     if cluster.processes_per_node is not None:
         return cluster.processes_per_node
     parallel = config.parallel
+    if parallel.dp is None and {"parallel.tp", "parallel.pp"} & set(config.auto.fields):
+        raise ConfigError("processes_per_node: not given, and parallel.tp or parallel.pp is auto; give it")
     ranks = parallel.pp * parallel.tp * (parallel.dp or 1)
     if ranks % cluster.nodes:
         raise ConfigError(
@@ -111,19 +117,25 @@ def _processes_per_node(config: RunConfig, cluster: ClusterConfig) -> int:
     return ranks // cluster.nodes
 
 
-def _node_counts(config: RunConfig, cluster: ClusterConfig, processes: int) -> tuple[int, ...]:
-    """Return the numbers of nodes, from min_nodes to nodes, that batch and layout fit.
+def _settled(config: RunConfig, cluster: ClusterConfig, processes: int) -> dict[int, RunConfig]:
+    """Return the run on each number of nodes, from min_nodes to nodes, that batch, layout and devices fit.
+
+    Where the devices are not known, what is left to the planner still is, and the ranks compare their own.
 
     Raises: ConfigError if either end does not fit; a number between them is left out.
     """
-    fitting = []
+    settled = {}
+    device = None
+    if cluster.device and config.parallel.device != "cpu":
+        device = replace(machine(cluster.device, processes), per_node=processes)
+    activations = measurements(config)
     for nodes in range(cluster.fewest_nodes, cluster.nodes + 1):
+        ranks = nodes * processes
         try:
-            check_layout(config, nodes * processes)
+            check_layout(divided(config, ranks), ranks)
+            settled[nodes] = settle(config, ranks, device=device, activations=activations) if device else config
         except ConfigError as error:
             if nodes in (cluster.fewest_nodes, cluster.nodes):
                 field = "nodes" if nodes == cluster.nodes else "min_nodes"
                 raise ConfigError(f"{field} {nodes} x processes_per_node {processes}: {error}") from None
-        else:
-            fitting.append(nodes)
-    return tuple(fitting)
+    return settled

@@ -234,13 +234,15 @@ def plan(config: RunConfig | AnyPath, devices: int | None = None, device: str = 
     Raises: ConfigError or LayoutError for what cannot be planned.
     """
     from megamem.planning.activations import Activations
+    from megamem.planning.auto import resolve_for
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.step_time import EFFICIENCY
 
     if isinstance(config, str | PathLike):
         config = load_config(config)
-    dp_size = data_parallel(config, devices)
-    ranks = dp_size * config.parallel.tp * config.parallel.pp
     activations = Activations(config.model, config.training.precision, config.chunks)
+    config = resolve_for(config, devices, device, activations)
+    dp_size = data_parallel(config, devices or config.auto.devices)
+    ranks = dp_size * config.parallel.tp * config.parallel.pp
     return make_plan(config, dp_size, machine(device, ranks), EFFICIENCY, activations)

@@ -94,6 +94,7 @@ def _print_plan(
     """Print the plan of the configured layout, or the best layouts that a search finds."""
     from megamem.hardware import cores
     from megamem.planning.activations import Activations
+    from megamem.planning.auto import resolve_for
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
@@ -110,7 +111,8 @@ def _print_plan(
         found = Search(settings, devices, machine(device, devices), efficiency, activations).run()
         figures, shown = found.to_dict(), show_search(found)
     else:
-        dp_size = data_parallel(settings, devices)
+        settings = resolve_for(settings, devices, device, activations)
+        dp_size = data_parallel(settings, devices or settings.auto.devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
         made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
         figures, shown = made.to_dict(), show_plan(made)

@@ -28,11 +28,16 @@ def train(
     fallback: Annotated[
         bool, typer.Option("--fallback", help="skip damaged checkpoints; as checkpoint.fallback")
     ] = False,
+    no_memory_check: Annotated[
+        bool, typer.Option("--no-memory-check", help="this time, do not compare the plan with the devices' memory")
+    ] = False,
 ) -> None:
     """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
     from launchers.local_ranks import inside_job, run_local
-    from megamem.config.recipe import load_run
+    from megamem.config.recipe import auto_overrides, load_run
+    from megamem.planning.auto import is_open
     from megamem.training.checks import check_kernels, check_layout, check_run
+    from megamem.training.devices import from_rank_0, local_processes, settle
 
     overrides = [
         *(overrides or []),
@@ -40,19 +45,26 @@ def train(
         *(["checkpoint.fallback=true"] if fallback else []),
     ]
     settings = load_run(config, overrides, model)
-    if inside_job():
-        count = int(os.environ["WORLD_SIZE"])
-    else:
-        count = processes or settings.parallel.tp * settings.parallel.pp * (settings.parallel.dp or 1)
-    if _is_rank_0():  # the others wait for rank 0 to join, and end with it
+    count = int(os.environ["WORLD_SIZE"]) if inside_job() else processes or local_processes(settings)
+
+    def settled() -> RunConfig:
         check_kernels(settings)
-        (check_layout if dry_run else check_run)(settings, count)
+        found = settle(settings, count, check=not no_memory_check)
+        (check_layout if dry_run else check_run)(found, count)
+        return found
+
+    if inside_job() and count > 1 and is_open(settings, count):
+        settings = from_rank_0(settings, settled)
+    elif _is_rank_0():  # the others wait for rank 0 to join, and end with it
+        settings = settled()
     _prepare_processor(settings.training.precision)
     if inside_job() or count == 1:
         _run_rank(settings, dry_run)
         return
     flags = [*(["--model", str(model)] if model else []), *(["--dry-run"] if dry_run else [])]
-    raise typer.Exit(run_local(count, ["train", str(config), *overrides, *flags]))
+    # what was chosen and compared here holds for the ranks
+    chosen = [*auto_overrides(settings), "--no-memory-check"]
+    raise typer.Exit(run_local(count, ["train", str(config), *overrides, *chosen, *flags]))
 
 
 def start_from(

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megamem.config.auto import spelled_out
 from megamem.config.base import ConfigModel
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
 from megamem.config.model import (
@@ -98,8 +99,8 @@ def _parse(text: str, where: str) -> object:
 def merge(below: Tree, above: Tree) -> Tree:
     """Merge `above` over `below`: mappings key by key; all else, and a mapping of another `kind`, is replaced."""
     merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
+    for key, given in above.items():
+        old, value = spelled_out(key, merged.get(key)), spelled_out(key, given)
         if isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
             merged[key] = merge(old, value)
         else:
@@ -136,7 +137,9 @@ def _set(node: object, keys: Sequence[str], value: object, path: str) -> object:
         return [_set(item, rest, value, path) if i == int(key) else item for i, item in enumerate(node)]
     if not isinstance(node, dict):
         node = {}
-    return {**node, key: _set(node.get(key, {}), rest, value, path)}
+    old = spelled_out(key, node.get(key, {}))
+    new = spelled_out(key, value) if not rest else value
+    return merge(node, {key: new}) if new is not value else {**node, key: _set(old, rest, value, path)}
 
 
 def load_config(config_type: type[C], path: Path, overrides: Sequence[str] = ()) -> C:

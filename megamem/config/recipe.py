@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megamem.config.auto import without_auto
 from megamem.config.load import Tree, apply_override, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
@@ -35,9 +36,18 @@ def load_run(recipe: Path, overrides: Sequence[str] = (), model: Path | None = N
     """
     tree = read_recipe(recipe, model)
     for override in overrides:
-        tree = apply_override(tree, override)
+        # a field that is given by hand is no longer left to the planner
+        tree = without_auto(apply_override(tree, override), override.partition("=")[0].strip())
     if "model" not in tree:
         raise ConfigError(
             f"{recipe}: model: required, but not given; add --model FILE, such as those of configs/models"
         )
     return parse_config(RunConfig, tree, str(recipe))
+
+
+def auto_overrides(config: RunConfig) -> list[str]:
+    """Return the overrides that give another reader of the recipe what was chosen for its `auto` fields."""
+    if not config.auto.fields:
+        return []
+    values = [f"{field}={str(value).lower()}" for field, value in config.auto_values.items()]
+    return [*values, f"auto.fields=[{','.join(config.auto.fields)}]", f"auto.devices={config.auto.devices}"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
@@ -14,41 +15,7 @@ from megamem.config.extensions import AnyCallback, AnySink
 from megamem.config.model import ModelConfig
 from megamem.config.objective import AnyObjective
 from megamem.config.optimizer import OptimizerConfig
-
-
-def _placement_is_plain(value: object) -> object:
-    """Refuse what is neither a rule nor a list of numbers with one line, where the union would give one per member."""
-    layers = isinstance(value, list | tuple) and all(isinstance(n, int) and n >= 0 for n in value)
-    if not layers and value not in ("flops", "parameters", "measured"):
-        raise ValueError(f"{value!r} is neither flops, parameters or measured nor a list of layers per stage")
-    return value
-
-
-class ParallelConfig(ConfigModel):
-    """How the model and the batch are split over processes."""
-
-    tp: PositiveInt = 1
-    """Tensor-parallel size: ranks that share each layer. Divides heads, kv_heads, ffn_size and vocab_size."""
-    dp: PositiveInt | None = None
-    """Data-parallel size; whatever the number of processes leaves if not given."""
-    pp: PositiveInt = 1
-    """Pipeline stages: ranks that hold different layers. ZeRO 0 and 1 only."""
-    placement: Annotated[
-        Literal["flops", "parameters", "measured"] | tuple[Annotated[int, Field(ge=0)], ...],
-        BeforeValidator(_placement_is_plain),
-    ] = "flops"
-    """Layers of each stage: balanced by operations, by parameters or by the time each part takes on this machine (all
-    with embedding and output head), or a list of the number of layers of each stage."""
-    sequence_parallel: bool = False
-    """Split the tokens outside of attention and MLP over the tensor-parallel ranks too."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed ZeRO: 1 shards optimizer states over DP ranks, 2 gradients too, 3 parameters too. 0: FP32 only."""
-    device: Literal["cpu", "cuda"] | None = None
-    """`cuda` where there is one if not given."""
-    timeout_s: PositiveFloat = 600
-    """Seconds a collective may wait before the process group gives up."""
-    stall_timeout_s: PositiveFloat = 300
-    """Seconds without progress after which the job ends, naming the rank. Must cover the longest single step."""
+from megamem.config.parallel import ParallelConfig
 
 
 class TrainingConfig(ConfigModel):
@@ -65,11 +32,12 @@ class TrainingConfig(ConfigModel):
     batch_tokens: PositiveInt
     """Tokens of one optimizer step over all ranks; a multiple of data.sequence_length."""
     micro_batch_size: PositiveInt = 1
-    """Rows of a micro-batch: sequences that a rank processes at once."""
+    """Rows of a micro-batch: sequences that a rank processes at once. `auto`: the planner chooses."""
     bptt_chunks: PositiveInt | None = None
     """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
     recompute: bool = False
-    """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward."""
+    """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward.
+    `auto`: the planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     init_from: Path | None = None
@@ -184,6 +152,18 @@ class RunConfig(ConfigModel):
     """Metrics and traces."""
     origin: OriginConfig | None = None
     """Where a branch comes from; a run that begins at its first step has none."""
+    auto: AutoConfig = AutoConfig()
+    """What of it the planner chooses."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_auto(cls, given: object) -> object:
+        return noted(given)
+
+    @property
+    def auto_values(self) -> dict[AutoField, int | bool]:
+        """The values of the fields that were given as `auto`."""
+        return {field: value_at(self, field) for field in self.auto.fields}
 
     @property
     def run_folder(self) -> Path:

@@ -163,7 +163,9 @@ class _Measurements:
         shares = [replace(share, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
         chunks = min(self.chunks, MOST_CHUNKS)
         measure = partial(_measure_part, model, activations.dtype, layers, chunks, self.grows_for > 0)
-        if activations.processes > 1 and layers:
+        if activations.processes > 1:
+            # everything is read there: once this process had run a backward pass, its children could not where torch
+            # sees a CUDA device
             import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
 
             # objects that exist now need not be looked through by the collector, which would copy their pages

@@ -26,6 +26,15 @@ def describe(config: RunConfig, dp_size: int) -> list[str]:
         f"budget: {config.steps:,} steps = {tokens:,} tokens",
         f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",
+        *_auto(config),
         *width,
         *filter(None, notes),
     ]
+
+
+def _auto(config: RunConfig) -> list[str]:
+    """Return the line about what the planner chose, none where nothing was left to it."""
+    if not config.auto.fields or config.auto.devices is None:
+        return []
+    values = " ".join(f"{field}={str(value).lower()}" for field, value in config.auto_values.items())
+    return [f"auto: {values}, chosen for {config.auto.devices} device(s)"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing import get_context
 
 import torch
 
@@ -14,6 +16,8 @@ from megamem.errors import ConfigError
 
 ACHIEVED = 0.8
 """Share of the rates of data sheets that large transfers over links and memory reach."""
+UNKNOWN_RESERVE, UNKNOWN_FRAGMENTS = 2e9, 0.05
+"""Bytes and share of the memory of a device that is not known that the run cannot use."""
 DISK = 2e9
 """Bytes per second that a node writes to shared storage."""
 
@@ -23,7 +27,7 @@ class Machine:
     """A device in a cluster; rates in bytes per second, as data sheets print them."""
 
     name: str
-    """Name of the device, which `megamem.costs.devices` knows."""
+    """Name of the device, as `megamem.costs.devices` may know it."""
     memory: float
     """Bytes of a device."""
     reserve: float
@@ -46,7 +50,8 @@ class Machine:
         """Return the FLOP/s of dense matrix products."""
         if self.name == "cpu":
             return _measured_rate()
-        found = device_peak(self.name, precision)
+        # of a device without a data sheet here any peak will do: layouts are compared with each other
+        found = device_peak(self.name, precision) or device_peak(_MACHINES["a100"].name, precision)
         assert found is not None
         return found
 
@@ -91,6 +96,36 @@ def machine(kind: str, devices: int) -> Machine:
     if kind not in _MACHINES:
         raise ConfigError(f"plan: --device {kind!r} is not known; one of {', '.join(KINDS)}")
     return _MACHINES[kind]
+
+
+def machine_like(name: str, memory: float, per_node: int) -> Machine:
+    """Return the machine of CUDA devices that torch describes so; rates of an unknown one are those of an A100.
+
+    Args:
+        name: as `torch.cuda.get_device_name` gives it.
+        memory: bytes.
+        per_node: ranks of a node.
+    """
+    for known in _MACHINES.values():
+        # a share of a device (MIG) has the name and less memory
+        if known.name in name and abs(memory / known.memory - 1) < 0.1:
+            return replace(known, memory=memory, per_node=per_node)
+    reserve = UNKNOWN_RESERVE + UNKNOWN_FRAGMENTS * memory
+    return replace(_MACHINES["a100"], name=name, memory=memory, reserve=reserve, per_node=per_node)
+
+
+def cuda_machine(per_node: int) -> Machine:
+    """Return the machine of this node's CUDA devices, by its first one. per_node: ranks of a node."""
+    # in a process of its own: what this one forks later, to measure activations, must not find CUDA initialized
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        name, memory = pool.submit(_first_device).result()
+    return machine_like(name, memory, per_node)
+
+
+def _first_device() -> tuple[str, float]:
+    """Return name and bytes of the first CUDA device."""
+    found = torch.cuda.get_device_properties(0)
+    return found.name, float(found.total_memory)
 
 
 @lru_cache(maxsize=1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
+from typing import TypeVar
 
 from pydantic import ValidationError
 
+from megamem.config.auto import AUTO_FIELDS
 from megamem.config.run import RunConfig
 from megamem.pipeline.balancing import chunk_flops, place_by, planned_costs
 from megamem.pipeline.placement import contiguous
@@ -20,6 +22,9 @@ from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.ranks import stage_parameters
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, step_time
 
+T = TypeVar("T")
+EQUALS = 1.1
+"""Times over the fastest layout's up to which a prediction makes no difference."""
 MOST_ROWS = 64
 """Most rows of a micro-batch: powers of two up to here are tried, and the configured number."""
 
@@ -85,13 +90,24 @@ def _without_rows(layout: Layout) -> tuple[object, ...]:
     return parallel.pp, parallel.tp, parallel.zero_stage, layout.config.bptt_chunks, training.recompute
 
 
+def _simplicity(candidate: Candidate) -> tuple[float, ...]:
+    """Return the key of simplicity: ranks that share less, no recomputation, then more rows."""
+    parallel, training = candidate.layout.config.parallel, candidate.layout.config.training
+    return parallel.pp, parallel.tp, parallel.zero_stage, training.recompute, -training.micro_batch_size
+
+
 def _order(candidate: Candidate) -> tuple[float, ...]:
     """Return the key by which candidates are sorted, the best first."""
     return -candidate.layout.config.bptt_chunks, candidate.time.total
 
 
+DP, WINDOW = "parallel.dp", "training.bptt_chunks"
+SEARCHED = (*AUTO_FIELDS, DP, WINDOW)
+"""All fields that a search may change."""
+
+
 class Search:
-    """A search over (PP, TP, DP, ZeRO, micro-batch, window, recomputation); everything else stays as configured.
+    """A search over (PP, TP, DP, ZeRO, micro-batch, window, recomputation), or some of them; all else is as configured.
 
     Windows are the configured one and shorter ones, which cut gradients through memory: shorter ones come last, however
     fast they are. Of layouts that differ in the micro-batch alone the fastest that fits is kept, of equally fast ones
@@ -105,25 +121,61 @@ class Search:
         machine: Machine,
         efficiency: float = EFFICIENCY,
         activations: Activations | None = None,
+        fields: Collection[str] = SEARCHED,
     ) -> None:
-        """Remember what is searched; see `make_plan`."""
+        """Remember what is searched; see `make_plan`. fields: those that may change."""
         self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
         self.activations = activations or Activations(config.model, config.training.precision, config.chunks)
+        self.fields = fields
+        self.tried = 0
+        """Number of layouts whose bytes were computed."""
+        self.possible = 0
+        """Number of layouts into which model and batch divide."""
+        self.smallest: Candidate | None = None
+        """Of those that were tried and do not fit, the one that needs the fewest bytes."""
         self._placed: dict[int, tuple[tuple[int, ...], Cost]] = {}
 
     def run(self, top: int = 10) -> SearchReport:
-        """Return the `top` best layouts.
+        """Return the `top` best layouts; they are tried until all others are estimated above the last of these."""
 
-        They are tried in the order of a quick estimate of their time, until all others are estimated above
-        the last of the `top` best ones.
+        def enough(fit: Sequence[Candidate], estimate: tuple[float, ...]) -> bool:
+            return len(fit) >= top and estimate[:2] > _order(sorted(fit, key=_order)[top - 1])
+
+        best = sorted(self._fitting(enough), key=_order)[:top]
+        return SearchReport(
+            self.config,
+            self.devices,
+            self.machine,
+            self.efficiency,
+            best,
+            self.tried,
+            self.possible,
+            None if best else self.smallest,
+        )
+
+    def simplest(self) -> Candidate | None:
+        """Return the simplest of the layouts that fit and are about as fast as the fastest; None if none fits."""
+
+        def enough(fit: Sequence[Candidate], estimate: tuple[float, ...]) -> bool:
+            return bool(fit) and estimate[1] > EQUALS * min(candidate.time.total for candidate in fit)
+
+        fit = self._fitting(enough)
+        fastest = min((candidate.time.total for candidate in fit), default=0.0)
+        return min((found for found in fit if found.time.total <= EQUALS * fastest), key=_simplicity, default=None)
+
+    def _fitting(self, enough: Callable[[Sequence[Candidate], tuple[float, ...]], bool]) -> list[Candidate]:
+        """Return the layouts that fit, of those that differ in the micro-batch alone the fastest.
+
+        They are tried in the order of a quick estimate of their time.
+
+        enough: takes those that fit already and the estimate of the next, and says whether to end.
         """
-        layouts = sorted(((self._estimate(layout), layout) for layout in self._layouts()), key=itemgetter(0))
+        layouts = sorted(((self._estimate(layout), layout) for layout in self.layouts()), key=itemgetter(0))
         fit: dict[tuple[object, ...], Candidate] = {}
-        smallest: Candidate | None = None
-        tried = 0
         too_large: dict[tuple[object, ...], int] = {}
+        self.tried, self.possible, self.smallest = 0, len(layouts), None
         for estimate, layout in layouts:
-            if len(fit) >= top and estimate[:2] > _order(sorted(fit.values(), key=_order)[top - 1]):
+            if enough(list(fit.values()), estimate):
                 break
             # more rows take more bytes: where fewer did not fit, these will not
             key, rows = _without_rows(layout), layout.config.training.micro_batch_size
@@ -132,45 +184,42 @@ class Search:
             time = self._time(layout, simulated=True)
             if key in fit and fit[key].time.total <= time.total:
                 continue
-            tried += 1
+            self.tried += 1
             candidate = Candidate(layout, time, rank_reports(layout, self.activations))
             if candidate.total <= self.machine.usable:
                 fit[key] = candidate
             else:
                 too_large[key] = rows
-                smallest = candidate if smallest is None or candidate.total < smallest.total else smallest
-        best = sorted(fit.values(), key=_order)[:top]
-        return SearchReport(
-            self.config,
-            self.devices,
-            self.machine,
-            self.efficiency,
-            best,
-            tried,
-            len(layouts),
-            None if best else smallest,
-        )
+                if self.smallest is None or candidate.total < self.smallest.total:
+                    self.smallest = candidate
+        return list(fit.values())
 
-    def _layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[Layout]:
         """Return the layouts into which model, batch and devices divide."""
         model, parallel, training = self.config.model, self.config.parallel, self.config.training
+        whole = self.config.bptt_chunks
         # numbers of stages, of tensor-parallel ranks within a node, and chunks of a window
         stages = [n for n in range(1, min(model.layers, self.devices) + 1) if self.devices % n == 0]
+        stages = self._open("parallel.pp", stages, parallel.pp)
         shares = [n for n in tp_sizes(model) if n <= self.machine.per_node]
-        windows = [n for n in range(1, self.config.bptt_chunks + 1) if self.config.bptt_chunks % n == 0]
+        shares = self._open("parallel.tp", shares, parallel.tp)
+        windows = self._open(WINDOW, [n for n in range(1, whole + 1) if whole % n == 0], whole)
+        recomputed = self._open("training.recompute", [False, True], training.recompute)
+        # rows into which the batch may divide
+        sizes = {training.micro_batch_size, *(2**n for n in range(MOST_ROWS.bit_length()))}
+        sizes = set(self._open("training.micro_batch_size", list(sizes), training.micro_batch_size))
         for pp, tp in product(stages, shares):
             if self.devices % (pp * tp):
                 continue
             dp = self.devices // (pp * tp)
+            if DP not in self.fields and parallel.dp not in (None, dp):
+                continue
             # DeepSpeed: a pipeline goes with ZeRO 1, and ZeRO 0 with FP32 only
-            zeros = (1,) if pp > 1 else (1, 2, 3)
-            zeros = (0, *zeros) if training.precision == "fp32" else zeros
-            # rows into which the batch divides
-            sizes = {training.micro_batch_size, *(2**n for n in range(MOST_ROWS.bit_length()))}
+            zeros = [1] if pp > 1 else [1] if dp == 1 else [1, 2, 3]
+            zeros = self._open("parallel.zero_stage", [0, *zeros] if training.precision == "fp32" else zeros,
+                               parallel.zero_stage)  # fmt: skip
             rows = [size for size in sorted(sizes) if self.config.global_rows % (size * dp) == 0]
-            for zero, micro, window, recompute in product(zeros, rows, windows, (False, True)):
-                if dp == 1 and zero > 1:
-                    continue
+            for zero, micro, window, recompute in product(zeros, rows, windows, recomputed):
                 sequence_parallel = parallel.sequence_parallel and tp > 1
                 parallel_changes: dict[str, object] = {
                     "pp": pp,
@@ -179,7 +228,7 @@ class Search:
                     "zero_stage": zero,
                     "sequence_parallel": sequence_parallel,
                 }
-                if isinstance(parallel.placement, tuple):
+                if isinstance(parallel.placement, tuple) and "parallel.pp" in self.fields:
                     parallel_changes["placement"] = "flops"
                 training_changes = {"micro_batch_size": micro, "bptt_chunks": window, "recompute": recompute}
                 config = self.config.model_copy(
@@ -191,10 +240,17 @@ class Search:
                 )
                 yield Layout(config, dp, self._place(pp)[0])
 
+    def _open(self, field: str, values: list[T], configured: T) -> list[T]:
+        """Return the values that are tried for a field: all where it may change, else the configured one."""
+        return values if field in self.fields else [configured]
+
     def _place(self, stages: int) -> tuple[tuple[int, ...], Cost]:
         """Return the number of layers of each stage, and their costs by action."""
         if stages not in self._placed:
+            given = self.config.parallel.placement
             counts = place_by(planned_costs(self.config), stages)
+            if isinstance(given, tuple) and "parallel.pp" not in self.fields:
+                counts = list(given)
             self._placed[stages] = tuple(counts), chunk_flops(self.config.model, self.config.chunks, counts)
         return self._placed[stages]
 

@@ -117,7 +117,8 @@ def show_search(report: SearchReport) -> Iterator[Table | str]:
     if not report.best:
         yield f"no layout of {report.config.name} fits into {report.devices} x {machine.name} ({usable:.1f} GiB each)"
         if report.smallest is not None:
-            yield f"least of {report.tried}: {_overrides(report.smallest)} takes {report.smallest.total / GIB:.1f} GiB"
+            found = report.smallest
+            yield f"least of {report.tried}: {layout_overrides(found)} takes {found.total / GIB:.1f} GiB"
         return
     table = Table(title=f"{report.config.name} on {report.devices} x {machine.name}: {usable:.1f} GiB each")
     columns = ("PP", "TP", "DP", "ZeRO", "rows", "window", "recompute", "GiB", "s/step", "bubble", "Mtok")
@@ -128,7 +129,7 @@ def show_search(report: SearchReport) -> Iterator[Table | str]:
     yield table
     yield "rows: of a micro-batch; window: chunks that gradients of memories span; Mtok: million tokens a second"
     yield f"{report.possible:,} layouts divide model and batch; bytes of {report.tried} were looked at"
-    yield f"the first: {_overrides(report.best[0])}"
+    yield f"the first: {layout_overrides(report.best[0])}"
 
 
 def _cells(candidate: Candidate) -> list[str]:
@@ -143,7 +144,7 @@ def _cells(candidate: Candidate) -> list[str]:
     ]  # fmt: skip
 
 
-def _overrides(candidate: Candidate) -> str:
+def layout_overrides(candidate: Candidate) -> str:
     """Return the layout as overrides for `megamem train`."""
     config = candidate.layout.config
     parallel, training = config.parallel, config.training

@@ -11,6 +11,7 @@ from megamem.errors import ConfigError, DependencyError
 from megamem.ops.attention.softmax import check_backend
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
+from megamem.planning.auto import divided
 from megamem.runs.folder import check_run_folder
 
 
@@ -33,9 +34,12 @@ def check_layout(config: RunConfig, processes: int) -> int:
 def check_run(config: RunConfig, processes: int) -> None:
     """Refuse what can be refused before processes start, but for what `check_kernels` does.
 
+    Where fields are still left to the planner, any layout stands for the one that it will choose.
+
     Raises:
         MegamemError: layout, data, run folder or an optional package; the message is one line.
     """
+    config = divided(config, processes)
     dp = check_layout(config, processes)
     mode = config.logging.wandb.mode
     if mode != "disabled" and find_spec("wandb") is None:

@@ -51,14 +51,14 @@ ALLOWED = {
     "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
-        "megamem.files", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline", "megamem.planning",
-        "megamem.runs", "tokenization",
+        "megamem.files", "megamem.hardware", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline",
+        "megamem.planning", "megamem.runs", "tokenization",
     },
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
         "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization", "megamem.pipeline",
     },
-    "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.training"},
+    "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.planning", "megamem.training"},
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {

@@ -205,13 +205,13 @@ def test_a_search_finds_the_best_that_fits():
     search = Search(config, 4, small)
     found = search.run(top=5)
     fits = []
-    for layout in search._layouts():
+    for layout in search.layouts():
         made = make_plan(layout.config, layout.dp_size, small, activations=search.activations)
         if made.total <= small.memory and layout.config.bptt_chunks == config.bptt_chunks:
             fits.append(made.time.total)
     assert found.best
     assert found.best[0].time.total == pytest.approx(min(fits))
-    windows = sum(layout.config.bptt_chunks == config.bptt_chunks for layout in search._layouts())
+    windows = sum(layout.config.bptt_chunks == config.bptt_chunks for layout in search.layouts())
     assert 0 < len(fits) < windows
     for candidate in found.best:
         assert candidate.total <= small.memory

@@ -5,7 +5,8 @@ import torch
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.config.run import ParallelConfig, RunConfig
+from megamem.config.parallel import ParallelConfig
+from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.errors import LayoutError
 from megamem.model.stage import Stage, build_stage

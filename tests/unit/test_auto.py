@@ -1,0 +1,235 @@
+"""Fields given as `auto`: how they are noted, chosen, kept for a run that goes on, and refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megamem.cli.main import app
+from megamem.config.auto import AUTO_FIELDS, AutoConfig
+from megamem.config.load import dump_yaml, load_config, parse_config, read_yaml
+from megamem.config.recipe import auto_overrides, load_run
+from megamem.config.run import RunConfig
+from megamem.errors import ConfigError, LayoutError
+from megamem.planning.activations import Activations
+from megamem.planning.auto import chosen_before, divided, is_open, resolve_auto, resolve_for
+from megamem.planning.machines import Machine, machine
+from megamem.planning.plan import make_plan
+from megamem.runs.folder import create_run_folder
+from megamem.training.devices import local_processes, settle
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"
+ALL = ("parallel=auto", "training.micro_batch_size=auto", "training.recompute=auto")
+BATCH = "training.batch_tokens=65536"  # 32 sequences
+SMALL = Machine("H100 80GB HBM3", 0.45e9, 0.0, 3.35e12, 450e9, 50e9, 4)
+
+
+def demo(*overrides: str) -> RunConfig:
+    return load_run(DEMO, [BATCH, *overrides])
+
+
+# noted
+
+
+def test_a_validated_run_holds_numbers_and_says_which_are_open() -> None:
+    config = demo(*ALL)
+    assert config.auto == AutoConfig(fields=AUTO_FIELDS)
+    parallel, training = config.parallel, config.training
+    assert (parallel.tp, parallel.pp, parallel.zero_stage) == (1, 1, 1)
+    assert (training.micro_batch_size, training.recompute) == (1, False)
+    # the recipe's other keys of the section are still there
+    assert (parallel.device, parallel.stall_timeout_s) == ("cpu", 120)
+    assert is_open(config, 2)
+    assert not is_open(demo(), 2)
+    assert parse_config(RunConfig, yaml.safe_load(dump_yaml(config)), "saved") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (("parallel=auto", "parallel.tp=2"), ("parallel.pp", "parallel.zero_stage")),
+        (("parallel.tp=auto",), ("parallel.tp",)),
+        (("parallel=auto", "parallel.device=cpu"), ("parallel.tp", "parallel.pp", "parallel.zero_stage")),
+        (("training.recompute=auto", "training.recompute=true"), ()),
+    ],
+)
+def test_a_value_given_by_hand_is_not_open(overrides: tuple[str, ...], fields: tuple[str, ...]) -> None:
+    config = demo(*overrides)
+    assert config.auto.fields == fields
+    assert config.parallel.tp == (1 if "parallel.tp" in fields else 2), "the recipe's is 2"
+    assert config.training.recompute is ("training.recompute=true" in overrides)
+
+
+def test_a_file_may_say_parallel_auto_over_its_base(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"base": str(DEMO), "parallel": "auto"}), encoding="utf-8")
+    assert read_yaml(file)["parallel"]["timeout_s"] == 300
+    assert load_run(file).auto.fields == ("parallel.tp", "parallel.pp", "parallel.zero_stage")
+    # and be a base itself
+    above = tmp_path / "above.yaml"
+    above.write_text(yaml.safe_dump({"base": "run.yaml", "parallel": {"tp": 2}}), encoding="utf-8")
+    assert load_run(above).auto.fields == ("parallel.pp", "parallel.zero_stage")
+
+
+# chosen
+
+
+def test_the_choice_fits_with_room_and_no_faster_layout_is_left() -> None:
+    config = demo(*ALL)
+    activations = Activations(config.model, "fp32", config.chunks)
+    found = resolve_auto(config, 4, SMALL, activations)
+    assert found.auto == AutoConfig(fields=AUTO_FIELDS, devices=4)
+    dp_size = 4 // found.parallel.tp // found.parallel.pp
+    plan = make_plan(found, dp_size, SMALL, activations=activations)
+    assert plan.total <= 0.95 * SMALL.usable
+    # with all memory in the world: plain data parallelism, all 8 rows of a rank at once
+    large = resolve_auto(config, 4, replace(SMALL, memory=1e15), activations)
+    parallel = large.parallel
+    assert (parallel.tp, parallel.pp, large.training.micro_batch_size, large.training.recompute) == (1, 1, 8, False)
+    assert large.training.micro_batch_size > found.training.micro_batch_size
+    # nothing else of the run has changed
+    assert (
+        large.model_copy(update={"auto": config.auto, "parallel": config.parallel, "training": config.training})
+        == config
+    )
+    assert large.bptt_chunks == config.bptt_chunks
+
+
+def test_only_open_fields_are_chosen_and_the_choice_is_the_same_every_time() -> None:
+    config = demo("parallel.tp=2", "training.micro_batch_size=auto", "training.bptt_chunks=2")
+    first, second = (resolve_auto(config, 4, machine("h100", 4)) for _ in range(2))
+    assert first == second
+    assert (first.parallel.tp, first.bptt_chunks, first.training.micro_batch_size) == (2, 2, 16)
+
+
+def test_a_given_data_parallel_size_is_kept() -> None:
+    found = resolve_auto(demo(*ALL, "parallel.dp=2"), 4, machine("h100", 4))
+    assert found.parallel.tp * found.parallel.pp == 2
+    assert found.parallel.dp == 2
+
+
+def test_it_is_chosen_anew_for_another_number_of_devices_only() -> None:
+    chosen = resolve_for(demo(*ALL), 4, "h100")
+    assert resolve_for(chosen, 4, "h100") is chosen
+    other = resolve_for(chosen, 16, "h100")
+    assert other.auto.devices == 16
+    assert other.training.micro_batch_size * 16 <= 32 * other.parallel.tp * other.parallel.pp
+
+
+def test_overrides_give_ranks_the_choice() -> None:
+    chosen = resolve_auto(demo(*ALL), 4, machine("h100", 4))
+    assert load_run(DEMO, [BATCH, *ALL, *auto_overrides(chosen)]) == chosen
+    assert auto_overrides(demo()) == []
+
+
+def test_a_hand_set_value_of_a_saved_run_is_kept_on_other_devices(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(dump_yaml(resolve_auto(demo(*ALL), 4, machine("h100", 4))), encoding="utf-8")
+    again = load_run(saved, ["training.micro_batch_size=1"])
+    assert "training.micro_batch_size" not in again.auto.fields
+    assert resolve_auto(again, 2, machine("h100", 2)).training.micro_batch_size == 1
+
+
+# a run that goes on
+
+
+def test_a_run_that_goes_on_keeps_its_numbers(tmp_path: Path) -> None:
+    config = demo(*ALL, f"runs_folder={tmp_path}")
+    first = settle(config, 2)
+    # as another release of the planner might have chosen
+    other = first.model_copy(update={"training": first.training.model_copy(update={"micro_batch_size": 2})})
+    assert other != first
+    create_run_folder(other)
+    assert load_config(RunConfig, tmp_path / "demo" / "config.yaml") == other
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"steps": 500})})
+    assert settle(longer, 2).training.micro_batch_size == 2
+    assert settle(longer, 2).steps == 500
+    assert settle(config, 4).auto.devices == 4, "other devices: chosen anew"
+    wider = config.model_copy(update={"training": config.training.model_copy(update={"batch_tokens": 131072})})
+    assert chosen_before(wider, other, 2) is None, "another batch: chosen anew"
+
+
+def test_a_folder_that_cannot_be_read_is_no_choice(tmp_path: Path) -> None:
+    config = demo(*ALL, f"runs_folder={tmp_path}")
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.yaml").write_text("name: [", encoding="utf-8")
+    assert settle(config, 2).auto.devices == 2
+
+
+def test_processes_of_a_machine() -> None:
+    assert local_processes(demo(*ALL)) == 1, "ranks on the CPU"
+    assert local_processes(demo()) == 2
+    assert local_processes(demo("training.recompute=auto")) == 2
+    assert local_processes(demo("parallel=auto", "parallel.dp=3")) == 3
+
+
+def test_any_layout_stands_for_what_is_not_chosen_yet() -> None:
+    assert divided(demo("parallel=auto", "training.micro_batch_size=8"), 8).parallel.tp == 2, "4 rows a rank at TP 1"
+    config = demo()
+    assert divided(config, 3) is config
+
+
+# the command
+
+
+def test_plan_shows_what_is_chosen() -> None:
+    arguments = ["plan", str(DEMO), BATCH, *ALL, "--devices", "4"]
+    shown = CliRunner().invoke(app, arguments)
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert "auto: parallel.tp=1 parallel.pp=1 parallel.zero_stage=" in shown.stdout
+    assert found["layout"]["micro_batch_size"] == 8
+    assert found["devices"] == 4
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("parallel=autos",), "parallel: expected a section of keys (got 'autos')"),
+        (("training.micro_batch_size=atuo",), "training.micro_batch_size: expected an integer (got 'atuo')"),
+        (("training.bptt_chunks=auto",), "training.bptt_chunks: expected an integer (got 'auto')"),
+        (("training=auto",), "training: expected a section of keys (got 'auto')"),
+        (
+            ("parallel=auto", "parallel.placement=[2,2]"),
+            "parallel.placement [2, 2] gives the layers of each stage, but parallel.pp is auto; give a number",
+        ),
+        (("auto.fields=[training.steps]",), "auto.fields.0: should be 'parallel.tp'"),
+        (("auto.fields=3",), "auto.fields: expected a list"),
+        (("auto=3",), "auto: expected a section of keys (got 3)"),
+    ],
+)
+def test_one_line_says_what_is_wrong(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        demo(*overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_divides() -> None:
+    config = load_run(DEMO, ["training.batch_tokens=2048", "parallel.zero_stage=auto", "parallel.tp=1",
+                             "training.micro_batch_size=1"])  # fmt: skip
+    for attempt in (lambda: divided(config, 7), lambda: resolve_auto(config, 7, machine("h100", 7))):
+        with pytest.raises(LayoutError) as caught:
+            attempt()
+        assert str(caught.value) == (
+            "parallel.zero_stage: auto, but no layout divides the model and the 1 sequences of a step "
+            "(training.batch_tokens) on 7 devices; use another number of devices or another batch"
+        )
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(LayoutError) as caught:
+        resolve_auto(demo("training.recompute=auto"), 2, replace(SMALL, memory=1e6))
+    said = str(caught.value)
+    assert said.startswith(
+        "training.recompute: auto, but no layout fits into 2 x H100 80GB HBM3: of 2 that were tried, "
+    )
+    assert "training.recompute=true" in said
+    assert "\n" not in said
