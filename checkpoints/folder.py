@@ -51,6 +51,16 @@ class Manifest(TypedDict):
     """Every other file by name, but for the marker."""
 
 
+class PhaseIdentity(TypedDict):
+    """What makes two parts of training one phase of a run."""
+
+    first_step: int
+    """Steps of the run before it."""
+    data_fingerprint: str
+    batch_tokens: int
+    sequence_length: int
+
+
 class RunIdentity(TypedDict):
     """What makes two parts of training one run."""
 
@@ -60,6 +70,8 @@ class RunIdentity(TypedDict):
     tokenizer_sha256: str | None
     batch_tokens: int
     sequence_length: int
+    phases: NotRequired[list[PhaseIdentity]]
+    """Those after the first one."""
 
 
 class RunFacts(RunIdentity):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import Checkpoint, RunIdentity, SavedRun, begun_from, checkpoints_in, open_checkpoint, verify
+from checkpoints.folder import (
+    Checkpoint,
+    PhaseIdentity,
+    RunIdentity,
+    SavedRun,
+    begun_from,
+    checkpoints_in,
+    open_checkpoint,
+    verify,
+)
 from checkpoints.fragments import Fragments, LoadPlanner, region
 from checkpoints.states import Lanes
 from checkpoints.storage import SafeReader, TensorEntry, read_index
@@ -74,22 +83,32 @@ def choose_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Checkpoin
     raise CheckpointError(f"{folder}: all {len(usable)} checkpoints are damaged; the newest: {skipped[0]}")
 
 
-MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "sequence_length")
+MUST_AGREE = ("model", "data_fingerprint", "tokenizer_sha256", "batch_tokens", "sequence_length", "phases")
 """Parts of run.json that a run cannot change, as the meaning of all others depends on them."""
 
 
-def run_identity(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunIdentity:
-    """Return what makes a checkpoint one of this run."""
+def run_identity(config: RunConfig, data_fingerprints: Sequence[str], tokenizer_sha256: str | None) -> RunIdentity:
+    """Return what makes a checkpoint one of this run. data_fingerprints: of the data of each phase."""
+    phases = [
+        PhaseIdentity(
+            first_step=step,
+            data_fingerprint=fingerprint,
+            batch_tokens=phase.training.batch_tokens,
+            sequence_length=phase.data.sequence_length,
+        )
+        for step, phase, fingerprint in zip(config.phase_starts, config.phases, data_fingerprints, strict=True)
+    ]
     return {
         "model": _trained_part(config.model.model_dump(mode="json")),
-        "data_fingerprint": data_fingerprint,
+        "data_fingerprint": data_fingerprints[0],
         "tokenizer_sha256": tokenizer_sha256,
         "batch_tokens": config.training.batch_tokens,
         "sequence_length": config.data.sequence_length,
+        "phases": phases[1:],
     }
 
 
-def check_identity(checkpoint: Checkpoint, saved: Mapping[str, object], now: Mapping[str, object]) -> None:
+def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError naming the first field of the run that is not that of the checkpoint.
 
     Args:
@@ -97,13 +116,23 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, object], now: Map
         saved: what its run.json says.
         now: the same of the run that would resume.
     """
-    before = {**saved, "model": _trained_part(saved.get("model"))}
+    before = {**saved, "model": _trained_part(saved.get("model")), "phases": _begun(checkpoint, saved)}
+    now = {**now, "phases": _begun(checkpoint, now)}
     for name in MUST_AGREE:
         if difference := _difference(name, before.get(name), now[name]):
             raise CheckpointError(
                 f"{checkpoint.path}: {difference}; a run cannot go on with another (its weights alone: "
                 "megamem checkpoint merge, then megamem start-from)"
             )
+
+
+def _begun(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> dict[str, PhaseIdentity]:
+    """Return the phases that had begun at a checkpoint; those that come later may still change."""
+    return {
+        f"after_step_{phase['first_step']}": phase
+        for phase in identity.get("phases", [])
+        if phase["first_step"] < checkpoint.step
+    }
 
 
 def _trained_part(model: object) -> dict[str, Any]:

@@ -17,6 +17,14 @@ class SourceConfig(ConfigModel):
     """Share of the training sequences drawn from this source, relative to the other sources' weights."""
 
 
+def bare_paths(value: object) -> object:
+    """Return sources with a mapping for each bare path; anything else as it is, for pydantic to judge."""
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple):
+        return value
+    return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
 class DataConfig(ConfigModel):
     """What is read, and in which order: a pure function of the seed and the global sample index."""
 
@@ -57,10 +65,7 @@ where remote shards do not all fit into the cache."""
     @classmethod
     def _bare_paths(cls, value: object) -> object:
         """Accept a single path, and paths without weights inside the list."""
-        entries = [value] if isinstance(value, str) else value
-        if not isinstance(entries, list | tuple):
-            return value
-        return tuple({"path": entry} if isinstance(entry, str) else entry for entry in entries)
+        return bare_paths(value)
 
     @field_validator("validation", mode="before")
     @classmethod

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
@@ -16,6 +16,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.objective import AnyObjective
 from megamem.config.optimizer import OptimizerConfig
 from megamem.config.parallel import ParallelConfig
+from megamem.config.phase import PhaseConfig, phase_starts
 
 
 class TrainingConfig(ConfigModel):
@@ -54,6 +55,8 @@ class TrainingConfig(ConfigModel):
     steps before; 6 is usual. No step is skipped if not given."""
     spike_window: Annotated[int, Field(ge=4)] = 128
     """Steps of that mean. At the start of a run none is skipped until half of them are there."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Later parts of the run that read other data, longer sequences or larger batches (docs/training.md)."""
     callbacks: tuple[AnyCallback, ...] = ()
     """What else happens around training steps, in this order."""
 
@@ -195,6 +198,25 @@ class RunConfig(ConfigModel):
         """The number of optimizer steps of the run."""
         return self.training.steps or -(-(self.training.tokens or 0) // self.training.batch_tokens)
 
+    @property
+    def phases(self) -> tuple[RunConfig, ...]:
+        """The configuration of each phase as that of a run without later ones; that of the first is the run's own."""
+        found = [self._changed({}, {"phases": ()})]
+        for phase in self.training.phases:
+            found.append(found[-1]._changed(**phase.changes()))
+        return tuple(found)
+
+    @property
+    def phase_starts(self) -> tuple[int, ...]:
+        """The number of steps before each phase, 0 before the first."""
+        return phase_starts(self.training.phases, self.training.batch_tokens)
+
+    def _changed(self, data: dict[str, Any], training: dict[str, Any]) -> RunConfig:
+        """Return the configuration with other fields in two sections, validated."""
+        changed_data = DataConfig.model_validate({**dict(self.data), **data})
+        changed_training = TrainingConfig.model_validate({**dict(self.training), **training})
+        return RunConfig.model_validate({**dict(self), "data": changed_data, "training": changed_training})
+
     @model_validator(mode="after")
     def _batch_fits(self) -> RunConfig:
         """Raise ValueError where lengths, batch, windows or recorded steps do not fit each other."""
@@ -331,6 +353,31 @@ class RunConfig(ConfigModel):
                 f"parallel.stall_timeout_s {self.parallel.stall_timeout_s:g} must be below parallel.timeout_s "
                 f"{self.parallel.timeout_s:g}, so that the stuck rank is named before collectives give up"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> RunConfig:
+        """Raise ValueError where a phase does not fit into the run, or is no configuration that could run."""
+        phases = self.training.phases
+        if not phases:
+            return self
+        if self.training.tokens is not None:
+            raise ValueError("training.phases: their lengths are steps; give training.steps instead of training.tokens")
+        if self.data.feeding == "streams":
+            raise ValueError("training.phases: lanes of data.feeding streams cannot change; use sequences")
+        starts = self.phase_starts
+        if starts[-1] >= self.steps:
+            raise ValueError(
+                f"training.phases.{len(phases) - 1} begins after step {starts[-1]}, but the run ends after step "
+                f"{self.steps}"
+            )
+        for count in range(len(phases)):
+            shorter = self.training.model_copy(update={"phases": phases[: count + 1]})
+            try:
+                self.model_copy(update={"training": shorter}).phases  # noqa: B018, validates each
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"training.phases.{count} (after step {starts[count + 1]}): {message}") from None
         return self
 
     def accumulation_steps(self, dp_size: int) -> int:

@@ -39,6 +39,7 @@ class Feeder:
         micro_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        first_sample: int = 0,
     ) -> None:
         """Open and check every source, held-out ones too.
 
@@ -49,6 +50,7 @@ class Feeder:
             micro_batch_size: rows of a micro-batch.
             dp_rank: this rank's place among the data-parallel ranks.
             dp_size: number of data-parallel ranks.
+            first_sample: number of the first sequence of step 0 in the order of the data; sequences only.
 
         Raises:
             DataError: a source is missing, damaged or foreign.
@@ -61,6 +63,7 @@ class Feeder:
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.first_sample = first_sample
         self.accumulation_steps = global_rows // (micro_batch_size * dp_size)
         """Micro-batches of this rank per optimizer step."""
         self.stores = _open_training(config)
@@ -68,8 +71,11 @@ class Feeder:
         _check_same_tokenizer(config, [*self.stores, *self.held_out])
         _check_cache(config, self.stores, global_rows)
         self._vocab_size: int | None = None
-        kind = LaneRows if config.feeding == "streams" else SequenceRows
-        self._rows: GlobalRows = kind(config, self.stores, chunk_size, global_rows)
+        self._rows: GlobalRows = (
+            LaneRows(config, self.stores, chunk_size, global_rows)
+            if config.feeding == "streams"
+            else SequenceRows(config, self.stores, chunk_size, global_rows, first_sample)
+        )
         self.reports = self._rows.reports
         """What each training source gives, and what is left out of it."""
 
@@ -86,7 +92,7 @@ class Feeder:
             tokens=torch.from_numpy(np.stack([row.tokens for row in rows], axis=1)),
             labels=torch.from_numpy(np.stack([row.labels for row in rows], axis=1)),
             starts=np.stack([row.starts for row in rows], axis=1),
-            sample_ids=tuple(step * self.global_rows + first + b for b in range(len(rows))),
+            sample_ids=tuple(self.first_sample + step * self.global_rows + first + b for b in range(len(rows))),
             begins=np.stack([row.begins for row in rows if row.begins is not None], axis=1) if exact else None,
         )
 

@@ -29,16 +29,27 @@ class GlobalRows(ABC):
 class SequenceRows(GlobalRows):
     """Sequences, mixed from the sources by weight."""
 
-    def __init__(self, config: DataConfig, stores: Sequence[DocumentStore], chunk_size: int, global_rows: int) -> None:
-        """Cut the sources into sequences. Raises DataError where one gives none, ConfigError for too small a share."""
+    def __init__(
+        self,
+        config: DataConfig,
+        stores: Sequence[DocumentStore],
+        chunk_size: int,
+        global_rows: int,
+        first_sample: int = 0,
+    ) -> None:
+        """Cut the sources into sequences. Raises DataError where one gives none, ConfigError for too small a share.
+
+        first_sample: number of the first sequence of step 0 in the mixture.
+        """
         self.global_rows = global_rows
+        self.first_sample = first_sample
         self._mixture = Mixture([source.weight for source in config.sources], config.seed)
         self._sources = [_sequences(config, store, chunk_size, source) for source, store in enumerate(stores)]
         self.reports = tuple(source.report for source in self._sources)
 
     def fill(self, step: int, number: int, row: Row) -> int:
         """See `GlobalRows.fill`."""
-        source, sample = self._mixture.locate(step * self.global_rows + number)
+        source, sample = self._mixture.locate(self.first_sample + step * self.global_rows + number)
         self._sources[source].fill(sample, row)
         return source
 

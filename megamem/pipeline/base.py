@@ -74,10 +74,9 @@ class TrainingEngine(ABC):
         config: RunConfig,
         topology: Topology,
         layers: range | None,
-        backwards: int,
         new_parameters: Collection[str],
     ) -> None:
-        """layers: those of this rank's stage, all if None. backwards: see `deepspeed_config`.
+        """layers: those of this rank's stage, all if None.
 
         new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
         """
@@ -97,7 +96,7 @@ class TrainingEngine(ABC):
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
             optimizer=self.optimizer,
-            config=deepspeed_config(config, backwards),
+            config=deepspeed_config(config, self.backwards()),
             mpu=topology.mpu(),
             dist_init_required=False,
         )
@@ -114,6 +113,27 @@ class TrainingEngine(ABC):
     def module(self) -> torch.nn.Module:
         """Return what DeepSpeed is given."""
         return self.stage
+
+    def begin_phase(self, config: RunConfig) -> None:
+        """Go on with other sequences or batches; weights, moments and the layers of this rank stay.
+
+        config: as it was but for `data` and the portions that `training` names.
+        """
+        self.config = config
+        self.accumulation = config.accumulation_steps(self.topology.dp_size)
+        backwards = self.backwards()
+        settings, optimizer = self.engine._config, self.engine.optimizer
+        rows = config.training.micro_batch_size
+        settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps = rows, backwards
+        settings.train_batch_size = rows * backwards * self.topology.dp_size
+        if hasattr(optimizer, "gradient_accumulation_steps"):
+            optimizer.gradient_accumulation_steps = backwards
+        # DeepSpeed finds the last backward of a step by counting all of them
+        self.engine.micro_steps = 0
+
+    @abstractmethod
+    def backwards(self) -> int:
+        """Return the calls of DeepSpeed's `backward` in a step."""
 
     @abstractmethod
     def backward(

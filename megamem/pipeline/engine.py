@@ -24,7 +24,7 @@ from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.placement import contiguous
-from megamem.pipeline.schedule import stage_order, window_schedule
+from megamem.pipeline.schedule import Order, stage_order, window_schedule
 from megamem.pipeline.window import Window
 
 
@@ -42,12 +42,15 @@ class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
     def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
-        self.windows = config.accumulation_steps(topology.dp_size) * (config.chunks // config.bptt_chunks)
-        super().__init__(config, topology, None, self.windows, new_parameters)
+        super().__init__(config, topology, None, new_parameters)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
         return Window(self.stage, self.objective)
+
+    def backwards(self) -> int:
+        """See `TrainingEngine.backwards`: one for each window."""
+        return self.accumulation * (self.config.chunks // self.config.bptt_chunks)
 
     def backward(
         self, batches: Sequence[Batch], watch: Watch | None = None
@@ -56,7 +59,7 @@ class WindowEngine(TrainingEngine):
         config = self.config
         predicted = self.predicted_tokens(batches)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
-        scale = (self.topology.dp_size * self.windows / predicted.clamp(min=1)).float()
+        scale = (self.topology.dp_size * self.backwards() / predicted.clamp(min=1)).float()
         sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
@@ -91,15 +94,30 @@ class PipelineEngine(TrainingEngine):
     def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
-        super().__init__(config, topology, layers[topology.pp_rank], 1, new_parameters)
+        super().__init__(config, topology, layers[topology.pp_rank], new_parameters)
         self.placement = layers
-        self.order = stage_order(
-            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks, config.interleaved
-        )
         self.executor = StageExecutor(
             self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
         )
+        self.order = self._order()
         warm_up(topology)
+
+    def _order(self) -> Order:
+        """Return the actions of this stage in a step."""
+        config, topology = self.config, self.topology
+        return stage_order(
+            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks, config.interleaved
+        )
+
+    def backwards(self) -> int:
+        """See `TrainingEngine.backwards`: the executor accumulates, and DeepSpeed is called at the end of a step."""
+        return 1
+
+    def begin_phase(self, config: RunConfig) -> None:
+        """See `TrainingEngine.begin_phase`."""
+        super().begin_phase(config)
+        self.executor.bptt_chunks = config.bptt_chunks
+        self.order = self._order()
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""

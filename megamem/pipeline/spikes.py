@@ -26,6 +26,10 @@ class SpikeGuard:
         self.history = torch.full((window, 2), torch.nan, dtype=torch.float64, device=device)
         """Loss and gradient norm of the last steps, the newest last; NaN where there was no step or nothing finite."""
 
+    def clear(self) -> None:
+        """Forget all steps."""
+        self.history = torch.full_like(self.history, torch.nan)
+
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1.0 if a step is a spike, else 0.0 (FP32 scalar on the device), and remember the step.
 

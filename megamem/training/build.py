@@ -71,7 +71,7 @@ def _built(config: CallbackConfig) -> Callback:
 def build_metrics(config: RunConfig, topology: Topology, sinks: Sequence[Sink]) -> Metrics:
     """Build the callback that fills and writes the records of log lines."""
     peak = device_peak(device_name(topology.device), config.training.precision)
-    flops = flops_per_token(config.model, config.data.sequence_length)["training"]
+    flops = [flops_per_token(config.model, phase.data.sequence_length)["training"] for phase in config.phases]
     return Metrics(config.logging.every, sinks, flops, peak)
 
 

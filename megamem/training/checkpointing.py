@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TypeVar
@@ -20,6 +20,7 @@ from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
+from megamem.training.phases import samples_after
 
 T = TypeVar("T")
 
@@ -96,10 +97,13 @@ def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunCon
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"placement": placement})})
 
 
-def run_facts(config: RunConfig, data_fingerprint: str, tokenizer_sha256: str | None) -> RunFacts:
-    """Return what every checkpoint of the run says in run.json besides its counters."""
+def run_facts(config: RunConfig, data_fingerprints: Sequence[str], tokenizer_sha256: str | None) -> RunFacts:
+    """Return what every checkpoint of the run says in run.json besides its counters.
+
+    data_fingerprints: of the data of each phase.
+    """
     return {
-        **run_identity(config, data_fingerprint, tokenizer_sha256),
+        **run_identity(config, data_fingerprints, tokenizer_sha256),
         "config": config.model_dump(mode="json"),
         "megamem": version("megamem"),
     }
@@ -168,7 +172,7 @@ class Checkpoints(Callback):
         run: SavedRun = {
             "step": step,
             "tokens": step * trainer.config.training.batch_tokens,
-            "samples": step * trainer.config.global_rows,
+            "samples": samples_after(trainer.phases, step),
             "optimizer_steps": optimizer_steps(engine),
             "bad_steps": self.bad_steps.counts(),
             "val_loss": last[1] if last is not None and last[0] == step else None,

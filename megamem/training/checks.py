@@ -13,6 +13,7 @@ from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
 from megamem.planning.auto import divided
 from megamem.runs.folder import check_run_folder
+from megamem.training.phases import phases_of
 
 
 def check_kernels(config: RunConfig) -> None:
@@ -24,10 +25,11 @@ def check_kernels(config: RunConfig) -> None:
 def check_layout(config: RunConfig, processes: int) -> int:
     """Return the data-parallel size of `processes` processes. Raises ConfigError if model and batch do not fit it."""
     dp = data_parallel_size(processes, config.parallel.tp, config.parallel.pp, config.parallel.dp)
-    try:
-        config.accumulation_steps(dp)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    for number, phase in enumerate(config.phases):
+        try:
+            phase.accumulation_steps(dp)
+        except ValueError as error:
+            raise ConfigError(f"training.phases.{number - 1}: {error}" if number else str(error)) from None
     return dp
 
 
@@ -47,12 +49,17 @@ def check_run(config: RunConfig, processes: int) -> None:
             f"logging.wandb.mode {mode} needs the package wandb, which is missing; install it or set "
             "logging.wandb.mode=disabled"
         )
-    open_feeder(config, dp_rank=0, dp_size=dp)
+    open_feeders(config, dp_rank=0, dp_size=dp)
     # FP32 weights and two moments
     check_run_folder(config, 12 * parameter_counts(config.model)["total"])
 
 
-def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
+def open_feeders(config: RunConfig, dp_rank: int, dp_size: int) -> list[Feeder]:
+    """Open the data of each phase of a run; see `open_feeder`."""
+    return [open_feeder(phase.config, dp_rank, dp_size, phase.first_sample) for phase in phases_of(config)]
+
+
+def open_feeder(config: RunConfig, dp_rank: int, dp_size: int, first_sample: int = 0) -> Feeder:
     """Open the data of one data-parallel rank, checked against the model. Raises DataError or ConfigError."""
     feeder = Feeder(
         config.data,
@@ -61,6 +68,7 @@ def open_feeder(config: RunConfig, dp_rank: int, dp_size: int) -> Feeder:
         micro_batch_size=config.training.micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
+        first_sample=first_sample,
     )
     feeder.check_vocab(config.model.vocab_size)
     return feeder

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs
 from megamem.costs.parameters import parameter_costs
+from megamem.data.feeder import Feeder
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
 from megamem.pipeline.schedule import peak_units
+from megamem.training.phases import phases_of
+
+
+def describe_phases(config: RunConfig, feeders: Sequence[Feeder]) -> list[str]:
+    """Describe what each phase after the first one reads, a line for its portions and one for each of its sources."""
+    lines = []
+    for phase, feeder in list(zip(phases_of(config), feeders, strict=True))[1:]:
+        own = phase.config
+        lines.append(
+            f"phase {phase.number + 1}: steps {phase.first_step + 1:,}-{phase.end:,}, {own.training.batch_tokens:,} tokens "
+            f"= {own.global_rows} sequences of {own.data.sequence_length:,}, micro-batches of "
+            f"{own.training.micro_batch_size} rows, gradients through memory over {own.bptt_chunks} chunks"
+        )
+        lines += [report.summary() for report in feeder.reports]
+    return lines
 
 
 def describe_stages(engine: TrainingEngine) -> list[str]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megamem.config.run import RunConfig
 from megamem.pipeline.optimizer import learning_rate
 from megamem.runs.sinks.base import LogRecord
+from megamem.training.phases import phase_after, phases_of
 
 if TYPE_CHECKING:
     from checkpoints.saver import Saver
@@ -61,7 +62,7 @@ class Trainer:
         config: RunConfig,
         topology: Topology,
         engine: TrainingEngine,
-        feeder: Feeder,
+        feeders: Sequence[Feeder],
         callbacks: Sequence[Callback],
         watch: Callable[[str], None] = lambda action: None,
     ) -> None:
@@ -71,11 +72,15 @@ class Trainer:
             config: the run.
             topology: this rank among the others.
             engine: computes one step.
-            feeder: gives the micro-batches of this rank.
+            feeders: give the micro-batches of this rank, one in each phase.
             callbacks: what else happens, in this order.
             watch: called with what this rank does next, in a few words.
         """
-        self.config, self.topology, self.engine, self.feeder = config, topology, engine, feeder
+        self.config, self.topology, self.engine, self.feeders = config, topology, engine, tuple(feeders)
+        self.phases = phases_of(config)
+        """The phases of the run, one for each feeder."""
+        self.phase = self.phases[0]
+        """The phase of the last step."""
         self.watch = watch
         """Notes for the watchdog what this rank does next, in a few words."""
         self.callbacks = list(callbacks)
@@ -98,15 +103,28 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the last step or to a signal. Raises NonFiniteError if the run had to be given up."""
-        with self._signals(), self._batches() as batches:
+        with self._signals():
+            self.phase = phase_after(self.phases, self.step)
             for callback in self.callbacks:
                 callback.start(self)
             self.stopped = self._ends_early()
             while self.step < self.config.steps and not self.stopped:
-                self._one_step(batches)
-                self._agree()
+                self._train_phase()
             for callback in self.callbacks:
                 callback.finish(self)
+
+    def _train_phase(self) -> None:
+        """Train to the end of the phase that the run is in, or until it is stopped."""
+        self.phase = phase = phase_after(self.phases, self.step)
+        if len(self.phases) > 1:
+            self.engine.begin_phase(phase.config)
+        if self.step == phase.first_step and self.engine.spikes is not None:
+            # losses of other data say nothing of these
+            self.engine.spikes.clear()
+        with self._batches() as batches:
+            while self.step < phase.end and not self.stopped:
+                self._one_step(batches)
+                self._agree()
 
     def _ends_early(self) -> bool:
         """Return whether `training.stop_after` is reached before the last step."""
@@ -134,7 +152,8 @@ class Trainer:
         self.paused += time.monotonic() - started
 
     def _batches(self) -> Prefetcher:
-        return self.feeder.prefetch(self.step, pin_memory=self.topology.device.type == "cuda")
+        feeder, step = self.feeders[self.phase.number], self.step - self.phase.first_step
+        return feeder.prefetch(step, pin_memory=self.topology.device.type == "cuda")
 
     def _agree(self) -> None:
         """Share whether any rank got a signal, finds it time for a checkpoint, or has failed to save one.

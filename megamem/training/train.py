@@ -50,8 +50,8 @@ from megamem.training.checkpointing import (
     resume_point,
     run_facts,
 )
-from megamem.training.checks import open_feeder
-from megamem.training.description import describe_stages
+from megamem.training.checks import open_feeders
+from megamem.training.description import describe_phases, describe_stages
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
@@ -92,9 +92,10 @@ def _train_in_folder(
 ) -> RunResult | None:
     """Train and evaluate in the run folder, which this job holds."""
     is_rank_0 = topology.rank == 0
-    feeder = open_feeder(config, topology.dp_rank, topology.dp_size)
+    feeders = open_feeders(config, topology.dp_rank, topology.dp_size)
     tokenizer = open_tokenizer(config)
-    facts = run_facts(config, feeder.fingerprint(), tokenizer.hash if tokenizer else None)
+    fingerprints = [feeder.fingerprint() for feeder in feeders]
+    facts = run_facts(config, fingerprints, tokenizer.hash if tokenizer else None)
 
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
@@ -107,7 +108,7 @@ def _train_in_folder(
     config = placed_as_before(config, checkpoint)
     engine = build_engine(config, topology, new_parameters(config))
     if is_rank_0:
-        _print_facts(engine, feeder, checkpoint, skipped, console)
+        _print_facts(engine, feeders, checkpoint, skipped, console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
 
@@ -119,7 +120,7 @@ def _train_in_folder(
         saver = Saver(config.run_folder / FOLDER, config.checkpoint, group)
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
-        trainer = Trainer(config, topology, engine, feeder, callbacks, watchdog.progress)
+        trainer = Trainer(config, topology, engine, feeders, callbacks, watchdog.progress)
         heartbeat.follow(trainer, watchdog)
         _load_start(trainer, checkpoint, bad_steps, group)
 
@@ -138,12 +139,17 @@ def _finished(config: RunConfig, checkpoint: Checkpoint) -> RunResult | None:
 
 
 def _print_facts(
-    engine: TrainingEngine, feeder: Feeder, checkpoint: Checkpoint | None, skipped: Sequence[str], console: Console
+    engine: TrainingEngine,
+    feeders: Sequence[Feeder],
+    checkpoint: Checkpoint | None,
+    skipped: Sequence[str],
+    console: Console,
 ) -> None:
     """Print the arithmetic of the run, its sources, its stages, and where it resumes."""
     lines = [
         *describe(engine.config, engine.topology.dp_size),
-        *(report.summary() for report in feeder.reports),
+        *(report.summary() for report in feeders[0].reports),
+        *describe_phases(engine.config, feeders),
         *describe_stages(engine),
         *skipped,
         *([f"goes on from {checkpoint.path}"] if checkpoint else []),
@@ -214,7 +220,7 @@ def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], c
             Evaluator(engine.stage, topology, config.evaluation.rows),
             lambda: held_out_documents(config),
             open_tokenizer(config),
-            config,
+            trainer.phase.config,
             folder=config.run_folder,
             console=console,
             watch=trainer.watch,

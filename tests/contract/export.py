@@ -61,7 +61,7 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
                 "step": 0,
                 "tokens": 0,
                 "optimizer_steps": optimizer_steps(engine),
-                **run_facts(config, "none", None),
+                **run_facts(config, ["none"], None),
             }
             Saver(folder, CheckpointConfig(), group).save(0, all_fragments(engine), run, wait=True)
             evaluator = Evaluator(engine.stage, topology)

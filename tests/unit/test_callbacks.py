@@ -29,6 +29,7 @@ from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
 from megamem.training.callbacks.validation import Validation
 from megamem.training.callbacks.weight_norms import component_of
 from megamem.training.loop import Callback
+from megamem.training.phases import phases_of
 
 TREE = {
     "name": "case",
@@ -57,6 +58,8 @@ class FakeTrainer:
         )  # fmt: skip
         self.callbacks, self.step, self.lr, self.data_wait, self.paused = callbacks, 0, 0.0, 0.0, 0.0
         self.watched = []
+        self.phases = phases_of(self.config)
+        self.phase = self.phases[0]
 
     @contextmanager
     def pause(self, action):
@@ -106,7 +109,7 @@ def logged(trainer, callback):
     ("every", "steps"), [(1, range(1, 11)), (3, (1, 3, 6, 9, 10)), (5, (1, 5, 10)), (100, (1, 10))]
 )
 def test_lines_of_the_first_the_last_and_every_so_many_steps(clock, every, steps):
-    callback = Metrics(every, [Kept()], 1.0, None)
+    callback = Metrics(every, [Kept()], [1.0], None)
     trainer = FakeTrainer([callback])
     callback.start(trainer)
     trainer.run([result()] * 10)
@@ -115,7 +118,7 @@ def test_lines_of_the_first_the_last_and_every_so_many_steps(clock, every, steps
 
 def test_the_figures_of_a_line_by_hand(clock):
     """Four steps of 32 tokens in 10 seconds, of which 2 are a validation; 1 second of waiting for data."""
-    callback = Metrics(4, [Kept()], flops_per_token=50.0, peak=1000.0)
+    callback = Metrics(4, [Kept()], flops_per_token=[50.0], peak=1000.0)
     trainer = FakeTrainer([callback], world_size=2)
     trainer.step, trainer.lr, trainer.data_wait, trainer.paused = 4, 0.25, 7.0, 30.0
     callback.start(trainer)
@@ -144,7 +147,7 @@ def test_the_figures_of_a_line_by_hand(clock):
 
 
 def test_each_line_is_of_the_steps_since_the_one_before(clock):
-    callback = Metrics(2, [Kept()], 1.0, None)
+    callback = Metrics(2, [Kept()], [1.0], None)
     trainer = FakeTrainer([callback])
     callback.start(trainer)
     trainer.run([result(4.0 * step) for step in range(1, 11)], lambda step: setattr(clock, "seconds", 100.0 + step**2))
@@ -159,7 +162,7 @@ def test_each_line_is_of_the_steps_since_the_one_before(clock):
 
 
 def test_skipped_steps_count_as_nothing_in_the_mean(clock):
-    callback = Metrics(10, [Kept()], 1.0, None)
+    callback = Metrics(10, [Kept()], [1.0], None)
     trainer = FakeTrainer([callback])
     trainer.step = 1
     callback.start(trainer)
@@ -176,7 +179,7 @@ def test_skipped_steps_count_as_nothing_in_the_mean(clock):
 def test_sums_are_over_ranks(clock, monkeypatch):
     """The other rank has three times the loss; the number of predictions is that of the batch already."""
     monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor, group=None: tensor.mul_(4 if group else 1))
-    callback = Metrics(1, [Kept()], 1.0, None)
+    callback = Metrics(1, [Kept()], [1.0], None)
     trainer = FakeTrainer([callback])
     trainer.topology.dp_group = "dp"
     callback.start(trainer)
@@ -193,7 +196,7 @@ class Ends(Callback):
 
 
 def test_the_line_of_a_step_that_ends_the_run_is_written(clock):
-    callback = Metrics(1, [Kept()], 1.0, None)
+    callback = Metrics(1, [Kept()], [1.0], None)
     trainer = FakeTrainer([callback, Ends()])
     callback.start(trainer)
     with pytest.raises(NonFiniteError):

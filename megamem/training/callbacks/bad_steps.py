@@ -11,6 +11,7 @@ from checkpoints.folder import BadStepCounts
 from megamem.errors import NonFiniteError
 from megamem.runs.sinks.base import LogRecord
 from megamem.training.loop import Callback, Trainer
+from megamem.training.phases import samples_after
 
 if TYPE_CHECKING:
     from megamem.pipeline.base import StepResult
@@ -68,9 +69,10 @@ class BadSteps(Callback):
         if trainer.config.training.skip_spikes:
             record["skipped_spikes"] = self.spikes
         if len(streak) >= self.limit:
-            first, last, rows = streak[0], streak[-1], trainer.config.global_rows
+            first, last = streak[0], streak[-1]
+            samples = [samples_after(trainer.phases, step) for step in (first - 1, last)]
             raise NonFiniteError(
-                f"loss or gradients were not finite in steps {first}-{last}, samples {(first - 1) * rows}-"
-                f"{last * rows - 1}: {len(streak)} steps in a row (training.max_bad_steps {self.limit}) updated "
+                f"loss or gradients were not finite in steps {first}-{last}, samples {samples[0]}-"
+                f"{samples[1] - 1}: {len(streak)} steps in a row (training.max_bad_steps {self.limit}) updated "
                 "nothing; the weights from before them are saved"
             )

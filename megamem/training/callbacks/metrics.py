@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class Metrics(Callback):
     """Fills and writes a record every `every` steps: the only moments the host waits for the device."""
 
-    def __init__(self, every: int, sinks: Sequence[Sink], flops_per_token: float, peak: float | None) -> None:
+    def __init__(self, every: int, sinks: Sequence[Sink], flops_per_token: Sequence[float], peak: float | None) -> None:
         """Describe what is measured.
 
         Args:
-            every: steps between log lines; the first and the last step have one too.
+            every: steps between log lines; the first step and the last one of each phase have one too.
             sinks: where records go; none on ranks other than 0.
-            flops_per_token: of forward and backward pass.
+            flops_per_token: of forward and backward pass, in each phase.
             peak: FLOPs per second that the device can reach; None where it is not known, and MFU is not.
         """
         self.every = every
@@ -56,7 +56,7 @@ class Metrics(Callback):
         predicted = torch.where(keep, result.predicted, 0.0)
         self._nats = nats if self._nats is None or self._predicted is None else self._nats + nats
         self._predicted = predicted if self._predicted is None else self._predicted + predicted
-        if trainer.step % self.every and trainer.step != trainer.config.steps and trainer.step != 1:
+        if trainer.step % self.every and trainer.step != trainer.phase.end and trainer.step != 1:
             return
         record = self._record(trainer, result)
         try:
@@ -82,13 +82,14 @@ class Metrics(Callback):
         norm = result.grad_norm
         return {
             "step": trainer.step,
+            **({"phase": trainer.phase.number + 1} if len(trainer.phases) > 1 else {}),
             "tokens": trainer.step * config.training.batch_tokens,
             "loss": nats / predicted if predicted else float("nan"),
             "grad_norm": None if norm is None else float(norm),
             "lr": trainer.lr,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": per_device * self.flops_per_token / self.peak if self.peak else None,
+            "mfu": per_device * self.flops_per_token[trainer.phase.number] / self.peak if self.peak else None,
             "data_wait": (trainer.data_wait - self._waited) / seconds,
             "memory_gib": max(peak_memory_by_rank(trainer.topology)) / 2**30,
             "eta_s": (config.steps - trainer.step) * seconds / max(steps, 1),
