@@ -72,8 +72,8 @@ def phase_starts(phases: Sequence[PhaseConfig], batch_tokens: int) -> tuple[int,
             if rest:
                 below = positions + whole * batch_tokens
                 raise ValueError(
-                    f"training.phases.{number}.from_tokens {phase.from_tokens} lies within step {step + 1}; the nearest "
-                    f"ends of steps are {below} and {below + batch_tokens}"
+                    f"training.phases.{number}.from_tokens {phase.from_tokens} lies within step {step + 1}; the "
+                    f"nearest ends of steps are {below} and {below + batch_tokens}"
                 )
         if step <= starts[-1]:
             raise ValueError(

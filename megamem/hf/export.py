@@ -78,7 +78,8 @@ def to_hf(
             "trained with"
         )
     llama = native and is_llama(model)
-    length = run["sequence_length"]
+    begun = [phase for phase in run.get("phases", []) if phase["first_step"] < run["step"]]
+    length = max(part["sequence_length"] for part in (run, *begun))
     config = (
         llama_config(model, length)
         if llama

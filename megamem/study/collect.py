@@ -20,6 +20,7 @@ from megamem.evaluation.report import METRICS
 from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.tasks import changes_of, check_begun, figures
+from megamem.training.phases import phases_of
 
 RUN = "run"
 """Column of the run's name."""
@@ -89,8 +90,11 @@ def planned_figures(config: RunConfig) -> dict[str, float]:
 
 
 def training_flops(config: RunConfig) -> float:
-    """Return the FLOPs per token of forward and backward pass."""
-    return flops_per_token(config.model, config.data.sequence_length)["training"]
+    """Return the FLOPs per token of forward and backward pass, a mean over the phases of the run."""
+    phases = phases_of(config)
+    positions = [phase.steps * phase.config.training.batch_tokens for phase in phases]
+    flops = [flops_per_token(config.model, phase.config.data.sequence_length)["training"] for phase in phases]
+    return sum(n * per_token for n, per_token in zip(positions, flops, strict=True)) / sum(positions)
 
 
 def memory_floats(model: ModelConfig, context_tokens: int) -> int:

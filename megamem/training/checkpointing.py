@@ -20,7 +20,7 @@ from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
-from megamem.training.phases import samples_after
+from megamem.training.phases import positions_after, samples_after
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class Checkpoints(Callback):
         last = self.last_validation()
         run: SavedRun = {
             "step": step,
-            "tokens": step * trainer.config.training.batch_tokens,
+            "tokens": positions_after(trainer.phases, step),
             "samples": samples_after(trainer.phases, step),
             "optimizer_steps": optimizer_steps(engine),
             "bad_steps": self.bad_steps.counts(),

@@ -21,8 +21,8 @@ def describe_phases(config: RunConfig, feeders: Sequence[Feeder]) -> list[str]:
     for phase, feeder in list(zip(phases_of(config), feeders, strict=True))[1:]:
         own = phase.config
         lines.append(
-            f"phase {phase.number + 1}: steps {phase.first_step + 1:,}-{phase.end:,}, {own.training.batch_tokens:,} tokens "
-            f"= {own.global_rows} sequences of {own.data.sequence_length:,}, micro-batches of "
+            f"phase {phase.number + 1}: steps {phase.first_step + 1:,}-{phase.end:,}, {own.training.batch_tokens:,} "
+            f"tokens = {own.global_rows} sequences of {own.data.sequence_length:,}, micro-batches of "
             f"{own.training.micro_batch_size} rows, gradients through memory over {own.bptt_chunks} chunks"
         )
         lines += [report.summary() for report in feeder.reports]

@@ -57,3 +57,8 @@ def phase_after(phases: Sequence[Phase], step: int) -> Phase:
 def samples_after(phases: Sequence[Phase], step: int) -> int:
     """Return the number of sequences that a run has read after `step` steps."""
     return sum(max(0, min(step, phase.end) - phase.first_step) * phase.config.global_rows for phase in phases)
+
+
+def positions_after(phases: Sequence[Phase], step: int) -> int:
+    """Return the number of positions that a run has read after `step` steps."""
+    return sum(max(0, min(step, phase.end) - phase.first_step) * phase.config.training.batch_tokens for phase in phases)

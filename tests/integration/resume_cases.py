@@ -45,3 +45,28 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
         tensors = {**optimizer_fragments(engine), **Lanes.of(engine).fragments(engine.carried)}
         saver.save(run["step"], tensors, {**run, "optimizer_steps": optimizer_steps(engine)}, wait=True)
     return dict.fromkeys(cases, True)
+
+
+def begin_phases(tree: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and norms of two steps of the second phase: by an engine built for it, by one built for the first."""
+    from megamem.pipeline.engine import build_engine
+    from megamem.training.build import start_topology
+    from megamem.training.checks import open_feeder
+    from megamem.training.phases import phases_of
+
+    config = parse_config(RunConfig, tree, "phases")
+    topology = start_topology(config)
+    phase = phases_of(config)[1]
+    found = []
+    for first in (phase.config, config):
+        engine = build_engine(first, topology)
+        if first is config:
+            engine.begin_phase(phase.config)
+        feeder = open_feeder(phase.config, topology.dp_rank, topology.dp_size)
+        figures = []
+        for step in range(2):
+            batches = [feeder.batch(step, index).to(topology.device) for index in range(engine.accumulation)]
+            result = engine.step(batches, lr=1e-2)
+            figures += [float(result.loss_sum), float(result.grad_norm)]
+        found.append(figures)
+    return found[0], found[1]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.loop import Callback, Trainer
+from megamem.training.phases import positions_after
 
 if TYPE_CHECKING:
     from megamem.parallel.topology import Topology
@@ -77,13 +78,14 @@ class Metrics(Callback):
         config, steps = trainer.config, trainer.step - self._from_step
         now = time.monotonic()
         seconds = max(now - self._since - (trainer.paused - self._paused), 1e-9)
-        tokens_per_second = steps * config.training.batch_tokens / seconds
+        tokens = positions_after(trainer.phases, trainer.step)
+        tokens_per_second = (tokens - positions_after(trainer.phases, self._from_step)) / seconds
         per_device = tokens_per_second / trainer.topology.world_size
         norm = result.grad_norm
         return {
             "step": trainer.step,
             **({"phase": trainer.phase.number + 1} if len(trainer.phases) > 1 else {}),
-            "tokens": trainer.step * config.training.batch_tokens,
+            "tokens": tokens,
             "loss": nats / predicted if predicted else float("nan"),
             "grad_norm": None if norm is None else float(norm),
             "lr": trainer.lr,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.loop import Callback, Trainer
+from megamem.training.phases import positions_after
 
 if TYPE_CHECKING:
     from megamem.pipeline.base import StepResult
@@ -38,6 +39,6 @@ class Validation(Callback):
         loss = losses["val_loss"]
         assert loss is not None
         self.last = trainer.step, loss
-        record = {"step": trainer.step, "tokens": trainer.step * trainer.config.training.batch_tokens, **losses}
+        record = {"step": trainer.step, "tokens": positions_after(trainer.phases, trainer.step), **losses}
         for sink in self.sinks:
             sink.write(record)
