@@ -11,7 +11,9 @@ from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
-from megamem.config.extensions import AnyCallback, AnySink
+from megamem.config.evaluation import EvaluationConfig
+from megamem.config.extensions import AnyCallback
+from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.objective import AnyObjective
 from megamem.config.optimizer import OptimizerConfig
@@ -59,66 +61,6 @@ class TrainingConfig(ConfigModel):
     """Later parts of the run that read other data, longer sequences or larger batches (docs/training.md)."""
     callbacks: tuple[AnyCallback, ...] = ()
     """What else happens around training steps, in this order."""
-
-
-class WandbConfig(ConfigModel):
-    """What is written for Weights & Biases."""
-
-    mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes the run to disk; `megamem wandb sync` uploads it later."""
-    project: str = "megamem"
-    """Name of the project."""
-    group: str | None = None
-    """Group of runs; a study's runs have its name if not given."""
-    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
-    """Tags of the run; a study's runs also have their labels, `axis:value`."""
-
-
-class LoggingConfig(ConfigModel):
-    """What is written while training. metrics.jsonl in the run folder always is."""
-
-    every: PositiveInt = 10
-    """Steps between log lines; only there the host waits for the device."""
-    wandb: WandbConfig = WandbConfig()
-    """Weights & Biases run."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files to the run folder."""
-    sinks: tuple[AnySink, ...] = ()
-    """Where else the records of log lines and validations go."""
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
-    """First and last step of a torch.profiler trace, written to the run folder by each rank."""
-    record_step: PositiveInt | None = None
-    """Step whose actions on each pipeline stage are recorded with their times; `megamem plan --recorded` draws them."""
-
-
-class CorruptionConfig(ConfigModel):
-    """Noise in the place of keys and values of the local context; see docs/evaluation.md."""
-
-    share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of each block's tokens whose keys and values are replaced; 0 leaves everything as it is."""
-    layers: Literal["memory", "all"] = "memory"
-    """`memory`: layers that carry a state from chunk to chunk. `all`: the others too."""
-    remembered: bool = False
-    """Whether memories store the noise; if not, what they store is left alone."""
-
-
-class EvaluationConfig(ConfigModel):
-    """Held-out evaluation, while training and at its end."""
-
-    every: Annotated[int, Field(ge=0)] = 200
-    """Steps between validations; 0 validates only at the end."""
-    max_tokens: PositiveInt = 65_536
-    """Tokens of each validation while training, taken from the start of the held-out documents."""
-    final_max_tokens: PositiveInt | None = None
-    """Tokens of the evaluation at the end; all held-out text if not given."""
-    rows: PositiveInt = 8
-    """Rows of a batch on each rank: documents read side by side."""
-    sliding_stride: PositiveInt | None = None
-    """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
-    sliding_max_tokens: PositiveInt = 32_768
-    """Tokens of the sliding-window evaluation."""
-    corruption: CorruptionConfig = CorruptionConfig()
-    """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""
 
 
 class OriginConfig(ConfigModel):

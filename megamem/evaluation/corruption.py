@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from megamem.config.run import CorruptionConfig
+from megamem.config.evaluation import CorruptionConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.probe import memory_layers
 from megamem.memory.shared.block_attention import AttentionProjections

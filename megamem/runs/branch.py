@@ -91,7 +91,9 @@ def _branched(
     tree: Tree, origin: RunConfig, run: Path, at: int, length: Tree, name: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """Return the configuration of a branch: that of its origin but for its length, its decay and its name."""
-    training = {**length, "stop_after": None}
+    later = zip(tree["training"].get("phases", []), origin.phase_starts[1:], strict=True)
+    phases = [phase for phase, start in later if start < (length["steps"] or at)]
+    training = {**length, "stop_after": None, "phases": phases}
     where = f"branch of {run} at step {at}"
     # the number of steps follows from a budget of tokens, and the decay from it
     bare: Tree = {

@@ -8,8 +8,9 @@ from itertools import product
 from pathlib import Path
 
 from megamem.config.load import Tree, load_config, parse_config, with_value
+from megamem.config.logs import WandbConfig
 from megamem.config.recipe import read_recipe
-from megamem.config.run import RunConfig, WandbConfig
+from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.study.config import SEED, Changes, StudyConfig, evaluations_of, matches
 

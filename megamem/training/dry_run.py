@@ -12,6 +12,7 @@ from megamem.config.load import dump_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
 from megamem.planning.arithmetic import describe
 from megamem.training.build import start_topology
@@ -20,7 +21,7 @@ from megamem.training.description import describe_stages
 
 
 def dry_run(config: RunConfig, console: Console) -> None:
-    """Print the resolved configuration and its arithmetic, then run one optimizer step on random tokens."""
+    """Print the resolved configuration and its arithmetic, then run one step of each phase on random tokens."""
     topology = start_topology(config)
     if topology.rank == 0:
         console.print(dump_yaml(config), highlight=False)
@@ -30,6 +31,20 @@ def dry_run(config: RunConfig, console: Console) -> None:
     if topology.rank == 0:
         for line in describe_stages(engine):
             console.print(line, highlight=False)
+    phases = config.phases
+    for number, phase in enumerate(phases):
+        if len(phases) > 1:
+            engine.begin_phase(phase)
+            if topology.rank == 0:
+                console.print(
+                    f"phase {number + 1}: sequences of {phase.data.sequence_length:,} tokens", highlight=False
+                )
+        _mock_step(engine, console)
+
+
+def _mock_step(engine: TrainingEngine, console: Console) -> None:
+    """Run one optimizer step on random tokens and say what it took."""
+    config, topology = engine.config, engine.topology
     started = time.monotonic()
     result = engine.step(mock_batches(config, topology), config.optimizer.lr)
     loss, predicted, bad = torch.stack([result.loss_sum, result.predicted, result.bad.double()]).tolist()

@@ -15,7 +15,7 @@ class Phase:
     number: int
     """Counted from 0."""
     config: RunConfig
-    """As of a run of its own."""
+    """The configuration of a run of its own."""
     first_step: int
     """Steps of the run before it."""
     end: int

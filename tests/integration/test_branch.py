@@ -114,6 +114,17 @@ def test_without_a_length_the_decay_is_its_usual_share(runs, tmp_path):
     assert [c.step for c in checkpoints_in(tmp_path / "usual" / "checkpoints")] == [8]
 
 
+def test_phases_that_a_branch_reaches_are_its_own_too(runs, tmp_path):
+    shutil.copytree(runs / "stable", tmp_path / "stable")
+    path = tmp_path / "stable" / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["training"]["phases"] = [{"from_step": step, "batch_tokens": 1024 * step} for step in (2, 7, 9)]
+    write_config(path, tree)
+    branch(tmp_path / "stable", "--at", 6, "--steps", 8, "--name", "phased")
+    config = load_config(RunConfig, tmp_path / "phased" / "config.yaml")
+    assert [phase.from_step for phase in config.training.phases] == [2, 7]
+
+
 REFUSALS = {
     "no checkpoint": (
         ["--at", 5, "--steps", 8], CheckpointError,

@@ -261,6 +261,16 @@ class TestModes:
         assert worlds[1]["streams"]["val_bits_per_byte"] > 0
 
 
+def test_a_dry_run_takes_a_step_of_each_phase(data, tmp_path):
+    phases = "training.phases=[{from_step: 2, sequence_length: 256, micro_batch_size: 1}]"
+    config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs"))
+    code, out, err = finish(megamem("train", str(config), phases, "--dry-run", cwd=tmp_path))
+    assert code == 0, err
+    assert out.count("mock step on 1 process(es)") == 2
+    assert out.index("phase 1: sequences of 128 tokens") < out.index("phase 2: sequences of 256 tokens")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_dry_run_prints_everything_and_writes_nothing(data, tmp_path):
     config = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", parallel={"tp": 2}))
     code, out, err = finish(megamem("train", str(config), "optimizer.lr=2e-4", "--dry-run", cwd=tmp_path))

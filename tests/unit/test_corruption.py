@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megamem.config.run import CorruptionConfig
+from megamem.config.evaluation import CorruptionConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.evaluator import Evaluator

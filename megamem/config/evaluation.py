@@ -1,0 +1,39 @@
+"""The configuration of held-out evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from megamem.config.base import ConfigModel
+
+
+class CorruptionConfig(ConfigModel):
+    """Noise in the place of keys and values of the local context; see docs/evaluation.md."""
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of each block's tokens whose keys and values are replaced; 0 leaves everything as it is."""
+    layers: Literal["memory", "all"] = "memory"
+    """`memory`: layers that carry a state from chunk to chunk. `all`: the others too."""
+    remembered: bool = False
+    """Whether memories store the noise; if not, what they store is left alone."""
+
+
+class EvaluationConfig(ConfigModel):
+    """Held-out evaluation, while training and at its end."""
+
+    every: Annotated[int, Field(ge=0)] = 200
+    """Steps between validations; 0 validates only at the end."""
+    max_tokens: PositiveInt = 65_536
+    """Tokens of each validation while training, taken from the start of the held-out documents."""
+    final_max_tokens: PositiveInt | None = None
+    """Tokens of the evaluation at the end; all held-out text if not given."""
+    rows: PositiveInt = 8
+    """Rows of a batch on each rank: documents read side by side."""
+    sliding_stride: PositiveInt | None = None
+    """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
+    sliding_max_tokens: PositiveInt = 32_768
+    """Tokens of the sliding-window evaluation."""
+    corruption: CorruptionConfig = CorruptionConfig()
+    """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""
