@@ -219,6 +219,10 @@ SAVED = {
     "tokenizer_sha256": "def",
     "batch_tokens": 4096,
     "sequence_length": 2048,
+    "phases": [
+        {"first_step": step, "data_fingerprint": "abc", "batch_tokens": 4096, "sequence_length": 8192}
+        for step in (5, 1000)
+    ],
 }
 
 
@@ -234,6 +238,10 @@ SAVED = {
         ({"tokenizer_sha256": None}, "tokenizer_sha256 was 'def' and is None"),
         ({"batch_tokens": 8192}, "batch_tokens was 4096 and is 8192"),
         ({"sequence_length": 1024}, "sequence_length was 2048 and is 1024"),
+        (
+            {"phases": [{**SAVED["phases"][0], "sequence_length": 4096}]},
+            "phases.after_step_5.sequence_length was 8192 and is 4096",
+        ),
     ],
 )
 def test_another_run_is_named_field_by_field(checkpoint, change, said):
@@ -241,6 +249,11 @@ def test_another_run_is_named_field_by_field(checkpoint, change, said):
     with pytest.raises(CheckpointError, match="a run cannot go on with another") as caught:
         check_identity(checkpoint, SAVED, {**SAVED, **change})
     assert f"{checkpoint.path}: {said}" in str(caught.value)
+
+
+def test_phases_that_have_not_begun_may_change(checkpoint):
+    check_identity(checkpoint, SAVED, {**SAVED, "phases": SAVED["phases"][:1]})
+    check_identity(checkpoint, {**SAVED, "phases": SAVED["phases"][:1]}, SAVED)
 
 
 def test_what_weights_and_states_do_not_depend_on_may_change(checkpoint):
