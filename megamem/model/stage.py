@@ -7,7 +7,7 @@ A model is one stage, or a row of stages on several ranks. Training, evaluation,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -220,12 +220,27 @@ class Stage(nn.Module, ABC):
 
         hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
         """
+        return self._of_tokens(self._token_losses, hidden, labels)[0]
+
+    def token_losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `token_losses`, and each token's logarithm of the sum of exponentials of its logits.
+
+        Both are [tokens, batch] in float32, and 0 where the label is ignored.
+        """
+        losses, normalizers = self._of_tokens(self._losses_and_normalizers, hidden, labels)
+        return losses, normalizers
+
+    def _of_tokens(
+        self, figures: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, labels: Tensor
+    ) -> list[Tensor]:
+        """Return `figures` of hidden states and labels, with 0 where the label is ignored."""
         ignored = labels == LABEL_IGNORED
+        known = labels.masked_fill(ignored, 0)
         if self.recompute and torch.is_grad_enabled():
-            losses = checkpoint(self._token_losses, hidden, labels.masked_fill(ignored, 0), use_reentrant=False)
+            found = cast(tuple[Tensor, ...], checkpoint(figures, hidden, known, use_reentrant=False))
         else:
-            losses = self._token_losses(hidden, labels.masked_fill(ignored, 0))
-        return cast(Tensor, losses).masked_fill(ignored, 0.0)
+            found = figures(hidden, known)
+        return [figure.masked_fill(ignored, 0.0) for figure in found]
 
     def token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """`token_losses`, and where the label is the most probable token [tokens, batch] bool; for evaluation.
@@ -237,6 +252,12 @@ class Stage(nn.Module, ABC):
         correct = self.linears.most_probable(logits, known) & ~ignored
         return self.linears.cross_entropy(logits, known).masked_fill(ignored, 0.0), correct
 
-    def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor]:
         """Losses [tokens, batch] of hidden [tokens, batch, hidden_size]; labels: [tokens, batch], none ignored."""
-        return self.linears.cross_entropy(self.logits(hidden), labels)
+        return (self.linears.cross_entropy(self.logits(hidden), labels),)
+
+    def _losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`_token_losses`, and logarithms of the sums [tokens, batch] that probabilities are normalized by."""
+        logits = self.logits(hidden)
+        normalizers = self.linears.log_normalizer(logits)  # first: the cross-entropy may overwrite the logits
+        return self.linears.cross_entropy(logits, labels), normalizers

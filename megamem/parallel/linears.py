@@ -98,6 +98,9 @@ class Linears(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
+    def log_normalizer(self, logits: Tensor) -> Tensor:
+        """Logarithm of the sum of the exponentials of all ranks' logits: [tokens, batch] in float32."""
+
     def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
 
@@ -159,6 +162,10 @@ class PlainLinears:
         """See `Linears.cross_entropy`; float64 logits stay in float64."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+    def log_normalizer(self, logits: Tensor) -> Tensor:
+        """See `Linears.log_normalizer`; float64 logits stay in float64."""
+        return (logits if logits.dtype == torch.float64 else logits.float()).logsumexp(-1)
 
     def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.most_probable`."""

@@ -26,7 +26,10 @@ with quiet():
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
-    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+    )
 
 
 def _unused(weight: Tensor) -> None:
@@ -156,6 +159,15 @@ class MegatronLinears:
         """See `Linears.cross_entropy`. Overwrites float32 logits."""
         out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
+
+    def log_normalizer(self, logits: Tensor) -> Tensor:
+        """See `Linears.log_normalizer`."""
+        largest = logits.detach().float().amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        # each rank goes on with the same sum: the gradient of a rank's own terms is that of the sum
+        terms = (logits.float() - largest[..., None]).exp().sum(-1)
+        total: Tensor = reduce_from_tensor_model_parallel_region(terms, group=self.group)
+        return largest + total.log()
 
     def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.most_probable`."""

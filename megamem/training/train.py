@@ -41,6 +41,7 @@ from megamem.training.build import (
 )
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
+from megamem.training.callbacks.objective_terms import ObjectiveTerms
 from megamem.training.checkpointing import (
     Checkpoints,
     cpu_group,
@@ -172,6 +173,7 @@ def _callbacks(
     return [
         throughput,
         bad_steps,
+        *([ObjectiveTerms(names)] if len(names := engine.objective.names) > 1 else []),
         *build_callbacks(engine.config),
         build_metrics(engine.config, engine.topology, sinks),
         *([validation] if validation else []),

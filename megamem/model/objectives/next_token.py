@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from megamem.config.model import ModelConfig
@@ -19,20 +20,31 @@ class NextTokenConfig(ObjectiveConfig):
 
     kind: Literal["next_token"] = "next_token"
     """`next_token`"""
+    z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Coefficient of the squared logarithm of the softmax's normalizer, which keeps logits from drifting (Chowdhery et
+    al. 2022, with 1e-4). It is a term of its own; the run's loss stays the cross-entropy."""
 
     def build(self, model: ModelConfig) -> NextToken:
         """See `ObjectiveConfig.build`."""
-        return NextToken(model)
+        return NextToken(model, self.z_loss)
 
 
 class NextToken(Objective):
     """The cross-entropy of each next token, in nats."""
 
+    def __init__(self, model: ModelConfig, z_loss: float = 0.0) -> None:
+        """Note the model, and the coefficient of the squared logarithm of the softmax's normalizer."""
+        super().__init__(model)
+        self.z_loss = z_loss
+
     @property
     def names(self) -> tuple[str, ...]:
         """See `Objective.names`."""
-        return ("next_token",)
+        return ("next_token", "z_loss") if self.z_loss else ("next_token",)
 
     def losses(self, stage: Stage, hidden: Tensor, labels: Tensor) -> Losses:
         """See `Objective.losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
-        return {"next_token": stage.token_losses(hidden, labels).sum()}
+        if not self.z_loss:
+            return {"next_token": stage.token_losses(hidden, labels).sum()}
+        losses, normalizers = stage.token_losses_and_normalizers(hidden, labels)
+        return {"next_token": losses.sum(), "z_loss": self.z_loss * normalizers.square().sum()}
