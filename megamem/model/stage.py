@@ -225,7 +225,7 @@ class Stage(nn.Module, ABC):
     def token_losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses`, and each token's logarithm of the sum of exponentials of its logits.
 
-        Both are [tokens, batch] in float32, and 0 where the label is ignored.
+        Both are [tokens, batch] in float32, and 0 where the label is ignored. Arguments: see `token_losses`.
         """
         losses, normalizers = self._of_tokens(self._losses_and_normalizers, hidden, labels)
         return losses, normalizers
@@ -233,7 +233,10 @@ class Stage(nn.Module, ABC):
     def _of_tokens(
         self, figures: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, labels: Tensor
     ) -> list[Tensor]:
-        """Return `figures` of hidden states and labels, with 0 where the label is ignored."""
+        """Return `figures`, each [tokens, batch], with 0 where the label is ignored.
+
+        hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
+        """
         ignored = labels == LABEL_IGNORED
         known = labels.masked_fill(ignored, 0)
         if self.recompute and torch.is_grad_enabled():

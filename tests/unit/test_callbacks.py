@@ -21,10 +21,9 @@ from megamem.pipeline.record import read_record
 from megamem.pipeline.schedule import Action
 from megamem.pipeline.simulate import Event
 from megamem.runs.sinks.base import Sink
-from megamem.training.callbacks import metrics, objective_terms
+from megamem.training.callbacks import metrics
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.metrics import Metrics, Throughput
-from megamem.training.callbacks.objective_terms import ObjectiveTerms
 from megamem.training.callbacks.profiler import Profiler
 from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
 from megamem.training.callbacks.validation import Validation
@@ -392,17 +391,3 @@ def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path, monkeypatch, firs
 def test_components_of_parameters():
     names = ["layers.3.mixer.gate.logit", "layers.11.norm.weight", "embedding.weight", "head.weight", "norm.weight"]
     assert [component_of(name) for name in names] == ["layers.3", "layers.11", "embedding", "head", "norm"]
-
-
-def test_further_losses_are_logged_per_predicted_token(monkeypatch):
-    monkeypatch.setattr(objective_terms.dist, "all_reduce", lambda *_, **__: None)
-    callback = ObjectiveTerms(("next_token", "z_loss", "other"))
-    trainer = FakeTrainer([callback])
-    trainer.topology.dp_size = 1
-    steps = [result(predicted=4.0), result(predicted=6.0), result(predicted=5.0, bad=1)]
-    for step, further in zip(steps, ((1.0, 2.0), (3.0, 4.0), (math.nan, math.inf)), strict=True):
-        step.losses = torch.tensor([9.0, *further])
-    trainer.run(steps)
-    record = {}
-    callback.at_log(trainer, record)
-    assert record == {"z_loss": pytest.approx(0.4), "other": pytest.approx(0.6)}
