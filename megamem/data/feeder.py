@@ -16,7 +16,7 @@ from megamem.data.global_rows import GlobalRows, LaneRows, SequenceRows
 from megamem.data.open_store import open_store
 from megamem.data.prefetch import Prefetcher
 from megamem.data.rows import DocumentSlice, Row, fill_row
-from megamem.data.shard_store import ShardStore
+from megamem.data.shard_store import ShardStore, file_opener
 from megamem.data.store import DocumentStore, Int64
 from megamem.data.tasks.store import TaskStore
 from megamem.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ class Feeder:
         dp_size: int = 1,
         first_sample: int = 0,
     ) -> None:
-        """Open and check every source, held-out ones too.
+        """Open every source, held-out ones too, and check what belongs together. Shards are opened when they are read.
 
         Args:
             config: what is read, and how.
@@ -78,6 +78,12 @@ class Feeder:
         )
         self.reports = self._rows.reports
         """What each training source gives, and what is left out of it."""
+
+    def check_files(self) -> None:
+        """Raise DataError naming a local shard that is missing, truncated or foreign; one process does it for all."""
+        for store in (*self.stores, *self.held_out):
+            if isinstance(store, ShardStore):
+                store.check_files()
 
     def batch(self, step: int, accumulation_index: int = 0) -> Batch:
         """Return micro-batch `accumulation_index` of optimizer step `step` (both from 0) for this rank."""
@@ -181,7 +187,8 @@ def evaluation_documents(
 def open_stores(config: DataConfig, paths: Sequence[str], end_of_document: int | None = None) -> list[DocumentStore]:
     """Open sources, remote ones through the configuration's cache of shards. See `open_store`."""
     cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
-    return [open_store(path, cache, end_of_document) for path in paths]
+    opener = file_opener()
+    return [open_store(path, cache, opener, end_of_document) for path in paths]
 
 
 def _open_training(config: DataConfig) -> list[DocumentStore]:

@@ -1,6 +1,6 @@
 """Text of a source's documents laid end to end, in a new random order every epoch, found at any token by its number.
 
-No table of the order exists: it is a keyed permutation, and the sums of tokens at every 64th place lead to any token.
+No table of the order exists: it is a keyed permutation, and the sums of tokens at every 128th place lead to any token.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import numpy as np
 from megamem.data.permutation import Permutation
 from megamem.data.store import DocumentStore, Int64
 
-PLACES = 64
+PLACES = 128
 """Places of an order between two sums of tokens: 8 bytes are kept for so many documents."""
-PIECE = 4096
+PIECE = 1 << 14
 """Documents that are put into order at a time: arrays of so many stay in the processor's cache."""
 BLOCKS = 256
 """Blocks of `PLACES` documents that are kept at hand, for lanes that read at different places."""
@@ -135,7 +135,8 @@ class Group:
                 # documents are read as they lie in the table, which disk and cache like, and counted at their places
                 documents = np.arange(at, min(at + PIECE, first + size))
                 blocks = self.order.places(documents - offset) // PLACES
-                np.add.at(sums, blocks + 1, self.lengths[at : at + len(documents)])
+                # a column of a mapped table is not aligned, which `add.at` is slow with
+                np.add.at(sums, blocks + 1, self.lengths[at : at + len(documents)].copy())
         self.sums = np.cumsum(sums)
         """[blocks + 1] tokens before each block of `PLACES` places, and all tokens."""
         self.block = lru_cache(BLOCKS)(self._make_block)

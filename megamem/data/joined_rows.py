@@ -55,6 +55,7 @@ class JoinedSequences:
                 "the one that follows; shorten data.sequence_length"
             )
         self.report = _report(store, self.text, samples=len(self), predicted=len(self) * sequence_length)
+        self._group_ends = lru_cache(2)(self._make_group_ends)
         self._order = lru_cache(4)(self._make_order)
         self._neighbours = lru_cache(8)(self._make_neighbours)
 
@@ -70,12 +71,16 @@ class JoinedSequences:
 
     def sequence(self, epoch: int, index: int) -> int:
         """Return which sequence of an epoch's text is read as the epoch's `index`-th."""
-        # a sequence belongs to the group of shards that holds its first token
-        firsts = np.minimum(-(-self.text.epoch(epoch).ends // self.length), len(self))
-        group = int(np.searchsorted(firsts, index, side="right"))
-        first = int(firsts[group - 1]) if group else 0
+        ends = self._group_ends(epoch)
+        group = int(np.searchsorted(ends, index, side="right"))
+        first = int(ends[group - 1]) if group else 0
         block, place = divmod(index - first, NEIGHBOURS)
-        return first + int(self._neighbours(epoch, group, int(firsts[group]) - first, block)[place])
+        return first + int(self._neighbours(epoch, group, int(ends[group]) - first, block)[place])
+
+    def _make_group_ends(self, epoch: int) -> Int64:
+        """Return the sequence after the last one of each group of shards, [groups]."""
+        # a sequence belongs to the group that holds its first token
+        return np.minimum(-(-self.text.epoch(epoch).ends // self.length), len(self))
 
     def _make_order(self, epoch: int, group: int, sequences: int) -> Permutation:
         """Make the order of a group's sequences. The 1 tells its seed from that of the order of documents."""

@@ -2,10 +2,13 @@
 
 import io
 import json
+import os
+import resource
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from tarfile import TarError, TarInfo
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +18,35 @@ from megamem.data.store import Int64
 from megamem.errors import DataError
 from tokenization.shard_format import DOCUMENT, INDEX_FILE, TAR_BLOCK, FileRecord, ShardIndex, key_of, padded
 
-MAPPED_LOCAL = 256
-"""Shards of a local folder that are kept mapped at a time."""
-MAPPED_REMOTE = 4
-"""Copies of remote shards that are kept mapped at a time: they hold disk space even after the cache deleted them."""
+OPEN_REMOTE = 4
+"""Copies of remote shards that are kept open at a time: they hold disk space even after the cache deleted them."""
+Opener = Callable[[str], io.FileIO]
+"""Opens a file to read, or gives one that it keeps open."""
+
+
+def file_opener() -> Opener:
+    """Return what opens local shards and keeps the last ones open, as many as a quarter of the files a process may."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return lru_cache(None if limit == resource.RLIM_INFINITY else limit // 4)(io.FileIO)
 
 
 class ShardStore:
-    """Documents in token shards: a local folder, or with `cache` the URL of one."""
+    """Documents in token shards: a local folder, or with `cache` the URL of one.
 
-    def __init__(self, path: str, cache: ShardCache | None = None) -> None:
-        """Read the index, and check the shards of a local folder. Raises DataError naming the bad file."""
+    The table of documents is mapped into memory and read where it is needed, so that all processes of a node share it.
+    """
+
+    def __init__(self, path: str, cache: ShardCache | None = None, opener: Opener | None = None) -> None:
+        """Read the index and map the table of documents.
+
+        Args:
+            path: the folder or its URL.
+            cache: holds copies of a URL's files; none for a local folder.
+            opener: opens local shards, for several stores together; its own if not given.
+
+        Raises:
+            DataError: a file is missing, truncated or foreign; the message names it.
+        """
         self.path = path.rstrip("/")
         self.cache = cache
         where = f"{self.path}/{INDEX_FILE}"
@@ -33,28 +54,33 @@ class ShardStore:
         if self.index.documents == 0:
             raise DataError(f"{self.path}: empty corpus, it holds no document")
         self.table = self._documents()
-        self.lengths = self.table["tokens"].astype(np.int64)
-        self.shard_borders = np.searchsorted(self.table["shard"], np.arange(len(self.index.shards) + 1))
+        self.lengths = self.table["tokens"].view(np.int64)
+        self.shard_borders = _first_documents(self.table["shard"], len(self.index.shards))
         self.end_of_document: int | None = self.index.header.eos_id
         self.fingerprint = self.index.fingerprint
         self.vocab_size: int | None = self.index.header.vocab_size
         self.tokenizer_hash: str | None = self.index.header.tokenizer_sha256
-        mapped = MAPPED_REMOTE if cache else MAPPED_LOCAL
-        self._map: Callable[[int], npt.NDArray[np.uint8]] = lru_cache(mapped)(self._map_shard)
-        if cache is None:
-            self._check_shards()
+        self.dtype = np.dtype(self.index.header.dtype).newbyteorder("<")
+        self._checked = np.zeros(len(self.index.shards), np.bool_)
+        self._open_local = opener or file_opener()
+        self._open_remote = lru_cache(OPEN_REMOTE)(self._fetch)
 
     def __len__(self) -> int:
         """Return the number of documents."""
-        return len(self.lengths)
+        return len(self.table)
 
     def tokens(self, document: int, start: int, stop: int) -> Int64:
-        """See `DocumentStore.tokens`."""
-        assert 0 <= start <= stop <= self.lengths[document], (document, start, stop)
-        record, dtype = self.table[document], np.dtype(self.index.header.dtype).newbyteorder("<")
-        first = int(record["offset"]) + start * dtype.itemsize
-        data = self._map(int(record["shard"]))[first : first + (stop - start) * dtype.itemsize]
-        return data.view(dtype).astype(np.int64)
+        """See `DocumentStore.tokens`. A shard is opened and checked when something in it is first read.
+
+        Raises:
+            DataError: the document's shard is missing, truncated or foreign.
+        """
+        shard, offset, length, _ = self.table[document].item()
+        assert 0 <= start <= stop <= length, (document, start, stop)
+        size = self.dtype.itemsize
+        return np.frombuffer(self._read(shard, offset + start * size, (stop - start) * size), self.dtype).astype(
+            np.int64
+        )
 
     def labels(self, document: int, start: int, stop: int) -> Int64:
         """Return the tokens that follow, [stop - start]."""
@@ -62,62 +88,93 @@ class ShardStore:
 
     def name(self, document: int) -> str:
         """Return the document's name, read from the JSON member behind its tokens."""
-        record = self.table[document]
-        size = int(record["tokens"]) * np.dtype(self.index.header.dtype).itemsize
-        header = int(record["offset"]) + padded(size)
-        shard = self._map(int(record["shard"]))
-        member = TarInfo.frombuf(shard[header : header + TAR_BLOCK].tobytes(), "utf-8", "strict")
-        meta = json.loads(shard[header + TAR_BLOCK : header + TAR_BLOCK + member.size].tobytes())
-        return str(meta["name"])
+        shard, offset, length, _ = self.table[document].item()
+        header = offset + padded(length * self.dtype.itemsize)
+        member = TarInfo.frombuf(self._read(shard, header, TAR_BLOCK), "utf-8", "strict")
+        return str(json.loads(self._read(shard, header + TAR_BLOCK, member.size))["name"])
+
+    def check_files(self) -> None:
+        """Raise DataError unless every shard of a local folder exists and has its size."""
+        if self.cache is None:
+            for record in self.index.shards:
+                check_size(Path(self.path) / record.file, record)
 
     def _documents(self) -> npt.NDArray[np.void]:
-        """Read the table of documents: [documents] records of type `DOCUMENT`."""
+        """Map the table of documents: [documents] records of type `DOCUMENT`."""
         record = self.index.documents_file
         where = f"{self.path}/{record.file}"
-        if self.cache is not None:
-            with self.cache.open(where, record) as file:
-                data = file.read()
-        else:
-            data = _read_local(where)
-        try:
-            table: npt.NDArray[np.void] = np.load(io.BytesIO(data), allow_pickle=False)
-        except ValueError:
-            raise DataError(f"{where}: damaged, not a table of documents") from None
-        if len(data) != record.size or table.dtype != DOCUMENT or len(table) != self.index.documents:
-            raise DataError(f"{where}: truncated or foreign: it does not match {INDEX_FILE}")
+        if self.cache is None:
+            check_size(Path(where), record)
+        with self.cache.open(where, record) if self.cache else Path(where).open("rb") as file:
+            try:
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            except ValueError:
+                raise DataError(f"{where}: damaged, not a table of documents") from None
+            if dtype != DOCUMENT or shape != (self.index.documents,):
+                raise DataError(f"{where}: truncated or foreign: it does not match {INDEX_FILE}")
+            table: npt.NDArray[np.void] = np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
         return table
 
-    def _map_shard(self, shard: int) -> npt.NDArray[np.uint8]:
-        """Map a shard's file into memory, fetching a remote one: [bytes]."""
-        record = self.index.shards[shard]
-        where = f"{self.path}/{record.file}"
-        if self.cache is None:
-            return np.memmap(where, dtype=np.uint8, mode="r")
-        with self.cache.open(where, record) as file:
-            return np.memmap(file, dtype=np.uint8, mode="r")
+    def _read(self, shard: int, offset: int, size: int) -> bytes:
+        """Read bytes of a shard. A call per document is cheaper than the page faults of mapped files."""
+        data = os.pread(self._open(shard).fileno(), size, offset)
+        if len(data) != size:
+            raise DataError(f"{self.path}/{self.index.shards[shard].file}: truncated while it was open")
+        return data
 
-    def _check_shards(self) -> None:
-        """Check every shard of a local folder: its size, and the tar headers of its first and last documents."""
-        for shard, record in enumerate(self.index.shards):
-            path = Path(self.path) / record.file
-            check_size(path, record)
-            first, last = self.shard_borders[shard : shard + 2]
-            with path.open("rb") as file:
-                for document in {int(first), int(last) - 1}:
-                    self._check_member(path, file, document)
-
-    def _check_member(self, path: Path, file: io.BufferedReader, document: int) -> None:
-        """Raise DataError unless the tar header before a document's tokens names that document."""
-        record = self.table[document]
-        file.seek(int(record["offset"]) - TAR_BLOCK)
+    def _open(self, shard: int) -> BinaryIO | io.FileIO:
+        """Open a shard's file, or give the open one; a local file is checked the first time."""
+        if self.cache is not None:
+            return self._open_remote(shard)
+        path = f"{self.path}/{self.index.shards[shard].file}"
+        if not self._checked[shard]:
+            self._check_shard(shard, Path(path))
         try:
-            member = TarInfo.frombuf(file.read(TAR_BLOCK), "utf-8", "strict")
+            return self._open_local(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
+
+    def _fetch(self, shard: int) -> BinaryIO:
+        """Open the copy of a remote shard."""
+        assert self.cache is not None
+        record = self.index.shards[shard]
+        return self.cache.open(f"{self.path}/{record.file}", record)
+
+    def _check_shard(self, shard: int, path: Path) -> None:
+        """Raise DataError unless a shard's file has its size, and its first and last document are in their places."""
+        check_size(path, self.index.shards[shard])
+        first, last = self.shard_borders[shard : shard + 2]
+        with path.open("rb") as file:
+            for document in {int(first), int(last) - 1}:
+                self._check_member(path, file, document)
+        self._checked[shard] = True
+
+    def _check_member(self, path: Path, file: BinaryIO, document: int) -> None:
+        """Raise DataError unless the tar header before a document's tokens names that document."""
+        _, offset, length, _ = self.table[document].item()
+        try:
+            member = TarInfo.frombuf(os.pread(file.fileno(), TAR_BLOCK, offset - TAR_BLOCK), "utf-8", "strict")
             found = (member.name, member.size)
         except TarError:
             found = ("", 0)
-        size = int(record["tokens"]) * np.dtype(self.index.header.dtype).itemsize
-        if found != (f"{key_of(document)}.tokens", size):
+        if found != (f"{key_of(document)}.tokens", length * self.dtype.itemsize):
             raise DataError(f"{path}: foreign shard: document {document} of {INDEX_FILE} is not in its place")
+
+
+def _first_documents(shard_ids: npt.NDArray[np.uint32], shards: int) -> Int64:
+    """Return the number of each shard's first document, and of all documents, [shards + 1].
+
+    Bisects, and so reads little of the column `shard_ids` [documents], which is ascending.
+    """
+    wanted = np.arange(shards + 1)
+    low, high = np.zeros(shards + 1, np.int64), np.full(shards + 1, len(shard_ids))
+    while (unknown := low < high).any():
+        middle = (low + high) // 2
+        below = unknown & (shard_ids[np.minimum(middle, len(shard_ids) - 1)] < wanted)
+        low = np.where(below, middle + 1, low)
+        high = np.where(unknown & ~below, middle, high)
+    return low
 
 
 def check_size(path: Path, record: FileRecord) -> None:

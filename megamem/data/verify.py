@@ -21,6 +21,7 @@ def verify_shards(folder: Path, on_progress: Callable[[int], None] = lambda done
         DataError: a file is damaged or foreign; the message names it.
     """
     store = ShardStore(str(folder))
+    store.check_files()
     index = store.index
     # the table of documents, the last file, holds none
     borders = pairwise([*store.shard_borders.tolist(), len(store)])

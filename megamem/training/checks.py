@@ -49,7 +49,8 @@ def check_run(config: RunConfig, processes: int) -> None:
             f"logging.wandb.mode {mode} needs the package wandb, which is missing; install it or set "
             "logging.wandb.mode=disabled"
         )
-    open_feeders(config, dp_rank=0, dp_size=dp)
+    for feeder in open_feeders(config, dp_rank=0, dp_size=dp):
+        feeder.check_files()
     # FP32 weights and two moments
     check_run_folder(config, 12 * parameter_counts(config.model)["total"])
 

@@ -1,5 +1,6 @@
 """Batches: contents, order, independence of the data-parallel size, checks, evaluation."""
 
+import shutil
 import threading
 
 import fsspec
@@ -149,6 +150,28 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(root, mode):
         assert again.begins is None or (again.begins == expected[step].begins).all()
     different = feeder_of(root, **mode | {"seed": 4})
     assert any(not torch.equal(different.batch(step, 1).tokens, expected[step].tokens) for step in range(30))
+
+
+def test_a_shard_that_goes_missing_ends_the_run_until_it_is_back(root, tmp_path):
+    """The error names it. Batches before it and, once it is back, all others are those of an undisturbed run."""
+    folder = shutil.copytree(root / "a", tmp_path / "a")
+    options = {"sources": str(folder), "documents": "join", "rows": 2, "micro": 2}
+    undisturbed = feeder_of(root, **options | {"sources": str(root / "a")})
+    feeder = feeder_of(root, **options)
+    feeder.check_files()
+    away = (folder / "shard-000001.tar").rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"a/shard-000001\.tar: missing \(listed in index\.json\)$"):
+        feeder_of(root, **options).check_files()
+    read = []
+    with feeder.prefetch() as batches, pytest.raises(DataError, match=r"a/shard-000001\.tar: missing"):
+        read.extend(batches)  # keeps what it has read when the error comes
+    step = len(read)
+    assert step < feeder.reports[0].samples // 2
+    assert all(torch.equal(batch.tokens, undisturbed.batch(s).tokens) for s, batch in enumerate(read))
+    away.rename(folder / "shard-000001.tar")
+    with feeder_of(root, **options).prefetch(step) as batches:
+        for later, batch in zip(range(step, step + 60), batches, strict=False):
+            assert torch.equal(batch.tokens, undisturbed.batch(later).tokens)
 
 
 def test_windows_of_an_epoch_are_all_different(root):

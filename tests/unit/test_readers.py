@@ -56,24 +56,40 @@ def test_fingerprint_is_the_contents(shards, copy, tmp_path):
     assert ShardStore(str(other)).fingerprint != ShardStore(str(shards)).fingerprint
 
 
+def assert_refused_at_once_and_when_read(store, document, message):
+    for read in (store.check_files, lambda: store.tokens(document, 0, 1)):
+        with pytest.raises(DataError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_the_table_of_documents_is_mapped(shards, cache, where):
+    """Its columns are views of pages of the file, or of its copy in the cache: all processes of a node share them."""
+    store = ShardStore(str(shards)) if where == "local" else ShardStore(f"file://{shards}", cache)
+    assert isinstance(store.table.base, np.memmap)
+    assert np.shares_memory(store.lengths, store.table)
+    assert not store.lengths.flags.writeable
+
+
 def test_missing_shard(copy):
     (copy / "shard-000001.tar").unlink()
-    with pytest.raises(DataError, match=r"shard-000001\.tar: missing \(listed in index\.json\)"):
-        ShardStore(str(copy))
+    store = ShardStore(str(copy))
+    assert_refused_at_once_and_when_read(store, 2, r"shard-000001\.tar: missing \(listed in index\.json\)")
+    assert len(store.tokens(0, 0, 2)) == 2, "other shards can be read"
 
 
 def test_truncated_shard(copy):
     path = copy / "shard-000002.tar"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"shard-000002\.tar: truncated: [\d,]+ of [\d,]+ bytes"):
-        ShardStore(str(copy))
+    message = r"shard-000002\.tar: truncated: [\d,]+ of [\d,]+ bytes"
+    assert_refused_at_once_and_when_read(ShardStore(str(copy)), 5, message)
 
 
 def test_foreign_shard_of_another_size(copy):
     path = copy / "shard-000000.tar"
     path.write_bytes(path.read_bytes() + b"more")
-    with pytest.raises(DataError, match=r"shard-000000\.tar: foreign shard: [\d,]+ bytes, index\.json says"):
-        ShardStore(str(copy))
+    message = r"shard-000000\.tar: foreign shard: [\d,]+ bytes, index\.json says"
+    assert_refused_at_once_and_when_read(ShardStore(str(copy)), 0, message)
 
 
 @pytest.mark.parametrize("content", ["zeros", "other shard", "text"])
@@ -82,8 +98,9 @@ def test_foreign_shard_of_the_same_size(copy, content):
     size = path.stat().st_size
     other = {"zeros": b"", "text": b"x" * size, "other shard": (copy / "shard-000000.tar").read_bytes()}[content]
     path.write_bytes(other[:size].ljust(size, b"\0"))
+    store = ShardStore(str(copy))
     with pytest.raises(DataError, match=r"shard-000001\.tar: foreign shard: document 2 of index\.json") as caught:
-        ShardStore(str(copy))
+        store.tokens(3, 0, 1)
     assert "\n" not in str(caught.value)
 
 
@@ -110,8 +127,11 @@ def test_foreign_document_table(copy):
     path.write_bytes(data[:-3])
     with pytest.raises(DataError, match=r"index\.npy: (damaged|truncated)"):
         ShardStore(str(copy))
-    np.save(path, np.zeros(3))
+    np.save(path, np.zeros((len(data) - 128) // 8))
     with pytest.raises(DataError, match=r"index\.npy: truncated or foreign"):
+        ShardStore(str(copy))
+    path.write_bytes(b"x" * len(data))
+    with pytest.raises(DataError, match=r"index\.npy: damaged, not a table"):
         ShardStore(str(copy))
     path.unlink()
     with pytest.raises(DataError, match=r"index\.npy: missing"):
@@ -184,7 +204,7 @@ def test_the_cache_is_bounded_and_drops_the_least_recently_used(shards, tmp_path
     store = ShardStore(f"file://{shards}", cache)
     expected = all_tokens(ShardStore(str(shards)))
     for _ in range(3):
-        store._map.cache_clear()
+        store._open_remote.cache_clear()
         np.testing.assert_array_equal(all_tokens(store), expected)
         assert cached_bytes(cache) <= cache.limit
     assert cached_bytes(cache) < sum(sizes) + table
@@ -267,7 +287,7 @@ def read_all(url, folder, limit, results):
     store = ShardStore(url, ShardCache(folder, limit))
     total = 0
     for _ in range(20):
-        store._map.cache_clear()
+        store._open_remote.cache_clear()
         total += int(all_tokens(store).sum())
     results.put(total)
 
