@@ -1,23 +1,32 @@
-"""The checkpoint that a path given by a person means: a checkpoint itself, or the newest of a run."""
+"""The checkpoint that a path or URL given by a person means: a checkpoint itself, or the newest of a run."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from checkpoints.folder import FOLDER, Checkpoint, checkpoints_in, open_checkpoint
+from checkpoints.folder import Checkpoint, checkpoints_in, open_checkpoint
+from checkpoints.location import FOLDER, Location, ObjectPath, location, recorded_checkpoints
 from megamem.errors import CheckpointError
 
 
-def checkpoints_folder(path: Path) -> Path:
+def is_checkpoint(path: str | Location) -> bool:
+    """Return whether a path or URL names one checkpoint, rather than a folder of several."""
+    return location(path).name.startswith("step-")
+
+
+def checkpoints_folder(path: str | Location) -> Location:
     """Return the folder that holds a run's checkpoints, for a run folder or that folder. Raises CheckpointError."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
-    return path / FOLDER if (path / FOLDER).is_dir() else path
+    folder = location(path)
+    if isinstance(folder, ObjectPath):
+        return folder
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    if (folder / "config.yaml").is_file():
+        return recorded_checkpoints(folder)
+    return folder / FOLDER if (folder / FOLDER).is_dir() else folder
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: str | Location) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest complete one of the run folder there. Raises CheckpointError."""
-    if path.name.startswith("step-"):
+    if is_checkpoint(path):
         return open_checkpoint(path)
     found = [checkpoint for checkpoint in checkpoints_in(checkpoints_folder(path)) if checkpoint.complete]
     if not found:

@@ -7,8 +7,9 @@
         manifest.json              size and SHA-256 of each of these
         COMPLETE                   SHA-256 of the manifest; without it the folder does not exist for readers
 
-A checkpoint is written under a name ending in .partial, hashed from disk, marked, and then renamed. The latest one is
-found by looking, never by a pointer that could be wrong.
+On a disk, a checkpoint is written under a name ending in .partial, hashed from disk, marked, and then renamed. In an
+object store, which renames nothing, the marker is the object that is written last. The latest one is found by looking,
+never by a pointer that could be wrong.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from checkpoints.location import Location, ObjectPath, entries, location, remove_folder, sha256_of
 from megamem.errors import CheckpointError
 from megamem.files import sha256_file
 
-FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a run folder."""
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
 """Names of files in a checkpoint, and what the name of an unfinished one ends in."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -39,7 +39,11 @@ class FileEntry(TypedDict):
     bytes: int
     """Size of the file."""
     sha256: str
-    """Hash of the file as it lay on the disk."""
+    """Hash of the file as it was written."""
+    block_bytes: NotRequired[int]
+    """Bytes of each block but the last; files of tensors in an object store only."""
+    blocks: NotRequired[list[str]]
+    """SHA-256 of each block."""
 
 
 class Manifest(TypedDict):
@@ -118,14 +122,20 @@ class SavedRun(RunFacts):
 class Checkpoint:
     """A folder named like a checkpoint."""
 
-    path: Path
+    path: Location
     step: int
     """Finished optimizer steps."""
 
     @property
     def complete(self) -> bool:
-        """True where it was written to its end. Says nothing about what happened to it since; see `verify`."""
-        return (self.path / MARKER).is_file()
+        """True where it was written to its end. Says nothing about what happened to it since; see `verify`.
+
+        Raises CheckpointError where a store does not answer.
+        """
+        try:
+            return (self.path / MARKER).is_file()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
 
     def run(self) -> SavedRun:
         """Read counters, configuration and fingerprints. Raises CheckpointError naming the file."""
@@ -140,7 +150,7 @@ class Checkpoint:
     @property
     def bytes(self) -> int:
         """Bytes of all files together."""
-        return sum(path.stat().st_size for path in self.path.iterdir() if path.is_file())
+        return sum(size or 0 for size in entries(self.path).values())
 
 
 def folder_name(step: int) -> str:
@@ -148,23 +158,30 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return all folders named like checkpoints, complete or not, by step."""
-    if not folder.is_dir():
-        return []
-    found = [(path, match) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return sorted((Checkpoint(path, int(match[1])) for path, match in found), key=lambda c: c.step)
+def checkpoints_in(folder: Location) -> list[Checkpoint]:
+    """Return all folders named like checkpoints, complete or not, by step. Raises CheckpointError: no answer."""
+    try:
+        names = [name for name, size in entries(folder).items() if size is None]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror})") from None
+    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted((Checkpoint(folder / name, int(match[1])) for name, match in found), key=lambda c: c.step)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`. Raises CheckpointError if there is none."""
-    match = _NAME.fullmatch(path.name)
-    if not path.is_dir() or match is None:
-        raise CheckpointError(f"{path}: no checkpoint (a folder called {folder_name(0)[:5]}NNNNNNNN)")
-    return Checkpoint(path, int(match[1]))
+def open_checkpoint(path: str | Location) -> Checkpoint:
+    """Return the checkpoint at a path or URL. Raises CheckpointError if there is none."""
+    folder = location(path)
+    match = _NAME.fullmatch(folder.name)
+    try:
+        found = match is not None and folder.is_dir()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror})") from None
+    if match is None or not found:
+        raise CheckpointError(f"{folder}: no checkpoint (a folder called {folder_name(0)[:5]}NNNNNNNN)")
+    return Checkpoint(folder, int(match[1]))
 
 
-def begun_from(folder: Path, start: str) -> bool:
+def begun_from(folder: Location, start: str) -> bool:
     """Return whether the newest complete checkpoint in `folder` is of a run whose `checkpoint.resume` was `start`.
 
     Such a run, started again by the same command, resumes from its own checkpoints.
@@ -176,46 +193,49 @@ def begun_from(folder: Path, start: str) -> bool:
     return bool(own) and own[-1].run()["config"]["checkpoint"]["resume"] == start
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: does not hold what it should")
     return value
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written."""
+def verify(checkpoint: Checkpoint, skip_blocks: bool = False) -> None:
+    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written.
+
+    skip_blocks: leave the content of objects whose blocks have hashes to those who read them, block by block.
+    """
     try:
-        _verify(checkpoint)
+        _verify(checkpoint, skip_blocks)
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint.path}: cannot be read ({error.strerror})") from None
 
 
-def _verify(checkpoint: Checkpoint) -> None:
+def _verify(checkpoint: Checkpoint, skip_blocks: bool) -> None:
     """See `verify`; a file that cannot be read raises OSError."""
     path = checkpoint.path
+    skip_blocks &= isinstance(path, ObjectPath)
     if not checkpoint.complete:
         raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
     manifest = checkpoint.manifest()
-    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256_file(path / MANIFEST):
+    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256_of(path / MANIFEST):
         raise CheckpointError(f"{path / MANIFEST}: is not the manifest this checkpoint was completed with")
-    files = manifest["files"]
-    known = {MANIFEST, MARKER, *files}
-    if foreign := sorted(entry.name for entry in path.iterdir() if entry.name not in known):
+    files, sizes = manifest["files"], entries(path)
+    if foreign := sorted(sizes.keys() - {MANIFEST, MARKER, *files}):
         raise CheckpointError(f"{path / foreign[0]}: does not belong to this checkpoint")
     for name, entry in sorted(files.items()):
-        file = path / name
-        if not file.is_file():
+        file, size = path / name, sizes.get(name)
+        if size is None:
             raise CheckpointError(f"{file}: is missing")
-        if file.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{file}: has {file.stat().st_size:,} bytes, {entry['bytes']:,} were written")
-        if sha256_file(file) != entry["sha256"]:
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
+        if not (skip_blocks and "blocks" in entry) and sha256_of(file) != entry["sha256"]:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
 
 
@@ -234,7 +254,12 @@ def write_text(path: Path, text: str) -> None:
     sync(path)
 
 
-def mark_complete(partial: Path, final: Path, files: dict[str, FileEntry]) -> None:
+def manifest_text(files: Mapping[str, FileEntry]) -> str:
+    """Return the contents of manifest.json. files: size and hash of each file."""
+    return json.dumps({"format": 1, "files": files}, indent=1) + "\n"
+
+
+def mark_complete(partial: Path, final: Path, files: Mapping[str, FileEntry]) -> None:
     """Write manifest and marker and give the folder its final name, which makes it a checkpoint at once.
 
     Args:
@@ -243,7 +268,7 @@ def mark_complete(partial: Path, final: Path, files: dict[str, FileEntry]) -> No
         files: size and hash of each file, for the manifest.
     """
     manifest = partial / MANIFEST
-    write_text(manifest, json.dumps({"format": 1, "files": files}, indent=1) + "\n")
+    write_text(manifest, manifest_text(files))
     write_text(partial / MARKER, sha256_file(manifest) + "\n")
     sync(partial)
     # an earlier attempt that never got its marker, or a checkpoint that is being written again
@@ -293,7 +318,7 @@ def steps_to_keep(
 
 
 def prune(
-    folder: Path,
+    folder: Location,
     last: int,
     every: int | None = None,
     best: int = 0,
@@ -315,8 +340,7 @@ def prune(
     keep = steps_to_keep(found, last, every, best, losses, named)
     removed = [c for c in found if c.step not in keep]
     for checkpoint in removed:
-        (checkpoint.path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(checkpoint.path)
+        remove_folder(checkpoint.path, MARKER)
     return removed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from checkpoints.folder import Checkpoint
 from checkpoints.fragments import region
-from checkpoints.storage import TensorEntry, pieces_of, read_index
+from checkpoints.storage import TensorEntry, TensorFiles, read_index
 from checkpoints.weights import write_weights
 from megamem.errors import CheckpointError
 
@@ -24,13 +24,13 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     entry = read_index(checkpoint.path).get(name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.path}: holds no tensor {name}")
-    return _assembled(checkpoint, name, entry)
+    return _assembled(TensorFiles(checkpoint.path), name, entry)
 
 
-def _assembled(checkpoint: Checkpoint, name: str, entry: TensorEntry) -> Tensor:
+def _assembled(files: TensorFiles, name: str, entry: TensorEntry) -> Tensor:
     """See `read_tensor`; where the tensor's index entry is known, the index need not be read again."""
     value = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    for offsets, part in pieces_of(checkpoint.path, name, entry):
+    for offsets, part in files.pieces(name, entry):
         value[region(offsets, part.shape)] = part
     return value
 
@@ -59,11 +59,12 @@ def _differences(
     a: Checkpoint, b: Checkpoint, ours: dict[str, TensorEntry], theirs: dict[str, TensorEntry]
 ) -> Iterator[Difference]:
     """Yield the differences between checkpoints whose indices are `ours` and `theirs`."""
+    a_files, b_files = TensorFiles(a.path), TensorFiles(b.path)
     for name in sorted({*ours, *theirs}):
         if name not in ours or name not in theirs:
             yield Difference(name, f"only in {a.path if name in ours else b.path}")
             continue
-        x, y = _assembled(a, name, ours[name]), _assembled(b, name, theirs[name])
+        x, y = _assembled(a_files, name, ours[name]), _assembled(b_files, name, theirs[name])
         if x.shape != y.shape or x.dtype != y.dtype:
             yield Difference(name, f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
         elif not torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)):
@@ -74,9 +75,10 @@ def _differences(
 
 def read_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield the FP32 weights by global name, put together one after the other. Raises CheckpointError."""
+    files = TensorFiles(checkpoint.path)
     for name, entry in read_index(checkpoint.path).items():
         if name.startswith(MASTER):
-            yield name.removeprefix(MASTER), _assembled(checkpoint, name, entry)
+            yield name.removeprefix(MASTER), _assembled(files, name, entry)
 
 
 def merge_weights(checkpoint: Checkpoint, path: Path) -> int:

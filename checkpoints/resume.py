@@ -25,6 +25,7 @@ from checkpoints.folder import (
     verify,
 )
 from checkpoints.fragments import Fragments, LoadPlanner, region
+from checkpoints.location import Location
 from checkpoints.states import Lanes
 from checkpoints.storage import SafeReader, TensorEntry, read_index
 from checkpoints.training_state import (
@@ -45,7 +46,7 @@ from megamem.model.stage import meta_stage
 from megamem.pipeline.base import TrainingEngine
 
 
-def choose_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def choose_checkpoint(config: CheckpointConfig, folder: Location) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint to resume from, None for a fresh start, and lines about those that were skipped.
 
     Args:
@@ -58,8 +59,8 @@ def choose_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Checkpoin
     if config.resume == "none":
         return None, []
     if config.resume != "auto" and not begun_from(folder, config.resume):
-        chosen = open_checkpoint(Path(config.resume))
-        verify(chosen)
+        chosen = open_checkpoint(config.resume)
+        verify(chosen, skip_blocks=True)
         return chosen, []
     found = checkpoints_in(folder)
     usable = [c for c in found if c.complete]
@@ -73,7 +74,8 @@ def choose_checkpoint(config: CheckpointConfig, folder: Path) -> tuple[Checkpoin
     skipped = []
     for checkpoint in reversed(usable):
         try:
-            verify(checkpoint)
+            # blocks are checked when they are read; to take another checkpoint instead, it must be known before
+            verify(checkpoint, skip_blocks=not config.fallback)
         except CheckpointError as error:
             if not config.fallback:
                 raise CheckpointError(f"{error}; --fallback goes on from the newest undamaged one") from None
@@ -169,7 +171,7 @@ def load_initial_weights(engine: TrainingEngine, path: Path, group: ProcessGroup
     """
     whole = meta_stage(engine.config.model)
     shapes = {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
-    _all_agree(_wrong_weights(path, shapes), group)
+    all_agree(_wrong_weights(path, shapes), group)
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
         for key, fragments in optimizer_fragments(engine).items():
@@ -206,7 +208,7 @@ def _mismatch(checkpoint: Checkpoint, index: Mapping[str, TensorEntry], tensors:
     return None
 
 
-def _all_agree(error: str | None, group: ProcessGroup) -> None:
+def all_agree(error: str | None, group: ProcessGroup) -> None:
     """Raise CheckpointError on all ranks if there is an error on one."""
     errors: list[str | None] = [None] * group.size()
     dist.all_gather_object(errors, error, group=group)
@@ -235,7 +237,7 @@ def load_training_state(engine: TrainingEngine, checkpoint: Checkpoint, group: P
         if name in index and list(found.shape) == index[name]["shape"]
     }
     tensors = {**optimizer_fragments(engine), **lanes.fragments(carried), **as_fragments(generators), **spikes}
-    _all_agree(_mismatch(checkpoint, index, tensors), group)
+    all_agree(_mismatch(checkpoint, index, tensors), group)
     read_tensors(checkpoint.path, tensors, group)
     set_optimizer_steps(engine, run["optimizer_steps"])
     update_model_weights(engine)
@@ -246,10 +248,11 @@ def load_training_state(engine: TrainingEngine, checkpoint: Checkpoint, group: P
     return run
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, Fragments], group: ProcessGroup) -> None:
+def read_tensors(folder: Location, tensors: Mapping[str, Fragments], group: ProcessGroup) -> None:
     """Fill this rank's fragments from a checkpoint that has them all. A collective call of all ranks of `group`.
 
     Raises:
+        DamagedError: a file is not as it was written.
         CheckpointError: a file cannot be read; the message has the cause.
     """
     try:
@@ -258,4 +261,6 @@ def read_tensors(folder: Path, tensors: Mapping[str, Fragments], group: ProcessG
         )
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
+        if isinstance(cause, CheckpointError):
+            raise cause from error
         raise CheckpointError(f"{folder}: {' '.join(str(cause).split())}") from error

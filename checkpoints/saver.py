@@ -24,12 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import PARTIAL, RUN, FileEntry, SavedRun, folder_name, mark_complete, prune, sync
+from checkpoints.folder import PARTIAL, RUN, FileEntry, SavedRun, folder_name, prune
 from checkpoints.fragments import Fragments, Piece, SavePlanner
-from checkpoints.storage import INDEX, SafeWriter, data_file
+from checkpoints.location import Location, ObjectPath
+from checkpoints.storage import SafeWriter
+from checkpoints.target import Target, target
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError, MegamemError
-from megamem.files import sha256_file
 
 T = TypeVar("T")
 THREAD = "checkpoint"
@@ -53,21 +54,32 @@ class SaveTimes:
 class Saver:
     """Writes checkpoints of one run into `folder`. All ranks make the same calls."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        folder: Location,
+        config: CheckpointConfig,
+        group: ProcessGroup,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """Prepare to save; remains of an earlier process that was killed while it wrote are removed.
 
         Args:
             folder: the run's folder of checkpoints.
             config: which checkpoints are kept, and whether saves are asynchronous.
             group: all ranks, on gloo, used by nobody else.
+            report: told in one line of a store that does not answer for now.
         """
-        self.folder, self.config, self.group = folder, config, group
+        self.folder, self.config, self.group, self.report = folder, config, group, report
         self.rank = group.rank()
         self.times: list[SaveTimes] = []
         self._thread: threading.Thread | None = None
         self._error: MegamemError | None = None
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        if self.rank == 0 and folder.is_dir():
+        self.completed: tuple[int, float] | None = None
+        """Step of the last checkpoint that was completed, and seconds since 1970; on rank 0."""
+        self._target: Target | None = None
+        # those in an object store go with the next save
+        if self.rank == 0 and isinstance(folder, Path) and folder.is_dir():
             for remains in folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(remains)
 
@@ -127,10 +139,11 @@ class Saver:
             CheckpointError: a save failed; the message has the cause.
             MegamemError: a save failed because a rank was lost.
         """
-        bytes_before = None
+        before = None
         while self._thread is not None:
-            if (bytes_now := _bytes_transferred(self._thread)) != bytes_before:
-                bytes_before = bytes_now
+            now = _bytes_transferred(self._thread), self._target.progress if self._target else 0
+            if now != before:
+                before = now
                 watch(WAITING)
             self._thread.join(1.0)
             if not self._thread.is_alive():
@@ -181,43 +194,35 @@ class Saver:
             self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")
 
     def _write_all(self, step: int, tensors: dict[str, Fragments], run: SavedRun) -> None:
-        final = self.folder / folder_name(step)
-        partial = final.with_name(final.name + PARTIAL)
-        self._together(lambda: self._prepare(partial) if self.rank == 0 else None)
+        """Write a checkpoint, together with all ranks."""
+        into = self._target = target(self.folder / folder_name(step), 60 * self.config.retry_minutes, self._report)
+        self._together(lambda: into.prepare() if self.rank == 0 else None)
         state_dict_saver.save(
-            tensors,
-            storage_writer=SafeWriter(partial, self.rank),
-            planner=SavePlanner(),
-            process_group=self.group,
+            tensors, storage_writer=SafeWriter(into, self.rank), planner=SavePlanner(), process_group=self.group
         )
-        files = self._together(lambda: self._hash(partial, run))
-        self._together(lambda: self._complete(step, partial, final, files) if self.rank == 0 else None)
+        files = self._together(lambda: self._written(into, run))
+        self._together(lambda: self._complete(step, into, files) if self.rank == 0 else None)
 
-    def _prepare(self, partial: Path) -> None:
-        """Make an empty folder to write into."""
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+    def _report(self, line: str) -> None:
+        """Tell of a store that does not answer, with the rank's number."""
+        self.report(f"checkpoint: rank {self.rank}: {line}")
 
-    def _hash(self, partial: Path, run: SavedRun) -> dict[str, FileEntry]:
-        """Force this rank's files to the disk and hash them as they lie there."""
-        names = [data_file(self.rank)]
+    def _written(self, into: Target, run: SavedRun) -> dict[str, FileEntry]:
+        """Return this rank's files, which are where they are to stay by then."""
         if self.rank == 0:
-            (partial / RUN).write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-            names += [INDEX, RUN]
-        for name in names:
-            sync(partial / name)
-        return {
-            name: {"bytes": (partial / name).stat().st_size, "sha256": sha256_file(partial / name)} for name in names
-        }
+            into.write_text(RUN, json.dumps(run, indent=1) + "\n")
+        return into.written()
 
-    def _complete(self, step: int, partial: Path, final: Path, files: list[dict[str, FileEntry]]) -> None:
-        """Make the folder a checkpoint, and remove those that are not to be kept."""
-        mark_complete(partial, final, {name: entry for part in files for name, entry in part.items()})
+    def _complete(self, step: int, into: Target, files: list[dict[str, FileEntry]]) -> None:
+        """Make what was written a checkpoint, and remove those that are not to be kept."""
+        into.complete({name: entry for part in files for name, entry in part.items()})
         # what cannot be removed now is tried again after the next save
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             kept = self.config
             prune(self.folder, kept.keep_last, kept.keep_every, kept.keep_best, kept.keep_steps, newest=step)
+            if self.completed is None and isinstance(self.folder, ObjectPath):
+                self.folder.abort_uploads()
+        self.completed = step, time.time()
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all, by rank; an error on one is an error on all."""

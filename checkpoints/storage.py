@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -26,8 +26,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkpoints.folder import read_json
+from checkpoints.folder import MANIFEST, Manifest, read_json
 from checkpoints.fragments import region
+from checkpoints.location import Location, ObjectPath
+from checkpoints.target import Target
+from checkpoints.tensor_objects import TensorObject
 from megamem.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -69,9 +72,9 @@ def _done(value: T) -> Future[T]:
 class SafeWriter(StorageWriter):
     """Writes this rank's items to one file; the coordinator writes the index."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        """Write into `folder`, which exists already. rank: names the file."""
-        self.folder, self.rank = folder, rank
+    def __init__(self, target: Target, rank: int) -> None:
+        """Write to `target`, which is prepared already. rank: names the file."""
+        self.target, self.rank = target, rank
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """See `StorageWriter.reset`."""
@@ -98,7 +101,7 @@ class SafeWriter(StorageWriter):
             # pieces of one buffer share its storage, which safetensors refuses
             tensors[_key(item.index)] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
             results.append(WriteResult(item.index, tensor.nbytes, data_file(self.rank)))
-        save_file(tensors, self.folder / data_file(self.rank))
+        self.target.write_tensors(data_file(self.rank), tensors)
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -115,7 +118,7 @@ class SafeWriter(StorageWriter):
                     for chunk in entry.chunks
                 ],
             }
-        (self.folder / INDEX).write_text(json.dumps(tensors), encoding="utf-8")
+        self.target.write_text(INDEX, json.dumps(tensors))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -123,7 +126,7 @@ class SafeWriter(StorageWriter):
         return True
 
 
-def read_index(folder: Path) -> dict[str, TensorEntry]:
+def read_index(folder: Location) -> dict[str, TensorEntry]:
     """Read the index: every tensor by its global name. Raises CheckpointError if it cannot be read."""
     return read_json(folder / INDEX)
 
@@ -131,9 +134,9 @@ def read_index(folder: Path) -> dict[str, TensorEntry]:
 class SafeReader(StorageReader):
     """Reads what `SafeWriter` wrote, from any number of ranks, to any number."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         """Read from the checkpoint in `folder`."""
-        self.folder = folder
+        self.folder, self._tensors = folder, TensorFiles(folder)
         self._files: dict[MetadataIndex, str] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -171,8 +174,9 @@ class SafeReader(StorageReader):
             assert item.type == LoadItemType.TENSOR, "a checkpoint holds tensors only; all else is JSON"
             by_file.setdefault(self._files[item.storage_index], []).append(item)
         for name, items in by_file.items():
-            with _opened(self.folder / name) as file:
-                for item in items:
+            with self._tensors.open(name) as file:
+                # in the order of the file, so that no block of it is read twice
+                for item in sorted(items, key=lambda item: _key(item.storage_index)):
                     piece = file.get_slice(_key(item.storage_index))
                     part = region(item.storage_offsets, item.lengths)
                     target = planner.resolve_tensor(item)
@@ -187,16 +191,38 @@ class SafeReader(StorageReader):
         return True
 
 
-def _opened(path: Path) -> Any:  # safetensors ships no types
-    """Open a file of tensors. Raises CheckpointError naming it."""
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+class TensorFiles:
+    """The tensor files of a checkpoint; those in an object store are opened once each, by their ranges."""
 
+    def __init__(self, folder: Location) -> None:
+        """Read from the checkpoint in `folder`."""
+        self.folder = folder
+        self._objects: dict[str, TensorObject] = {}
 
-def pieces_of(folder: Path, name: str, entry: TensorEntry) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield offsets and values of the stored pieces of tensor `name`, whose index entry is `entry`."""
-    for offsets, _, file in entry["pieces"]:
-        with _opened(folder / file) as opened:
-            yield tuple(offsets), opened.get_tensor(_key(MetadataIndex(name, torch.Size(offsets))))
+    def open(self, name: str) -> AbstractContextManager[Any]:  # safetensors ships no types
+        """Open a file as `safetensors.safe_open` does. Raises CheckpointError naming it."""
+        path = self.folder / name
+        try:
+            if isinstance(path, ObjectPath):
+                return nullcontext(self._object(path))
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+    def _object(self, path: ObjectPath) -> TensorObject:
+        """Return the file at `path`, opened if it is not yet."""
+        if path.name not in self._objects:
+            self._objects[path.name] = TensorObject(path, self._manifest["files"][path.name])
+        return self._objects[path.name]
+
+    @cached_property
+    def _manifest(self) -> Manifest:
+        """Sizes and hashes of the files."""
+        manifest: Manifest = read_json(self.folder / MANIFEST)  # type: ignore[assignment]  # as a checkpoint writes it
+        return manifest
+
+    def pieces(self, name: str, entry: TensorEntry) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield offsets and values of the stored pieces of tensor `name`, whose index entry is `entry`."""
+        for offsets, _, file in entry["pieces"]:
+            with self.open(file) as opened:
+                yield tuple(offsets), opened.get_tensor(_key(MetadataIndex(name, torch.Size(offsets))))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from checkpoints.find import find_checkpoint
 from checkpoints.folder import Checkpoint, verify
+from checkpoints.location import Location
 from checkpoints.whole import whole_model
 from megamem.config.load import apply_override, parse_config
 from megamem.config.run import RunConfig
@@ -32,11 +32,11 @@ class TrainedRun:
 
     def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:
         """Check the checkpoint's files and return the whole model for evaluation. Raises CheckpointError."""
-        verify(self.checkpoint)
+        verify(self.checkpoint, skip_blocks=True)
         return whole_model(self.checkpoint, self.config.model, dtype).to(device)
 
 
-def open_run(path: Path) -> TrainedRun:
+def open_run(path: str | Location) -> TrainedRun:
     """Return what a checkpoint, or the newest complete one of a run folder, holds; its tensors are not read yet.
 
     Raises: CheckpointError where there is none, ConfigError where its configuration is not valid.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.folder import FOLDER, folder_name, open_checkpoint
+from checkpoints.folder import folder_name, open_checkpoint
+from checkpoints.location import FOLDER
 from checkpoints.read import compare
 from megamem.config.run import RunConfig
 from megamem.errors import STOPPED, CheckpointError
@@ -54,7 +55,8 @@ def verify_resume(
         common = [
             f"runs_folder={folder}", f"training.steps={steps}", "training.tokens=null",
             "training.stop_after=null",
-            f"checkpoint.every={steps}", "checkpoint.resume=auto", "logging.every=1", "logging.wandb.mode=disabled",
+            f"checkpoint.every={steps}", "checkpoint.resume=auto", "checkpoint.folder=null", "logging.every=1",
+            "logging.wandb.mode=disabled",
             "logging.profile_steps=null", "logging.record_step=null", "evaluation.every=0", "data.validation=[]",
         ]  # fmt: skip
 

@@ -60,6 +60,10 @@ class CheckpointError(MegamemError):
     exit_code = 8
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written, found while it is read."""
+
+
 class DependencyError(MegamemError):
     """An optional package that is missing or of a release that is not supported."""
 

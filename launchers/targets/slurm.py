@@ -147,7 +147,11 @@ class SlurmTarget(Target):
         newest, at_stop = "", '    echo "stopped as training.stop_after says"; exit "$code"'
         if job.resumes:
             checkpoints = f"{shlex.quote(f'{job.run_folder}/checkpoints')}/step-*[0-9]/COMPLETE"
-            newest, at_stop = _NEWEST.format(checkpoints=checkpoints), _AT_STOP.format(unless_done=unless_done)
+            beat = shlex.quote(f"{job.run_folder}/heartbeat.json")
+            newest, at_stop = (
+                _NEWEST.format(checkpoints=checkpoints, beat=beat),
+                _AT_STOP.format(unless_done=unless_done),
+            )
         return _BODY.format(
             work=shlex.quote(str(job.work_folder)),
             prepare="\n".join(self._prepare(job)) or "# the environment is that of sbatch",
@@ -266,7 +270,10 @@ exit "$code"
 
 
 _NEWEST = """\
-newest() {{ printf '%s\n' {checkpoints} | tail -n 1; }}
+newest() {{
+  printf '%s\n' {checkpoints} | tail -n 1
+  grep -so '"checkpoint_step": [0-9]*' {beat}  # those in an object store
+}}
 before=$(newest)
 """
 _AT_STOP = """\

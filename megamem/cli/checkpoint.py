@@ -14,8 +14,10 @@ from megamem.errors import CheckpointError
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="List, check, compare, thin out and merge checkpoints.")
 
-RunFolder = Annotated[Path, typer.Argument(help="run folder, or its checkpoints/ folder")]
-OnePath = Annotated[Path, typer.Argument(help="a checkpoint (step-NNNNNNNN), or a run folder for its newest")]
+RunFolder = Annotated[str, typer.Argument(help="run folder, or the folder or URL of its checkpoints")]
+OnePath = Annotated[
+    str, typer.Argument(help="folder or URL of a checkpoint (step-NNNNNNNN), or of a run for its newest")
+]
 
 
 @checkpoint_app.command("ls")
@@ -84,11 +86,11 @@ def show(path: OnePath, as_json: Json = False) -> None:
 @checkpoint_app.command("verify")
 def verify(path: RunFolder, as_json: Json = False) -> None:
     """Check a checkpoint, or all of a run, against their manifests; exit code 8 if one is damaged."""
-    from checkpoints.find import checkpoints_folder
+    from checkpoints.find import checkpoints_folder, is_checkpoint
     from checkpoints.folder import checkpoints_in, open_checkpoint
     from checkpoints.folder import verify as check
 
-    found = [open_checkpoint(path)] if path.name.startswith("step-") else checkpoints_in(checkpoints_folder(path))
+    found = [open_checkpoint(path)] if is_checkpoint(path) else checkpoints_in(checkpoints_folder(path))
     if not found:
         raise CheckpointError(f"{path}: no checkpoint in it")
     errors: dict[str, str | None] = {}
@@ -165,7 +167,7 @@ def merge(
     from checkpoints.read import merge_weights
 
     checkpoint = find_checkpoint(path)
-    check(checkpoint)
+    check(checkpoint, skip_blocks=True)
     count = merge_weights(checkpoint, out)
     if as_json:
         write_json({"file": str(out), "tensors": count})

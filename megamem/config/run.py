@@ -295,6 +295,12 @@ class RunConfig(ConfigModel):
                 f"parallel.stall_timeout_s {self.parallel.stall_timeout_s:g} must be below parallel.timeout_s "
                 f"{self.parallel.timeout_s:g}, so that the stuck rank is named before collectives give up"
             )
+        retry_s = 60 * self.checkpoint.retry_minutes
+        if "://" in (self.checkpoint.folder or "") and retry_s >= self.parallel.timeout_s:
+            raise ValueError(
+                f"checkpoint.retry_minutes {self.checkpoint.retry_minutes:g} must be less than parallel.timeout_s "
+                f"{self.parallel.timeout_s:g} s, for which the other ranks wait"
+            )
         return self
 
     @model_validator(mode="after")

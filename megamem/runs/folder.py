@@ -15,7 +15,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, TypedDict
 
-from checkpoints.folder import FOLDER, begun_from, checkpoints_in
+from checkpoints.folder import begun_from, checkpoints_in
+from checkpoints.location import ObjectPath, check_store, run_checkpoints
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import RunFolderError
@@ -110,8 +111,11 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
 
     Raises:
         RunFolderError: the folder holds a run that cannot be resumed, cannot be written, or its disk has no room.
+        CheckpointError: the object store that is to hold the checkpoints cannot be written.
     """
-    folder = config.run_folder
+    folder, checkpoints = config.run_folder, run_checkpoints(config)
+    if isinstance(checkpoints, ObjectPath):
+        check_store(checkpoints)
     if (folder / "config.yaml").exists() and not can_resume(config):
         raise RunFolderError(_taken(config))
     if folder.exists() and not folder.is_dir():
@@ -131,8 +135,10 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
     # a new checkpoint is written before an old one is removed
     kept = config.checkpoint
     at_most = kept.keep_last + kept.keep_best + len(kept.keep_steps) + 1
-    there = len(checkpoints_in(folder / FOLDER))
-    needed_bytes = checkpoint_bytes * max(at_most - there, 1)
+    needed_bytes = checkpoint_bytes * max(at_most - len(checkpoints_in(checkpoints)), 1)
+    if config.checkpoint.folder is not None:
+        # only the final weights are written to the run folder; two moments go with them elsewhere
+        needed_bytes = checkpoint_bytes // 3
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + FREE_BYTES:
         raise RunFolderError(
@@ -146,9 +152,9 @@ def can_resume(config: RunConfig) -> bool:
     folder, resume = config.run_folder, config.checkpoint.resume
     if resume == "none":
         return False
-    own = checkpoints_in(folder / FOLDER)
+    own = checkpoints_in(run_checkpoints(config))
     if resume != "auto" and any(checkpoint.complete for checkpoint in own):
-        return begun_from(folder / FOLDER, resume)
+        return begun_from(run_checkpoints(config), resume)
     if resume == "auto" and own:
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
@@ -163,7 +169,7 @@ def _text(config: RunConfig) -> str:
 def _taken(config: RunConfig) -> str:
     """Return the message about a run folder that holds another run."""
     folder = config.run_folder
-    if checkpoints_in(folder / FOLDER):
+    if checkpoints_in(run_checkpoints(config)):
         return f"{folder}: already holds a run; checkpoint.resume=auto goes on with it, or choose another `name`"
     why = "" if config.checkpoint.resume == "none" else ", without a checkpoint to go on from"
     return f"{folder}: already holds another run{why}; choose another `name` or remove the folder"

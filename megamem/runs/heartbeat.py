@@ -95,6 +95,10 @@ class Beat(BaseModel):
     """Seconds to the last step, by the last log line's speed."""
     val_loss: float | None = None
     """Loss of the last validation, nats per token."""
+    checkpoint_step: int | None = None
+    """Step of the last complete checkpoint that the run has saved."""
+    checkpoint_time: float | None = None
+    """When it was completed, as `time`."""
     slow: str | None = None
     """Message that names the rank that the others of its stage wait for, if there is one."""
     ranks: list[RankBeat] = []
@@ -131,6 +135,7 @@ class Heartbeat(Sink):
         self.folder, self.steps, self.interval = folder, steps, interval_s
         self._record: LogRecord = {}
         self._logged_at = 0.0
+        self._checkpoint: tuple[int | None, float | None] = (None, None)
         self._trainer: Trainer | None = None
         self._watchdog: Watchdog | None = None
         self._lock = threading.Lock()
@@ -155,6 +160,8 @@ class Heartbeat(Sink):
     def begin(self) -> None:
         """Write the first heartbeat, and from now on one at each interval."""
         if self.folder is not None:
+            if (before := read_beat(self.folder)) is not None:
+                self._checkpoint = before.checkpoint_step, before.checkpoint_time
             self._write("starting")
             self._thread.start()
 
@@ -205,6 +212,8 @@ class Heartbeat(Sink):
     def _now(self, state: State, code: int | None, message: str | None) -> Beat:
         """Return the heartbeat of this moment."""
         record, eta, tokens = self._record, self._record.get("eta_s"), self._record.get("tokens")
+        if self._trainer is not None and self._trainer.saver is not None and self._trainer.saver.completed is not None:
+            self._checkpoint = self._trainer.saver.completed
         if eta is not None:
             eta = 0.0 if state in LAST else max(0.0, eta - (time.monotonic() - self._logged_at))
         return Beat(
@@ -222,6 +231,8 @@ class Heartbeat(Sink):
             tokens_per_second=record.get("tokens_per_second"),
             eta_s=eta,
             val_loss=record.get("val_loss"),
+            checkpoint_step=self._checkpoint[0],
+            checkpoint_time=self._checkpoint[1],
             slow=self._watchdog.slow if self._watchdog is not None else None,
             ranks=self._ranks(),
         )

@@ -14,7 +14,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from checkpoints.folder import FOLDER, MARKER, checkpoints_in
+from checkpoints.folder import MARKER, checkpoints_in, folder_name
+from checkpoints.location import FOLDER
 from megamem.errors import ConfigError
 from megamem.runs.heartbeat import Beat, read_beat
 from megamem.runs.result import RunResult, read_result
@@ -49,7 +50,7 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data, for JSON."""
-        beat = self.beat.model_dump(exclude={"state", "time"}) if self.beat is not None else {}
+        beat = self.beat.model_dump(exclude={"state", "time", "checkpoint_time"}) if self.beat is not None else {}
         step, age = self.checkpoint or (None, None)
         return {
             **beat,
@@ -127,8 +128,6 @@ def read_status(folder: Path) -> RunStatus:
     if not is_run(folder):
         raise ConfigError(f"{folder}: not a run folder (config.yaml and environment.json of a run); see `megamem runs`")
     beat, now = read_beat(folder), time.time()
-    complete = [checkpoint for checkpoint in checkpoints_in(folder / FOLDER) if checkpoint.complete]
-    newest = complete[-1] if complete else None
     result = read_result(folder)
     condition: Condition
     if beat is None:
@@ -142,8 +141,21 @@ def read_status(folder: Path) -> RunStatus:
         beat,
         None if beat is None else max(0.0, now - beat.time),
         result if condition == "done" else None,
-        None if newest is None else (newest.step, max(0.0, now - (newest.path / MARKER).stat().st_mtime)),
+        _last_checkpoint(folder / FOLDER, beat, now),
     )
+
+
+def _last_checkpoint(folder: Path, beat: Beat | None, now: float) -> tuple[int, float] | None:
+    """Return step and age of the last complete checkpoint in `folder`; where it is none, of the one the run tells of.
+
+    Checkpoints elsewhere may be in an object store, which is not asked.
+    """
+    steps = [checkpoint.step for checkpoint in checkpoints_in(folder) if checkpoint.complete]
+    if steps:
+        return steps[-1], max(0.0, now - (folder / folder_name(steps[-1]) / MARKER).stat().st_mtime)
+    if beat is not None and beat.checkpoint_step is not None and beat.checkpoint_time is not None:
+        return beat.checkpoint_step, max(0.0, now - beat.checkpoint_time)
+    return None
 
 
 def find_runs(folder: Path) -> Iterator[Path]:

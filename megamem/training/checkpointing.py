@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,12 +12,13 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import FOLDER, Checkpoint, RunFacts, SavedRun
-from checkpoints.resume import check_identity, choose_checkpoint, load_training_state, run_identity
+from checkpoints.folder import Checkpoint, RunFacts, SavedRun
+from checkpoints.location import ObjectPath, check_store, run_checkpoints
+from checkpoints.resume import all_agree, check_identity, choose_checkpoint, load_training_state, run_identity
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, MegamemError
+from megamem.errors import CheckpointError, DamagedError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
@@ -43,6 +45,22 @@ def on_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
     return result  # type: ignore[return-value]  # what rank 0's `work` returned, pickled and read again
 
 
+def check_store_everywhere(config: RunConfig, group: ProcessGroup) -> None:
+    """Check that every rank can write checkpoints to the store that is to hold them, if it is one.
+
+    A collective call of all ranks of `group`. Raises CheckpointError with the first rank that cannot, and why.
+    """
+    folder = run_checkpoints(config)
+    if not isinstance(folder, ObjectPath):
+        return
+    error = None
+    try:
+        check_store(folder)
+    except CheckpointError as caught:
+        error = f"rank {group.rank()} on {platform.node()}: {caught}"
+    all_agree(error, group)
+
+
 def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that this run resumes from, and lines about those that were skipped.
 
@@ -58,7 +76,7 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
     """
 
     def chosen() -> tuple[Checkpoint | None, list[str]]:
-        checkpoint, skipped = choose_checkpoint(config.checkpoint, config.run_folder / FOLDER)
+        checkpoint, skipped = choose_checkpoint(config.checkpoint, run_checkpoints(config))
         if checkpoint is not None:
             saved = checkpoint.run()
             check_identity(checkpoint, saved, facts)
@@ -185,7 +203,15 @@ class Checkpoints(Callback):
 
 
 def resume(trainer: Trainer, checkpoint: Checkpoint, bad_steps: BadSteps, group: ProcessGroup) -> None:
-    """Put a run where a checkpoint was saved. A collective call of all ranks of `group`."""
-    run = load_training_state(trainer.engine, checkpoint, group)
+    """Put a run where a checkpoint was saved. A collective call of all ranks of `group`.
+
+    Raises CheckpointError: the checkpoint is damaged or does not fit.
+    """
+    try:
+        run = load_training_state(trainer.engine, checkpoint, group)
+    except DamagedError as error:
+        if trainer.config.checkpoint.resume != "auto":
+            raise
+        raise DamagedError(f"{error}; --fallback goes on from the newest undamaged one") from None
     trainer.step = run["step"]
     bad_steps.set_counts(run["bad_steps"])

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import FOLDER, Checkpoint, RunFacts
+from checkpoints.folder import Checkpoint, RunFacts
+from checkpoints.location import run_checkpoints
 from checkpoints.resume import load_initial_weights
 from checkpoints.saver import Saver
 from checkpoints.weights import save_weights
@@ -44,6 +45,7 @@ from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
 from megamem.training.callbacks.objective_terms import ObjectiveTerms
 from megamem.training.checkpointing import (
     Checkpoints,
+    check_store_everywhere,
     cpu_group,
     on_rank_0,
     placed_as_before,
@@ -98,6 +100,7 @@ def _train_in_folder(
     fingerprints = [feeder.fingerprint() for feeder in feeders]
     facts = run_facts(config, fingerprints, tokenizer.hash if tokenizer else None)
 
+    check_store_everywhere(config, group)
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
     if checkpoint is not None and (result := _finished(config, checkpoint)):
@@ -118,7 +121,9 @@ def _train_in_folder(
         resumed_at = checkpoint.step if checkpoint else 0
         sinks = [heartbeat, *build_sinks(config, config.run_folder, console, resumed_at)]
     with closing(sinks), Watchdog(topology, config.parallel.stall_timeout_s, on_end=heartbeat.failed) as watchdog:
-        saver = Saver(config.run_folder / FOLDER, config.checkpoint, group)
+        saver = Saver(
+            run_checkpoints(config), config.checkpoint, group, lambda line: console.print(line, highlight=False)
+        )
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
         trainer = Trainer(config, topology, engine, feeders, callbacks, watchdog.progress)

@@ -33,7 +33,7 @@ WORLD, STEPS, EVERY = 2, 40, 2
 
 def slow_command(pause_s: float, *arguments: str) -> None:
     """On a rank: the command, with pauses at each stage of a save."""
-    from checkpoints import folder, saver, storage
+    from checkpoints import folder, saver, storage, target
 
     def slowed(function: Any) -> Any:
         def slow(*args: Any, **kwargs: Any) -> Any:
@@ -43,8 +43,8 @@ def slow_command(pause_s: float, *arguments: str) -> None:
         return slow
 
     storage.SafeWriter.write_data = slowed(storage.SafeWriter.write_data)  # type: ignore[method-assign]
-    saver.Saver._hash = slowed(saver.Saver._hash)  # type: ignore[method-assign]
-    saver.mark_complete = slowed(folder.mark_complete)  # type: ignore[attr-defined]
+    saver.Saver._written = slowed(saver.Saver._written)  # type: ignore[method-assign]
+    target.mark_complete = slowed(folder.mark_complete)  # type: ignore[attr-defined]
     folder.write_text = slowed(folder.write_text)  # between the rename and the marker
     command(*arguments)
 

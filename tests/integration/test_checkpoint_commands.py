@@ -168,9 +168,9 @@ def test_verify_resume(data, tmp_path):
 
 def disk_full_in_the_second_save(*arguments: str) -> None:
     """On a rank: the command; rank 1 finds no space when it writes for the second time."""
-    from checkpoints import storage
+    from checkpoints import target
 
-    save, count = storage.save_file, 0
+    save, count = target.save_file, 0
 
     def failing(tensors, path):
         nonlocal count
@@ -179,7 +179,7 @@ def disk_full_in_the_second_save(*arguments: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         save(tensors, path)
 
-    storage.save_file = failing
+    target.save_file = failing
     command(*arguments)
 
 

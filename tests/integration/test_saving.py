@@ -38,7 +38,7 @@ def killed_in_a_save(*arguments: str) -> None:
     from checkpoints.saver import Saver
 
     if os.environ["RANK"] == "1":
-        Saver._hash = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        Saver._written = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     command(*arguments)
 
 
@@ -56,7 +56,7 @@ def hangs_in_a_save(*arguments: str) -> None:
     from checkpoints.saver import Saver
 
     if os.environ["RANK"] == "1":
-        Saver._hash = lambda *_: time.sleep(600)
+        Saver._written = lambda *_: time.sleep(600)
     command(*arguments)
 
 

@@ -9,7 +9,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints.fragments import Fragments, LoadPlanner, Piece, SavePlanner, rectangles
+from checkpoints.location import ObjectPath
 from checkpoints.storage import SafeReader, SafeWriter, read_index
+from checkpoints.target import target
 
 SHAPES = [(7,), (3, 5), (4, 1), (1, 6), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
@@ -41,21 +43,29 @@ def split(value, tp, dp, axis):
             yield run, Fragments.of_flat(run, start, shard.shape, axis, tp, tp_rank)
 
 
+@pytest.fixture(params=["disk", "store"])
+def parent(request, tmp_path):
+    """A folder, and an object store in memory."""
+    return tmp_path if request.param == "disk" else ObjectPath(f"memory://{tmp_path.name}")
+
+
 def save(folder, fragments):
     """As several ranks would write it, here by one."""
-    folder.mkdir()
+    into = target(folder)
+    into.prepare()
     pieces = [piece for part in fragments if part.writes for piece in part.pieces]
     state = {"value": Fragments(fragments[0].shape, pieces)}
-    state_dict_saver.save(state, storage_writer=SafeWriter(folder, 0), planner=SavePlanner(), no_dist=True)
+    state_dict_saver.save(state, storage_writer=SafeWriter(into, 0), planner=SavePlanner(), no_dist=True)
+    into.complete(into.written())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("axis", [None, 0, 1])
 @pytest.mark.parametrize("shape", [(8, 12), (12, 4), (4, 4, 3)], ids=str)
-def test_any_split_is_read_into_any_other(tmp_path, shape, axis):
+def test_any_split_is_read_into_any_other(parent, shape, axis):
     value = torch.randn(shape)
     for index, (tp, dp) in enumerate(itertools.product((1, 2, 4), (1, 3))):
-        folder = tmp_path / str(index)
+        folder = parent / str(index)
         save(folder, [part for _, part in split(value, tp, dp, axis)])
         for target_tp, target_dp in itertools.product((1, 2, 4), (1, 2, 5)):
             for run, part in split(torch.zeros(shape), target_tp, target_dp, axis):
@@ -78,13 +88,13 @@ def test_replicas_are_written_once():
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8, torch.int64], ids=str)
-def test_every_dtype_comes_back(tmp_path, dtype):
+def test_every_dtype_comes_back(parent, dtype):
     value = torch.arange(6).to(dtype)
-    save(tmp_path / "c", [Fragments(value.shape, [Piece((0,), value)])])
+    save(parent / "c", [Fragments(value.shape, [Piece((0,), value)])])
     found = torch.zeros(6, dtype=dtype)
     state_dict_loader.load(
         {"value": Fragments(found.shape, [Piece((0,), found)])},
-        storage_reader=SafeReader(tmp_path / "c"), planner=LoadPlanner(), no_dist=True,
+        storage_reader=SafeReader(parent / "c"), planner=LoadPlanner(), no_dist=True,
     )  # fmt: skip
     assert torch.equal(found, value)
 
@@ -93,7 +103,8 @@ def test_every_dtype_comes_back(tmp_path, dtype):
 def test_nothing_on_disk_is_a_pickle(tmp_path):
     """Safetensors and JSON only: reading cannot run code."""
     save(tmp_path / "c", [Fragments((3,), [Piece((0,), torch.ones(3))])])
-    assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".safetensors", ".json"}
+    names = {path.name for path in (tmp_path / "c").iterdir()}
+    assert names == {"rank-00000.safetensors", "index.json", "manifest.json", "COMPLETE"}
     assert read_index(tmp_path / "c")["value"]["shape"] == [3]
 
 
