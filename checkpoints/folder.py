@@ -158,14 +158,22 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoints_in(folder: Location) -> list[Checkpoint]:
-    """Return all folders named like checkpoints, complete or not, by step. Raises CheckpointError: no answer."""
+def checkpoints_in(folder: Location, unfinished: bool = False) -> list[Checkpoint]:
+    """Return what is named like a checkpoint, by step. Raises CheckpointError where a store does not answer.
+
+    On a disk a save under way has another name. In an object store it does not, and what has no marker is left out.
+
+    unfinished: with those, too.
+    """
     try:
         names = [name for name, size in entries(folder).items() if size is None]
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror})") from None
     found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
-    return sorted((Checkpoint(folder / name, int(match[1])) for name, match in found), key=lambda c: c.step)
+    checkpoints = sorted((Checkpoint(folder / name, int(match[1])) for name, match in found), key=lambda c: c.step)
+    if isinstance(folder, ObjectPath) and not unfinished:
+        return [checkpoint for checkpoint in checkpoints if checkpoint.complete]
+    return checkpoints
 
 
 def open_checkpoint(path: str | Location) -> Checkpoint:
@@ -335,7 +343,7 @@ def prune(
         newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do
             not count.
     """
-    found = [c for c in checkpoints_in(folder) if newest is None or c.step <= newest]
+    found = [c for c in checkpoints_in(folder, unfinished=True) if newest is None or c.step <= newest]
     losses = {c.step: loss for c in found if c.complete and (loss := _validation_loss(c)) is not None}
     keep = steps_to_keep(found, last, every, best, losses, named)
     removed = [c for c in found if c.step not in keep]

@@ -150,6 +150,9 @@ class ObjectPath:
         """Remove all objects below this name."""
         with contextlib.suppress(FileNotFoundError), self._store() as (store, name):
             store.rm(name, recursive=True)
+        # some stores go on listing a folder that has become empty
+        with contextlib.suppress(FileNotFoundError), self._store() as (store, name):
+            store.rm_file(name)
 
     def abort_uploads(self) -> None:
         """Drop the parts of objects below this name that were never finished: a store may keep them, and charge."""

@@ -26,7 +26,7 @@ def ls(run: RunFolder, as_json: Json = False) -> None:
     from checkpoints.find import checkpoints_folder
     from checkpoints.folder import checkpoints_in
 
-    found = [(one, one.run() if one.complete else None) for one in checkpoints_in(checkpoints_folder(run))]
+    found = [(one, one.run() if one.complete else None) for one in checkpoints_in(checkpoints_folder(run), True)]
     if as_json:
         write_json(
             [
