@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +25,7 @@ def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
 def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Load a checkpoint under another layout and save it again at once: case -> {"tree", "from", "to"}."""
     from checkpoints.folder import open_checkpoint
+    from checkpoints.location import location
     from checkpoints.resume import load_training_state
     from checkpoints.saver import Saver
     from checkpoints.states import Lanes
@@ -40,8 +40,8 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
         topology = start_topology(config)
         engine = build_engine(config, topology)
         group = cpu_group(60)
-        run = load_training_state(engine, open_checkpoint(Path(case["from"])), group)
-        saver = Saver(Path(case["to"]), CheckpointConfig(), group)
+        run = load_training_state(engine, open_checkpoint(case["from"]), group)
+        saver = Saver(location(case["to"]), CheckpointConfig(), group)
         tensors = {**optimizer_fragments(engine), **Lanes.of(engine).fragments(engine.carried)}
         saver.save(run["step"], tensors, {**run, "optimizer_steps": optimizer_steps(engine)}, wait=True)
     return dict.fromkeys(cases, True)
