@@ -40,10 +40,10 @@ class FileEntry(TypedDict):
     """Size of the file."""
     sha256: str
     """Hash of the file as it was written."""
-    block_bytes: NotRequired[int]
-    """Bytes of each block but the last; files of tensors in an object store only."""
-    blocks: NotRequired[list[str]]
-    """SHA-256 of each block."""
+    extent_bytes: NotRequired[int]
+    """Bytes of each extent but the last; files of tensors in an object store only."""
+    extents: NotRequired[list[str]]
+    """SHA-256 of each extent."""
 
 
 class Manifest(TypedDict):
@@ -214,21 +214,21 @@ def read_json(path: Location) -> dict[str, Any]:
     return value
 
 
-def verify(checkpoint: Checkpoint, skip_blocks: bool = False) -> None:
+def verify(checkpoint: Checkpoint, skip_extents: bool = False) -> None:
     """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written.
 
-    skip_blocks: leave the content of objects whose blocks have hashes to those who read them, block by block.
+    skip_extents: leave the content of objects whose extents have hashes to those who read them, extent by extent.
     """
     try:
-        _verify(checkpoint, skip_blocks)
+        _verify(checkpoint, skip_extents)
     except OSError as error:
         raise CheckpointError(f"{error.filename or checkpoint.path}: cannot be read ({error.strerror})") from None
 
 
-def _verify(checkpoint: Checkpoint, skip_blocks: bool) -> None:
+def _verify(checkpoint: Checkpoint, skip_extents: bool) -> None:
     """See `verify`; a file that cannot be read raises OSError."""
     path = checkpoint.path
-    skip_blocks &= isinstance(path, ObjectPath)
+    skip_extents &= isinstance(path, ObjectPath)
     if not checkpoint.complete:
         raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
     manifest = checkpoint.manifest()
@@ -243,7 +243,7 @@ def _verify(checkpoint: Checkpoint, skip_blocks: bool) -> None:
             raise CheckpointError(f"{file}: is missing")
         if size != entry["bytes"]:
             raise CheckpointError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
-        if not (skip_blocks and "blocks" in entry) and sha256_of(file) != entry["sha256"]:
+        if not (skip_extents and "extents" in entry) and sha256_of(file) != entry["sha256"]:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
 
 
@@ -286,16 +286,35 @@ def mark_complete(partial: Path, final: Path, files: Mapping[str, FileEntry]) ->
     sync(final.parent)
 
 
-def share(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+def share(checkpoint: Checkpoint, folder: Location) -> Checkpoint:
     """Put a checkpoint into another folder of checkpoints and return it as it lies there.
 
-    Its files are linked where both lie on one file system, which takes no room, else copied. They are never written
-    again, and stay there when the original is removed.
+    Its files are linked where both lie on one file system, which takes no room, else copied; an object store copies
+    them itself. They are never written again, and stay there when the original is removed.
+
+    Raises:
+        CheckpointError: only one of the two lies in an object store, or that cannot copy.
     """
+    if isinstance(folder, Path) and isinstance(checkpoint.path, Path):
+        return Checkpoint(_linked(checkpoint.path, folder), checkpoint.step)
+    if isinstance(folder, Path) or isinstance(checkpoint.path, Path):
+        raise CheckpointError(f"{folder}: is not where {checkpoint.path} lies; leave checkpoint.folder as it was")
     final = folder / checkpoint.path.name
+    try:
+        # the marker last, as it is written
+        for name in sorted(checkpoint.path.entries(), key=lambda name: name == MARKER):
+            (checkpoint.path / name).copy_to(final / name)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be copied to {final} ({error.strerror})") from None
+    return Checkpoint(final, checkpoint.step)
+
+
+def _linked(checkpoint: Path, folder: Path) -> Path:
+    """See `share`; return the folder of the files in their new place."""
+    final = folder / checkpoint.name
     partial = final.with_name(final.name + PARTIAL)
     partial.mkdir(parents=True)
-    for file in checkpoint.path.iterdir():
+    for file in checkpoint.iterdir():
         try:
             os.link(file, partial / file.name)
         except OSError:
@@ -304,7 +323,7 @@ def share(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     sync(partial)
     partial.rename(final)
     sync(folder)
-    return Checkpoint(final, checkpoint.step)
+    return final
 
 
 def steps_to_keep(

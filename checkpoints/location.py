@@ -141,6 +141,11 @@ class ObjectPath:
         with self._store() as (store, name):
             store.pipe_file(name, data)
 
+    def copy_to(self, other: ObjectPath) -> None:
+        """Make the store copy the object to another name."""
+        with self._store() as (store, name):
+            store.cp_file(name, store._strip_protocol(other.url))
+
     def unlink(self) -> None:
         """Remove the object, if there is one."""
         with contextlib.suppress(FileNotFoundError), self._store() as (store, name):

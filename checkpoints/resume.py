@@ -60,7 +60,7 @@ def choose_checkpoint(config: CheckpointConfig, folder: Location) -> tuple[Check
         return None, []
     if config.resume != "auto" and not begun_from(folder, config.resume):
         chosen = open_checkpoint(config.resume)
-        verify(chosen, skip_blocks=True)
+        verify(chosen, skip_extents=True)
         return chosen, []
     found = checkpoints_in(folder)
     usable = [c for c in found if c.complete]
@@ -74,8 +74,8 @@ def choose_checkpoint(config: CheckpointConfig, folder: Location) -> tuple[Check
     skipped = []
     for checkpoint in reversed(usable):
         try:
-            # blocks are checked when they are read; to take another checkpoint instead, it must be known before
-            verify(checkpoint, skip_blocks=not config.fallback)
+            # extents are checked when they are read; to take another checkpoint instead, it must be known before
+            verify(checkpoint, skip_extents=not config.fallback)
         except CheckpointError as error:
             if not config.fallback:
                 raise CheckpointError(f"{error}; --fallback goes on from the newest undamaged one") from None

@@ -175,7 +175,7 @@ class SafeReader(StorageReader):
             by_file.setdefault(self._files[item.storage_index], []).append(item)
         for name, items in by_file.items():
             with self._tensors.open(name) as file:
-                # in the order of the file, so that no block of it is read twice
+                # in the order of the file, so that no extent of it is read twice
                 for item in sorted(items, key=lambda item: _key(item.storage_index)):
                     piece = file.get_slice(_key(item.storage_index))
                     part = region(item.storage_offsets, item.lengths)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from checkpoints.folder import MANIFEST, MARKER, PARTIAL, FileEntry, manifest_text, mark_complete, sync
 from checkpoints.location import Location, ObjectPath, remove_folder, sha256_of
-from checkpoints.tensor_objects import BLOCK_BYTES, block_hashes, regrouped, safetensors_stream
+from checkpoints.tensor_objects import EXTENT_BYTES, extent_hashes, regrouped, safetensors_stream
 from megamem.files import sha256_file
 
 T = TypeVar("T")
-PART_BYTES = 8 * BLOCK_BYTES
+PART_BYTES = 8 * EXTENT_BYTES
 """Bytes of one request of an upload; smaller files take one request. S3 allows 10,000 of at least 5 MiB."""
 RETRY_S = 2.0
 """Seconds between two attempts at a store that does not answer."""
@@ -118,7 +118,7 @@ class ObjectTarget(Target):
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """See `Target.write_tensors`; [...] of any shape."""
-        self._files[name] = self._patiently(lambda: self._upload(name, safetensors_stream(tensors), blocks=True))
+        self._files[name] = self._patiently(lambda: self._upload(name, safetensors_stream(tensors), extents=True))
 
     def write_text(self, name: str, text: str) -> None:
         """See `Target.write_text`."""
@@ -152,10 +152,10 @@ class ObjectTarget(Target):
                     raise
                 time.sleep(min(RETRY_S, self.retry_s))
 
-    def _upload(self, name: str, pieces: Iterable[memoryview], blocks: bool = False) -> FileEntry:
+    def _upload(self, name: str, pieces: Iterable[memoryview], extents: bool = False) -> FileEntry:
         """Write an object and check that the store has it as it was sent. Raises OSError.
 
-        blocks: give hashes of blocks too.
+        extents: give hashes of extents too.
         """
         path, sha256, md5s, size = self.final / name, hashlib.sha256(), [], 0
         hashes: list[str] = []
@@ -164,7 +164,7 @@ class ObjectTarget(Target):
                 file.write(part)
                 sha256.update(part)
                 md5s.append(hashlib.md5(part, usedforsecurity=False))
-                hashes += block_hashes(part) if blocks else []
+                hashes += extent_hashes(part) if extents else []
                 size += len(part)
                 self.progress += len(part)
         entry: FileEntry = {"bytes": size, "sha256": sha256.hexdigest()}
@@ -176,7 +176,7 @@ class ObjectTarget(Target):
         tag = md5s[0].hexdigest() if size < PART_BYTES else f"{several}-{len(md5s)}"
         if str(facts.get("ETag", "")).strip('"') != tag and sha256_of(path) != entry["sha256"]:
             raise OSError(errno.EIO, "does not hold what was written", str(path))
-        return {**entry, "block_bytes": BLOCK_BYTES, "blocks": hashes} if blocks else entry
+        return {**entry, "extent_bytes": EXTENT_BYTES, "extents": hashes} if extents else entry
 
 
 def _line(error: OSError) -> str:

@@ -1,6 +1,6 @@
 """Files of tensors in an object store: safetensors, written as a stream and read by the ranges that are needed.
 
-Every block of such a file has a hash in the manifest, and is checked as it is read: reading a part of a checkpoint
+Every extent of such a file has a hash in the manifest, and is checked as it is read: reading a part of a checkpoint
 costs the bytes of that part, and none of them is used that is not as it was written.
 """
 
@@ -20,8 +20,8 @@ from checkpoints.folder import FileEntry
 from checkpoints.location import REQUESTS, ObjectPath
 from megamem.errors import CheckpointError, DamagedError
 
-BLOCK_BYTES = 4 * 2**20
-"""Bytes of a block, but for a file's last: the least that is read, and what has a hash of its own."""
+EXTENT_BYTES = 4 * 2**20
+"""Bytes of an extent, but for a file's last: the least that is read, and what has a hash of its own."""
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -69,9 +69,9 @@ def regrouped(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
         yield memoryview(part)
 
 
-def block_hashes(part: memoryview) -> list[str]:
-    """Return the hash of each block of a part that begins where a block does."""
-    return [hashlib.sha256(part[at : at + BLOCK_BYTES]).hexdigest() for at in range(0, len(part), BLOCK_BYTES)]
+def extent_hashes(part: memoryview) -> list[str]:
+    """Return the hash of each extent of a part that begins where an extent does."""
+    return [hashlib.sha256(part[at : at + EXTENT_BYTES]).hexdigest() for at in range(0, len(part), EXTENT_BYTES)]
 
 
 class _Stored(NamedTuple):
@@ -91,14 +91,14 @@ class TensorObject:
 
         Args:
             path: the file.
-            entry: what the manifest says of it. A file that was written elsewhere, and copied, has no hashes of blocks.
+            entry: what the manifest says of it. One that was written to a disk, and copied, has no hashes of extents.
 
         Raises:
-            DamagedError: a block is not as it was written; so does all that reads.
+            DamagedError: an extent is not as it was written; so does all that reads.
             CheckpointError: the store does not answer; so does all that reads.
         """
         self.path, self.entry = path, entry
-        self.block_bytes = entry.get("block_bytes", BLOCK_BYTES)
+        self.extent_bytes = entry.get("extent_bytes", EXTENT_BYTES)
         self._cache: dict[int, bytes] = {}
         length = int.from_bytes(self._read(0, 8), "little")
         header = json.loads(self._read(8, 8 + length))
@@ -116,31 +116,31 @@ class TensorObject:
         return self.get_slice(key)[()]
 
     def _read(self, start: int, stop: int) -> bytearray:
-        """Return the bytes from `start` to before `stop`, of blocks that are as they were written."""
-        size, found = self.block_bytes, bytearray(stop - start)
-        blocks = range(start // size, -(-stop // size))
-        for first in range(0, len(blocks), REQUESTS):
-            batch = blocks[first : first + REQUESTS]
+        """Return the bytes from `start` to before `stop`, of extents that are as they were written."""
+        size, found = self.extent_bytes, bytearray(stop - start)
+        extents = range(start // size, -(-stop // size))
+        for first in range(0, len(extents), REQUESTS):
+            batch = extents[first : first + REQUESTS]
             self._fetch(batch)
-            for block in batch:
-                begin, end = max(start, block * size), min(stop, (block + 1) * size)
-                found[begin - start : end - start] = self._cache[block][begin - block * size : end - block * size]
+            for extent in batch:
+                begin, end = max(start, extent * size), min(stop, (extent + 1) * size)
+                found[begin - start : end - start] = self._cache[extent][begin - extent * size : end - extent * size]
         return found
 
     def _fetch(self, batch: range) -> None:
-        """Read blocks that are not at hand, and forget those of earlier batches."""
-        size, total, hashes = self.block_bytes, self.entry["bytes"], self.entry.get("blocks")
-        self._cache = {block: data for block, data in self._cache.items() if block in batch}
-        missing = [block for block in batch if block not in self._cache]
-        ranges = [(block * size, min((block + 1) * size, total)) for block in missing]
+        """Read extents that are not at hand, and forget those of earlier batches."""
+        size, total, hashes = self.extent_bytes, self.entry["bytes"], self.entry.get("extents")
+        self._cache = {extent: data for extent, data in self._cache.items() if extent in batch}
+        missing = [extent for extent in batch if extent not in self._cache]
+        ranges = [(extent * size, min((extent + 1) * size, total)) for extent in missing]
         try:
             found = self.path.read_ranges(ranges) if ranges else []
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
-        for block, data in zip(missing, found, strict=True):
-            if hashes is not None and hashlib.sha256(data).hexdigest() != hashes[block]:
-                raise DamagedError(f"{self.path}: is damaged (the SHA-256 of block {block} is not the manifest's)")
-            self._cache[block] = data
+        for extent, data in zip(missing, found, strict=True):
+            if hashes is not None and hashlib.sha256(data).hexdigest() != hashes[extent]:
+                raise DamagedError(f"{self.path}: is damaged (the SHA-256 of extent {extent} is not the manifest's)")
+            self._cache[extent] = data
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class TrainedRun:
 
     def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:
         """Check the checkpoint's files and return the whole model for evaluation. Raises CheckpointError."""
-        verify(self.checkpoint, skip_blocks=True)
+        verify(self.checkpoint, skip_extents=True)
         return whole_model(self.checkpoint, self.config.model, dtype).to(device)
 
 

@@ -167,7 +167,7 @@ def merge(
     from checkpoints.read import merge_weights
 
     checkpoint = find_checkpoint(path)
-    check(checkpoint, skip_blocks=True)
+    check(checkpoint, skip_extents=True)
     count = merge_weights(checkpoint, out)
     if as_json:
         write_json({"file": str(out), "tensors": count})

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoints.find import checkpoints_folder
-from checkpoints.folder import FOLDER, Checkpoint, checkpoints_in, share, verify
+from checkpoints.folder import Checkpoint, checkpoints_in, share, verify
+from checkpoints.location import run_checkpoints
 from megamem.config.load import Tree, apply_override, merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError, RunFolderError
@@ -47,11 +48,14 @@ def make_branch(
     checkpoint = checkpoint_at(run, at)
     config = _branched(tree, origin, run, at, _length(origin, at, steps, tokens), name, overrides)
     verify(checkpoint)
+    checkpoints = run_checkpoints(config)
+    if config.checkpoint.folder is not None and checkpoints_in(checkpoints):
+        raise RunFolderError(f"{checkpoints}: holds checkpoints already; give the branch another --name")
     try:
         config.run_folder.mkdir(parents=True)
     except FileExistsError:
         raise RunFolderError(f"{config.run_folder}: exists already; give the branch another --name") from None
-    share(checkpoint, config.run_folder / FOLDER)
+    share(checkpoint, checkpoints)
     # last: a folder without a configuration is never taken for a run
     create_run_folder(config)
     return config

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from checkpoints import target as targets
 from checkpoints import tensor_objects
 from checkpoints.find import checkpoints_folder, find_checkpoint
-from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, prune, verify
+from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, prune, share, verify
 from checkpoints.location import ObjectPath, check_store, location, recorded_checkpoints, run_checkpoints
 from checkpoints.resume import choose_checkpoint
 from checkpoints.storage import TensorFiles, data_file
@@ -161,7 +161,7 @@ def test_tensors_are_checked_when_they_are_read_or_all_before_where_another_may_
     assert choose_checkpoint(CheckpointConfig(), folder) == (newest, [])
     with TensorFiles(newest.path).open(data_file(0)) as file:
         assert file.get_tensor("value@0")[0] == 20
-    with pytest.raises(DamagedError, match=r"rank-00001\.safetensors: is damaged \(the SHA-256 of block 0 is not"):
+    with pytest.raises(DamagedError, match=r"rank-00001\.safetensors: is damaged \(the SHA-256 of extent 0 is not"):
         TensorFiles(newest.path).open(data_file(1))
     chosen, skipped = choose_checkpoint(CheckpointConfig(fallback=True), folder)
     assert chosen.step == 10
@@ -184,11 +184,24 @@ def test_what_is_kept(folder):
     assert [c.step for c in checkpoints_in(folder)] == [10, 30, 60]
 
 
+def test_a_branch_begins_with_a_copy_that_the_store_makes(folder, tmp_path):
+    """Its marker is the last object, and it stays when the original goes."""
+    original, elsewhere = write(folder, 20), ObjectPath(f"{folder}-branch")
+    copy = share(original, elsewhere)
+    prune(folder, last=1)
+    original.path.remove_all()
+    verify(copy)
+    assert checkpoints_in(elsewhere) == [copy]
+    assert checkpoints_in(folder) == []
+    with pytest.raises(CheckpointError, match=r"is not where .* lies; leave checkpoint\.folder as it was"):
+        share(copy, tmp_path)
+
+
 class TestRanges:
     @pytest.fixture(autouse=True)
-    def small_blocks(self, monkeypatch):
-        monkeypatch.setattr(tensor_objects, "BLOCK_BYTES", 64)
-        monkeypatch.setattr(targets, "BLOCK_BYTES", 64)
+    def small_extents(self, monkeypatch):
+        monkeypatch.setattr(tensor_objects, "EXTENT_BYTES", 64)
+        monkeypatch.setattr(targets, "EXTENT_BYTES", 64)
         monkeypatch.setattr(targets, "PART_BYTES", 256)
 
     @pytest.fixture
@@ -228,7 +241,7 @@ class TestRanges:
         monkeypatch.setattr(ObjectPath, "read_ranges", lambda self, ranges: asked.extend(ranges) or read(self, ranges))
         rows = file.get_slice("wide@0,0")[slice(16, 24), slice(4, 8)]
         assert torch.equal(rows, tensors["wide@0,0"][16:24, 4:8])
-        # 8 rows of 256 bytes, and the rest of the blocks at both ends
+        # 8 rows of 256 bytes, and the rest of the extents at both ends
         assert 8 * 256 <= sum(stop - start for start, stop in asked) <= 8 * 256 + 2 * 64
         assert all(stop - start == 64 for start, stop in asked)
 
@@ -241,7 +254,7 @@ class TestRanges:
             file.get_slice("wide@0,0")[slice(24, 40), slice(0, 32)]
 
     def test_a_checkpoint_that_was_copied_from_a_disk_is_read_too(self, written):
-        """Its manifest has no hashes of blocks: `verify` hashes the whole file."""
+        """Its manifest has no hashes of extents: `verify` hashes the whole file."""
         tensors, path, entry = written
         plain = {"bytes": entry["bytes"], "sha256": entry["sha256"]}
         assert torch.equal(TensorObject(path, plain).get_tensor("half@0"), tensors["half@0"])
