@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from megamem.data.global_rows import GlobalRows, LaneRows, SequenceRows
 from megamem.data.open_store import open_store
 from megamem.data.prefetch import Prefetcher
 from megamem.data.rows import DocumentSlice, Row, fill_row
-from megamem.data.shard_store import ShardStore, file_opener
+from megamem.data.shard_store import ShardStore
 from megamem.data.store import DocumentStore, Int64
 from megamem.data.tasks.store import TaskStore
 from megamem.errors import ConfigError, DataError
@@ -147,6 +148,24 @@ class Feeder:
         return hashlib.sha256(json.dumps(order).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class HeldOutDocuments:
+    """Held-out documents, read anew whenever they are gone through: nobody holds all of them in memory."""
+
+    documents: Sequence[tuple[DocumentStore, int]]
+    """Store and number of each."""
+    read: Callable[[DocumentStore, int], EvaluationDocument]
+    """Reads one."""
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.documents)
+
+    def __iter__(self) -> Iterator[EvaluationDocument]:
+        """Read the documents in order."""
+        return (self.read(store, document) for store, document in self.documents)
+
+
 def evaluation_documents(
     config: DataConfig,
     *,
@@ -154,8 +173,8 @@ def evaluation_documents(
     max_tokens: int | None = None,
     rank: int = 0,
     ranks: int = 1,
-) -> Iterator[EvaluationDocument]:
-    """Return the held-out documents in order, every `ranks`-th from `rank` on.
+) -> HeldOutDocuments:
+    """Return the held-out documents in order, every `ranks`-th from `rank` on, read when they are gone through.
 
     The first token of a document is read but not predicted, so its bytes are not counted. Documents of fewer
     than two tokens are left out. Sources are opened and checked at once.
@@ -178,17 +197,16 @@ def evaluation_documents(
     readable = [(store, d) for store in stores for d in np.flatnonzero(store.lengths > 1).tolist()]
     if not readable:
         raise DataError(f"{stores[0].path}: no held-out document has two tokens")
-    return (
-        _evaluation_document(store, document, chunk_size, max_tokens, token_bytes)
-        for store, document in readable[rank::ranks]
+    return HeldOutDocuments(
+        readable[rank::ranks],
+        lambda store, document: _evaluation_document(store, document, chunk_size, max_tokens, token_bytes),
     )
 
 
 def open_stores(config: DataConfig, paths: Sequence[str], end_of_document: int | None = None) -> list[DocumentStore]:
     """Open sources, remote ones through the configuration's cache of shards. See `open_store`."""
     cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
-    opener = file_opener()
-    return [open_store(path, cache, opener, end_of_document) for path in paths]
+    return [open_store(path, cache, end_of_document) for path in paths]
 
 
 def _open_training(config: DataConfig) -> list[DocumentStore]:

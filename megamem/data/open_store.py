@@ -3,21 +3,18 @@
 from pathlib import Path
 
 from megamem.data.cache import ShardCache
-from megamem.data.shard_store import Opener, ShardStore
+from megamem.data.shard_store import ShardStore
 from megamem.data.store import DocumentStore
 from megamem.data.tasks.store import TaskStore
 from megamem.errors import DataError
 
 
-def open_store(
-    path: str, cache: ShardCache, opener: Opener | None = None, end_of_document: int | None = None
-) -> DocumentStore:
+def open_store(path: str, cache: ShardCache, end_of_document: int | None = None) -> DocumentStore:
     """Open a shard folder, a Megatron prefix, the URL of a shard folder or a task's description, and check its files.
 
     Args:
         path: as the configuration names the source.
         cache: holds copies of remote shards.
-        opener: opens local shards, for several stores together.
         end_of_document: token that is to end the documents of Megatron files; they are left as they are if not given.
 
     Raises:
@@ -33,4 +30,4 @@ def open_store(
         return MegatronStore(path, end_of_document)
     if not Path(path).exists():
         raise DataError(f"{path}: no such shard folder, and no {path}.idx")
-    return ShardStore(path, opener=opener)
+    return ShardStore(path)

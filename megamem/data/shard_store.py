@@ -4,7 +4,6 @@ import io
 import json
 import os
 import resource
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from tarfile import TarError, TarInfo
@@ -20,14 +19,10 @@ from tokenization.shard_format import DOCUMENT, INDEX_FILE, TAR_BLOCK, FileRecor
 
 OPEN_REMOTE = 4
 """Copies of remote shards that are kept open at a time: they hold disk space even after the cache deleted them."""
-Opener = Callable[[str], io.FileIO]
-"""Opens a file to read, or gives one that it keeps open."""
-
-
-def file_opener() -> Opener:
-    """Return what opens local shards and keeps the last ones open, as many as a quarter of the files a process may."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return lru_cache(None if limit == resource.RLIM_INFINITY else limit // 4)(io.FileIO)
+FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""Files that this process may have open."""
+_open_local = lru_cache(None if FILES == resource.RLIM_INFINITY else FILES // 2)(io.FileIO)
+"""Opens a local shard; the last ones stay open, for all stores together."""
 
 
 class ShardStore:
@@ -36,13 +31,12 @@ class ShardStore:
     The table of documents is mapped into memory and read where it is needed, so that all processes of a node share it.
     """
 
-    def __init__(self, path: str, cache: ShardCache | None = None, opener: Opener | None = None) -> None:
+    def __init__(self, path: str, cache: ShardCache | None = None) -> None:
         """Read the index and map the table of documents.
 
         Args:
             path: the folder or its URL.
             cache: holds copies of a URL's files; none for a local folder.
-            opener: opens local shards, for several stores together; its own if not given.
 
         Raises:
             DataError: a file is missing, truncated or foreign; the message names it.
@@ -62,7 +56,6 @@ class ShardStore:
         self.tokenizer_hash: str | None = self.index.header.tokenizer_sha256
         self.dtype = np.dtype(self.index.header.dtype).newbyteorder("<")
         self._checked = np.zeros(len(self.index.shards), np.bool_)
-        self._open_local = opener or file_opener()
         self._open_remote = lru_cache(OPEN_REMOTE)(self._fetch)
 
     def __len__(self) -> int:
@@ -131,7 +124,7 @@ class ShardStore:
         if not self._checked[shard]:
             self._check_shard(shard, Path(path))
         try:
-            return self._open_local(path)
+            return _open_local(path)
         except OSError as error:
             raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -110,25 +111,39 @@ def cut_documents(
     `least`, documents are cut to `least` chunks and taken in order while they fit. A cut document's
     bytes are summed from `token_bytes` over its remaining labels, and are not known without. Where a document asks for
     some of its tokens only (a task), its question must not be cut off: whole documents are taken while they fit.
+
+    Documents are gone through twice, and what is not returned is not kept in memory.
     """
-    readable = [document for document in documents if document.predicted_tokens > 0]
-    if not readable:
-        raise DataError("evaluation: no held-out document has a token to predict")
-    for document in readable:
-        if len(document.tokens) % size or len(document.labels) != len(document.tokens):
-            raise ValueError(f"{document.name}: {len(document.tokens)} tokens are not whole chunks of {size}")
-    lengths = np.array([document.predicted_tokens for document in readable], dtype=np.int64)
+    documents = list(documents) if isinstance(documents, Iterator) else documents
+    lengths, predict_all = _survey(documents, size)
     if max_tokens is None or lengths.sum() <= max_tokens:
-        return readable
-    if not all(document.predicts_all for document in readable):
+        return list(_readable(documents))
+    if not predict_all:
         taken = int(np.searchsorted(lengths.cumsum(), max_tokens, side="right"))
-        return readable[: max(taken, 1)]
-    depth = _common_depth(lengths, size, max_tokens)
+        return list(islice(_readable(documents), max(taken, 1)))
+    depth, taken = _common_depth(lengths, size, max_tokens), len(lengths)
     if depth < least:
         depth = min(least, max(max_tokens // size, 1))
         taken = int(np.searchsorted(np.minimum(lengths, depth * size).cumsum(), max_tokens, side="right"))
-        readable = readable[: max(taken, 1)]
-    return [_cut(document, depth * size, token_bytes) for document in readable]
+    return [_cut(document, depth * size, token_bytes) for document in islice(_readable(documents), max(taken, 1))]
+
+
+def _readable(documents: Iterable[EvaluationDocument]) -> Iterator[EvaluationDocument]:
+    """Go through the documents that have a token to predict."""
+    return (document for document in documents if document.predicted_tokens > 0)
+
+
+def _survey(documents: Iterable[EvaluationDocument], size: int) -> tuple[Int64, bool]:
+    """Return [documents] the predicted tokens of each readable document, and whether all predict every token."""
+    lengths, predict_all = [], True
+    for document in _readable(documents):
+        if len(document.tokens) % size or len(document.labels) != len(document.tokens):
+            raise ValueError(f"{document.name}: {len(document.tokens)} tokens are not whole chunks of {size}")
+        lengths.append(document.predicted_tokens)
+        predict_all = predict_all and document.predicts_all
+    if not lengths:
+        raise DataError("evaluation: no held-out document has a token to predict")
+    return np.array(lengths, dtype=np.int64), predict_all
 
 
 def _common_depth(lengths: Int64, size: int, max_tokens: int) -> int:
@@ -146,10 +161,11 @@ def _common_depth(lengths: Int64, size: int, max_tokens: int) -> int:
 def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -> EvaluationDocument:
     if document.predicted_tokens <= tokens:
         return document
-    labels = document.labels[:tokens]
+    # copies: slices would keep the whole document
+    labels = document.labels[:tokens].clone()
     return replace(
         document,
-        tokens=document.tokens[:tokens],
+        tokens=document.tokens[:tokens].clone(),
         labels=labels,
         predicted_tokens=tokens,
         text_bytes=None if token_bytes is None else int(token_bytes[labels[labels != IGNORED].numpy()].sum()),

@@ -10,9 +10,10 @@ from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
 from megamem.costs.flops import flops_per_token
 from megamem.data.batch import EvaluationDocument
-from megamem.data.feeder import evaluation_documents
+from megamem.data.feeder import HeldOutDocuments, evaluation_documents
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.losses import cut_documents
 from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
@@ -37,9 +38,9 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
     return Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
 
 
-def held_out_documents(config: RunConfig) -> list[EvaluationDocument]:
-    """Read the held-out documents."""
-    return list(evaluation_documents(config.data, chunk_size=config.model.chunk_size))
+def held_out_documents(config: RunConfig) -> HeldOutDocuments:
+    """Open the held-out documents; they are read when they are gone through."""
+    return evaluation_documents(config.data, chunk_size=config.model.chunk_size)
 
 
 def new_parameters(config: RunConfig) -> set[str]:
@@ -80,7 +81,13 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
     config = engine.config
     if not config.data.validation or not config.evaluation.every:
         return None
-    documents = held_out_documents(config)
+    tokenizer = open_tokenizer(config)
+    documents = cut_documents(
+        held_out_documents(config),
+        config.model.chunk_size,
+        config.evaluation.max_tokens,
+        tokenizer.byte_lengths() if tokenizer else None,
+    )
     return Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks)
 
 
@@ -96,12 +103,9 @@ def build_instruments(engine: TrainingEngine) -> list[Callback]:
 
 
 def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch: Watch) -> LogRecord:
-    """Return the losses of a validation while training. A collective of all ranks."""
-    settings, tokenizer = engine.config.evaluation, open_tokenizer(engine.config)
-    report = Evaluator(engine.stage, engine.topology, settings.rows).losses(
+    """Return the losses of a validation while training, on documents cut to its bound. A collective of all ranks."""
+    report = Evaluator(engine.stage, engine.topology, engine.config.evaluation.rows).losses(
         documents,
-        max_tokens=settings.max_tokens,
-        token_bytes=tokenizer.byte_lengths() if tokenizer else None,
         progress=lambda done, of: watch(f"validation, call {done} of {of}"),
     )
     return {

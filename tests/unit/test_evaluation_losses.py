@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -271,3 +272,24 @@ def test_position_buckets(chunk, longest):
     assert edges[-1] >= longest
     assert len(edges) == 1 or edges[-2] < longest
     assert chunk in edges or longest < chunk
+
+
+def test_documents_that_are_not_read_are_not_kept():
+    """100 documents are gone through and at most 3 are alive at a time: what is kept, what is cut and the next."""
+    alive: list[weakref.ref] = []
+    most = 0
+
+    class Documents:
+        def __iter__(self):
+            nonlocal most
+            for seed in range(100):
+                made = document(3 * CHUNK, seed)
+                alive.append(weakref.ref(made.tokens))
+                most = max(most, sum(ref() is not None for ref in alive))
+                yield made
+
+    (kept,) = cut_documents(Documents(), CHUNK, CHUNK, TOKEN_BYTES, least=1)
+    assert kept.predicted_tokens == CHUNK
+    assert kept.tokens.untyped_storage().nbytes() == CHUNK * kept.tokens.element_size()
+    assert len(alive) == 100 + 1
+    assert most <= 3

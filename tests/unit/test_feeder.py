@@ -346,6 +346,13 @@ def test_held_out_documents_are_cut_and_shared_out(root):
     assert [[document.name[-5] for document in share] for share in shares] == [["0", "2"], ["1"]]
 
 
+def test_held_out_documents_are_read_anew_each_time(root):
+    documents = evaluation_documents(config_of(root, validation=str(root / "held")), chunk_size=CHUNK)
+    assert len(documents) == 3
+    first, again = list(documents), list(documents)
+    assert all(torch.equal(a.tokens, b.tokens) and a.tokens is not b.tokens for a, b in zip(first, again, strict=True))
+
+
 def test_held_out_text_bytes_need_a_tokenizer(root):
     config = config_of(root, validation=str(root / "held"))
     assert {document.text_bytes for document in evaluation_documents(config, chunk_size=CHUNK)} == {None}
