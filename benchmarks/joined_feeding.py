@@ -20,6 +20,7 @@ import numpy as np
 
 from megamem.config.data import DataConfig
 from megamem.data.feeder import Feeder
+from megamem.data.shard_store import ShardStore
 from tokenization.shard_format import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -99,6 +100,12 @@ def measure(folder: Path, feeding: str, reset: str, shuffle_shards: int, seconds
     feeder = Feeder(config, chunk_size=CHUNK, global_rows=8 * ROWS, micro_batch_size=ROWS, dp_rank=3, dp_size=8)
     feeder.batch(0)
     started, started_processor, now = time.perf_counter() - start, time.process_time() - processor, memory()
+    (store,) = feeder.stores
+    assert isinstance(store, ShardStore)
+    begin, processor = time.perf_counter(), time.process_time()
+    for first in store.shard_borders[:-1].tolist():
+        store.tokens(first, 0, 1)
+    opened, opened_processor = time.perf_counter() - begin, time.process_time() - processor
     step, begin, processor = 1, time.perf_counter(), time.process_time()
     while time.perf_counter() - begin < seconds:
         feeder.batch(step)
@@ -107,8 +114,9 @@ def measure(folder: Path, feeding: str, reset: str, shuffle_shards: int, seconds
     print(
         f"{feeding}, reset {reset}, shuffle_shards {shuffle_shards}: first batch after {started:.2f} s "
         f"({started_processor:.2f} s of the processor), {now['own'] - before['own']:.3f} GiB own, "
-        f"{now['shared'] - before['shared']:.2f} GiB shared; then {tokens / (time.perf_counter() - begin):.1f} million "
-        f"tokens/s ({tokens / (time.process_time() - processor):.1f} a second of the processor)"
+        f"{now['shared'] - before['shared']:.2f} GiB shared; all shards opened once in {opened:.2f} s "
+        f"({opened_processor:.2f}); then {tokens / (time.perf_counter() - begin):.1f} million tokens/s "
+        f"({tokens / (time.process_time() - processor):.1f} a second of the processor)"
     )
 
 

@@ -3,6 +3,7 @@
 No table of the order exists: it is a keyed permutation, and the sums of tokens at every 128th place lead to any token.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -148,20 +149,18 @@ class Group:
         while start < stop:
             documents, ends = self.block(number)
             # documents of which nothing is read, empty ones among them, are outside of this range
-            first = int(np.searchsorted(ends, start, side="right"))
-            last = int(np.searchsorted(ends, stop, side="left"))
-            for place in range(first, min(last + 1, len(documents))):
-                begin = int(ends[place - 1]) if place else int(self.sums[number])
-                end = min(int(ends[place]), stop)
+            for place in range(bisect_right(ends, start), min(bisect_left(ends, stop) + 1, len(documents))):
+                begin = ends[place - 1] if place else int(self.sums[number])
+                end = min(ends[place], stop)
                 if end > start:
-                    found.append((int(documents[place]), start - begin, end - begin))
+                    found.append((documents[place], start - begin, end - begin))
                     start = end
             number += 1
         return found
 
-    def _make_block(self, number: int) -> tuple[Int64, Int64]:
+    def _make_block(self, number: int) -> tuple[list[int], list[int]]:
         """Return documents of a block and the number of the token after each, both [documents of the block]."""
         places = np.arange(number * PLACES, min((number + 1) * PLACES, self.documents))
         members = self.order(places)
         documents = members + self.offsets[np.searchsorted(self.shard_ends, members, side="right")]
-        return documents, self.sums[number] + np.cumsum(self.lengths[documents])
+        return documents.tolist(), (self.sums[number] + np.cumsum(self.lengths[documents])).tolist()
