@@ -1,7 +1,8 @@
 """What a checkpoint costs on the demo's configuration: the step that saves, the steps after it, bytes, seconds.
 
-    python -m benchmarks.checkpoints [--rounds N]
+    python -m benchmarks.checkpoints [--rounds N] [--store]
 
+With --store they lie in an object store that the tests' server keeps on the same disk and that is reached over HTTP.
 Two processes, TP 2, FP32, random tokens. Each round times some plain steps, a step with an asynchronous save (which
 waits for the copy only), and the steps that run while the thread writes.
 """
@@ -15,18 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from tests.integration.s3_server import BUCKET, S3Server
 
 PROCESSES, PLAIN_STEPS = 2, 6
 IDEAL_BYTES = 12
 """Per parameter: an FP32 weight and two moments."""
 
 
-def measure(folder: Path, rounds: int) -> dict[str, Any]:
+def measure(folder: str, rounds: int) -> dict[str, Any]:
     """One rank's part."""
     from checkpoints.folder import checkpoints_in
+    from checkpoints.location import location
     from checkpoints.resume import load_training_state
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
@@ -43,7 +48,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
     topology = start_topology(config)
     engine, batches = build_engine(config, topology), mock_batches(config, topology)
     group = cpu_group(120)
-    saver = Saver(folder, CheckpointConfig(keep_last=1), group)
+    saver = Saver(location(folder), CheckpointConfig(keep_last=1), group)
 
     def timed_step() -> float:
         begun = time.perf_counter()
@@ -67,7 +72,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         saver.wait()
         plain += times
     begun = time.perf_counter()
-    (checkpoint,) = checkpoints_in(folder)
+    (checkpoint,) = checkpoints_in(location(folder))
     load_training_state(engine, checkpoint, group)
     loading = time.perf_counter() - begun
     step = median(plain)
@@ -87,7 +92,8 @@ def main() -> None:
     """Start two ranks; rank 0 reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder")
+    parser.add_argument("--store", action="store_true")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         found = measure(arguments.folder, arguments.rounds)
@@ -99,9 +105,13 @@ def main() -> None:
     Path("runs/benchmarks").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir="runs/benchmarks") as folder:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-        own = ["-m", "benchmarks.checkpoints", "--folder", folder, "--rounds", str(arguments.rounds)]
+        own = ["-m", "benchmarks.checkpoints", "--rounds", str(arguments.rounds), "--folder"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        raise SystemExit(subprocess.run([sys.executable, *launcher, *own], check=False, env=environment).returncode)
+        with S3Server(Path(folder) / "server") if arguments.store else nullcontext() as server:
+            own += [f"s3://{BUCKET}/benchmark" if server else folder]
+            environment |= server.environment if server else {}
+            done = subprocess.run([sys.executable, *launcher, *own], check=False, env=environment)
+        raise SystemExit(done.returncode)
 
 
 if __name__ == "__main__":
