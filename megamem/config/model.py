@@ -48,6 +48,10 @@ class MixerConfig(ConfigModel):
         """Return the number of parameters of one layer besides those projections."""
         return 0
 
+    def query_key_norms(self) -> int:
+        """Return how many pairs of norms of queries and keys a layer has with `model.qk_norm`; 0 without softmax."""
+        return 0
+
     def rising_parameters(self, model: ModelConfig) -> int:
         """Return how many of these write side rows for a layer above, which the topmost such layer does without."""
         return 0
@@ -182,6 +186,8 @@ class ModelConfig(ConfigModel):
     """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it."""
     bias: bool = False
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None
@@ -240,19 +246,6 @@ class ModelConfig(ConfigModel):
     def resolved_padded_vocab_size(self) -> int:
         """The rows of embedding and output head: the padded vocabulary, or the vocabulary."""
         return self.padded_vocab_size or self.vocab_size
-
-    @property
-    def layer_vectors(self) -> int:
-        """The number of parameters of one layer's norms and biases."""
-        if not self.bias:
-            return 2 * self.norm_vectors
-        projections = (self.heads + 2 * self.resolved_kv_heads) * self.resolved_head_dim + self.hidden_size
-        return (
-            2 * self.norm_vectors
-            + projections
-            + (1 if self.mlp == "gelu" else 2) * self.resolved_ffn_size
-            + self.hidden_size
-        )
 
     @property
     def norm_vectors(self) -> int:
@@ -360,6 +353,8 @@ class ModelConfig(ConfigModel):
                 if layer in seen:
                     raise ValueError(f"memory.layers: layer {layer} has two mixers")
                 seen.add(layer)
+        if self.qk_norm and not any(self.mixer_at(layer).query_key_norms() for layer in range(self.layers)):
+            raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
         self.architecture.check(self)
         inner = self.layer_model
         self._check_side_rows()

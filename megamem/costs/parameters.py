@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamem.config.model import ModelConfig
+from megamem.config.model import MixerConfig, ModelConfig
 from megamem.costs.parts import PartCosts
 
 
@@ -35,9 +35,22 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
         if not inside.rows_rise_from(layer):
             memory -= mixer.rising_parameters(inside)
         layers.append(
-            LayerParameters(mixer.projection_parameters(inside), model.mlp_matrices, model.layer_vectors, memory)
+            LayerParameters(
+                mixer.projection_parameters(inside), model.mlp_matrices, layer_vectors(model, mixer), memory
+            )
         )
     return layers
+
+
+def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
+    """Return the parameters of one layer's norms and biases."""
+    norms = 2 * model.norm_vectors
+    if model.qk_norm:
+        norms += 2 * model.resolved_head_dim * mixer.query_key_norms()
+    if not model.bias:
+        return norms
+    projections = (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + model.hidden_size
+    return norms + projections + (1 if model.mlp == "gelu" else 2) * model.resolved_ffn_size + model.hidden_size
 
 
 def row_parameters(model: ModelConfig) -> int:

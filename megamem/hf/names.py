@@ -32,6 +32,7 @@ def is_llama(model: ModelConfig) -> bool:
     plain = (model.norm, model.mlp, model.bias, model.positions) == ("rms", "swiglu", False, "rotary")
     return (
         plain
+        and not model.qk_norm
         and model.architecture.kind == "decoder"
         and model.score_scale == model.logit_scale == 1.0
         and model.resolved_padded_vocab_size == model.vocab_size

@@ -29,6 +29,8 @@ class Case:
 
     inside: str | dict[str, Any] | None = field(default=None, hash=False)
     """Of an architecture: the mixer in all its layers."""
+    shape: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of the model."""
     init_std: float = 0.3
     """Weights are large, so that attention is far from uniform and every path has a visible effect."""
 
@@ -54,6 +56,7 @@ class Case:
                 "vocab_size": 32,
                 "chunk_size": CHUNK,
                 "init_std": self.init_std,
+                **self.shape,
                 **self._mechanism(at),
             }
         )
@@ -65,14 +68,19 @@ class Case:
         return {"mixer": "local_attention", "memory": [{"layers": [at], "mixer": chosen}]}
 
 
+QK_NORM = {"qk_norm": True}
+
 ALL_CASES = [
     Case("local_attention", "chunk", core=False),
     Case("local_attention", "short_block", {"block": 4}, core=False),
     Case("local_attention", "grouped", {"block": 4}, queries_per_key=2),
+    Case("local_attention", "qk_norm", {"block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("full_attention", "unbounded"),
+    Case("full_attention", "qk_norm", queries_per_key=2, shape=QK_NORM),
     Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2, core=False),
     Case("infini_attention", "delta", core=False),
+    Case("infini_attention", "qk_norm", {"block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),
     Case("infini_attention", "short_block", {"block": 4, "gate_init": -0.5}, core=False),
     Case("infini_attention", "grouped", {"block": 4}, queries_per_key=2),
@@ -80,6 +88,7 @@ ALL_CASES = [
     Case("infini_attention", "plain_delta", {"block": 4, "normalize": False}, core=False),
     Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}, core=False),
+    Case("elastic_memory", "qk_norm", {"order": 6, "block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case(
         "elastic_memory",
         "uniform",
@@ -96,6 +105,7 @@ ALL_CASES = [
     Case("elastic_memory", "backward", {"order": 5, "discretization": "backward"}, queries_per_key=2, core=False),
     Case("elastic_memory", "forward", {"order": 4, "discretization": "forward"}, core=False),
     Case("memorizing_attention", "gated", {"queue": 16, "gate_init": 0.7}, core=False),
+    Case("memorizing_attention", "qk_norm", {"queue": 11, "block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("memorizing_attention", "short_queue", {"queue": 5, "gate_init": -0.4}, core=False),
     Case("memorizing_attention", "short_block", {"queue": 11, "block": 4, "gate_init": 0.5}, queries_per_key=2),
     Case("memorizing_attention", "joint", {"queue": 13, "gate": "none"}, queries_per_key=2, core=False),
@@ -123,6 +133,14 @@ ALL_CASES = [
     ),
     Case("melodi", "short_block", {"summaries": 2, "block": 4}, core=False),
     Case("melodi", "chunk", {"summaries": 3}, core=False),
+    Case(
+        "melodi",
+        "qk_norm",
+        {"summaries": 2, "block": 4, "long_memory": 7, "long_increment": 2},
+        queries_per_key=2,
+        shape=QK_NORM,
+        core=False,
+    ),
     Case("melodi", "grouped", {"summaries": 4}, queries_per_key=2, core=False),
     Case(
         "melodi",
@@ -256,6 +274,7 @@ ALL_CASES = [
         core=False,
     ),
     Case("sliding_attention", "across", {"window": 13}, queries_per_key=2),
+    Case("sliding_attention", "qk_norm", {"window": 13}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("sliding_attention", "short", {"window": 3}, core=False),
     Case("sliding_attention", "chunk", core=False),
     Case(

@@ -36,6 +36,10 @@ class FullAttentionConfig(MixerConfig):
         entry = TensorSpec(("chunk", "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"past": Growing({"keys": entry, "values": entry}, self.max_chunks), **open_specs(model)}
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
+
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`: attention to the past chunks in reach and within the own one."""
         chunks = -(-sequence_length // model.chunk_size)

@@ -35,6 +35,10 @@ class LocalAttentionConfig(MixerConfig):
         """See `MixerConfig.state_specs`: only the unfinished block of token-by-token decoding."""
         return open_specs(model)
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
+
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`: attention within a block."""
         return local_attention_flops(resolve_block(self.block, model), model, sequence_length, causal)

@@ -68,11 +68,17 @@ class MemorizingAttentionConfig(MixerConfig):
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
         resolve_block(self.block, model)
+        if model.qk_norm and self.normalize_keys:
+            raise ValueError("qk_norm does not go with normalize_keys, whose queries and keys have length one already")
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the queue, the newest token last and zeros where nothing has come yet, and the open block."""
         entry = TensorSpec((self.queue, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": entry, "values": entry, **open_specs(model)}
+
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """Count attention to the tokens in the queue at each block; with `topk` also the search for them.

@@ -42,6 +42,10 @@ class SlidingAttentionConfig(MixerConfig):
         spec = TensorSpec((self.resolved(model) - 1, "batch", "kv_heads", model.resolved_head_dim), shard="kv_heads")
         return {"keys": spec, "values": spec}
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
+
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`: attention to what the window holds.
 

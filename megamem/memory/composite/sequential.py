@@ -56,6 +56,10 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.extra_parameters`."""
         return sum(mixer.extra_parameters(model) for mixer in self.mixers)
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return sum(mixer.query_key_norms() for mixer in self.mixers)
+
     def training_window(self, model: ModelConfig) -> int:
         """See `MixerConfig.training_window`."""
         return max(mixer.training_window(model) for mixer in self.mixers)

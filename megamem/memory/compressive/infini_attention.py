@@ -62,6 +62,10 @@ class InfiniAttentionConfig(MixerConfig):
             **open_specs(model),
         }
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
+
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`.
 

@@ -92,6 +92,8 @@ class MelodiConfig(MixerConfig):
                 "model.bias true does not go with form rising: a document's first memory is zeros, whose keys have no "
                 "direction; use bias false"
             )
+        if self.form == "rising" and model.qk_norm:
+            raise ValueError("qk_norm does not go with form rising, whose queries and keys have length one already")
         if self.form == "rising" and block != model.chunk_size:
             raise ValueError(
                 f"block {self.block} does not go with form rising: rows rise once per chunk; leave it out or give "
@@ -130,6 +132,10 @@ class MelodiConfig(MixerConfig):
     def training_window(self, model: ModelConfig) -> int:
         """See `MixerConfig.training_window`: what writes a memory learns from the block that reads it."""
         return 2 if resolve_block(self.block, model) == model.chunk_size else 1
+
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
 
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`.
@@ -264,7 +270,7 @@ class Melodi(BlockAttention):
         # one memory on every rank, read by each rank's heads
         memory = self.linears.shared(state["memory"])
         visible = None if all(written) else to_device(written, like.device, torch.bool)
-        return [Past(self._heads(self.key, memory), self._heads(self.value, memory), visible)]
+        return [Past(self.keys(memory), self.heads_of(self.value, memory), visible)]
 
     def join(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return g A_E + (1 - g) output; `output` alone where the long-term memory has no entries yet.
@@ -287,7 +293,7 @@ class Melodi(BlockAttention):
         """
         u = self.summaries()
         x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
-        query, key, value = (self._heads(layer, x) for layer in (self.query, self.key, self.value))
+        query, key, value = self.queries(x), self.keys(x), self.heads_of(self.value, x)
         # summary tokens have no order: all of them stand at the position after the block's last token
         after = consecutive_rotary_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
         rotated_query, key = (self.apply_rotary(part, *after) for part in (query, key))
@@ -307,8 +313,8 @@ class Melodi(BlockAttention):
             return {}
         entries = self.linears.shared(self._normed(self.long_entries(memory)))
         return {
-            "long_keys": push(state["long_keys"], self._heads(self.key, entries), block_slice.closing),
-            "long_values": push(state["long_values"], self._heads(self.value, entries), block_slice.closing),
+            "long_keys": push(state["long_keys"], self.keys(entries), block_slice.closing),
+            "long_values": push(state["long_values"], self.heads_of(self.value, entries), block_slice.closing),
         }
 
     def _attend(
@@ -348,11 +354,6 @@ class Melodi(BlockAttention):
         return output, new | {
             name: last_columns(tensor, block_slice.open_tokens_after) for name, tensor in kept.items()
         }
-
-    def _heads(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Project x [U, B, hidden_size] to [U, B, local heads or kv_heads, D]."""
-        out: Tensor = layer(x)
-        return out.unflatten(-1, (-1, self.width))
 
     def _normed(self, x: Tensor) -> Tensor:
         """Return x [U, B, hidden_size] at the scale of normalized tokens; this norm has no weights."""

@@ -84,6 +84,10 @@ class ElasticMemoryConfig(MixerConfig):
         shape = ("batch", self.order, 2, "kv_heads", model.resolved_head_dim)
         return {"coefficients": TensorSpec(shape, "float32", shard="kv_heads"), **open_specs(model)}
 
+    def query_key_norms(self) -> int:
+        """See `MixerConfig.query_key_norms`."""
+        return 1
+
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`.
 

@@ -8,7 +8,8 @@ finished block leaves behind).
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
@@ -16,7 +17,7 @@ from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSp
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.rotary import apply_rotary
-from megamem.parallel.linears import Linears, normal
+from megamem.parallel.linears import Linears, constant, declare, normal
 
 
 def open_specs(model: ModelConfig) -> dict[str, TensorSpec]:
@@ -61,6 +62,21 @@ def unrotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of each head of queries, or of keys, with one weight for each channel that all heads share."""
+
+    def __init__(self, width: int, eps: float, linears: Linears) -> None:
+        super().__init__()
+        self.eps = eps
+        self.linears = linears
+        self.weight = declare(nn.Parameter(torch.empty(width)), constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, batch, local heads, head_dim] -> the same."""
+        # each tensor-parallel rank normalizes its own heads with the whole weight
+        return F.rms_norm(x, x.shape[-1:], self.linears.shared(self.weight), self.eps)
+
+
 class AttentionProjections(Mixer):
     """Query, key, value and output projections of attention mixers; heads are split over tensor-parallel ranks."""
 
@@ -81,6 +97,9 @@ class AttentionProjections(Mixer):
         self.value = linears.column(
             model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, model.bias
         )
+        self.query_norm, self.key_norm = (
+            QueryKeyNorm(self.width, model.norm_eps, linears) if model.qk_norm else None for _ in range(2)
+        )
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
         self.output = linears.row(model.heads * model.resolved_head_dim, model.hidden_size, back, model.bias)
 
@@ -90,8 +109,22 @@ class AttentionProjections(Mixer):
         Returns: query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
         """
         x = self.linears.enter(hidden)
-        query, key, value = (layer(x).unflatten(-1, (-1, self.width)) for layer in (self.query, self.key, self.value))
-        return query, key, value
+        return self.queries(x), self.keys(x), self.heads_of(self.value, x)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Project x [tokens, batch, hidden_size] to query [tokens, batch, local heads, head_dim], normalized or not."""
+        query = self.heads_of(self.query, x)
+        return query if self.query_norm is None else self.query_norm(query)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Project x [tokens, batch, hidden_size] to key [tokens, batch, local kv_heads, head_dim], as `queries` does."""
+        key = self.heads_of(self.key, x)
+        return key if self.key_norm is None else self.key_norm(key)
+
+    def heads_of(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Project x [tokens, batch, hidden_size] by `layer` to [tokens, batch, local heads or kv_heads, head_dim]."""
+        out: Tensor = layer(x)
+        return out.unflatten(-1, (-1, self.width))
 
     def scaled_query(self, query: Tensor) -> Tensor:
         """Return query [tokens, batch, local heads, head_dim] times `model.score_scale`.

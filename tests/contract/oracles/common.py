@@ -27,6 +27,15 @@ def heads(hidden: Tensor, weight: Tensor, width: int) -> Tensor:
     return torch.stack([weight @ token for token in hidden]).reshape(len(hidden), -1, width)
 
 
+def projected(model, weights: dict[str, Tensor], hidden: Tensor, name: str) -> Tensor:
+    """Return query, key or value [tokens, heads, width] of hidden [tokens, hidden_size], normalized or not."""
+    made = heads(hidden, weights[f"{name}.weight"], model.resolved_head_dim)
+    if not model.qk_norm or name == "value":
+        return made
+    weight = weights[f"{name}_norm.weight"]
+    return torch.stack([rms_norm(token, weight, model.norm_eps) for token in made])
+
+
 def rotary(vector: Tensor, position: int, theta: float) -> Tensor:
     """Rotate each pair (i, i + width/2) of a vector [width] by position * theta^(-2i/width) (RoFormer)."""
     half = len(vector) // 2

@@ -16,7 +16,7 @@ import torch
 from numpy.polynomial import legendre
 from torch import Tensor
 
-from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+from tests.contract.oracles.common import Answer, attend, columns, projected, rotary
 
 
 def transition(rule: str, order: int, k: int) -> tuple[Tensor, Tensor]:
@@ -71,9 +71,7 @@ def read(mixer, coefficients: Tensor, t: int) -> Tensor:
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
-    query, key, value = (
-        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
-    )
+    query, key, value = (projected(model, weights, hidden, n) for n in ("query", "key", "value"))
     coefficients = torch.zeros(mixer.order, 2, model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
     memory, output = None, []
     for t in range(len(hidden)):

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+from tests.contract.oracles.common import Answer, attend, columns, projected, rotary
 
 
 def sigma(vector: Tensor) -> list[float]:
@@ -31,9 +31,7 @@ def read(vector: Tensor, M: Tensor, z: Tensor) -> Tensor:
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
-    query, key, value = (
-        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
-    )
+    query, key, value = (projected(model, weights, hidden, n) for n in ("query", "key", "value"))
     M = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, model.resolved_head_dim, dtype=torch.float64)
     z = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
     output = []

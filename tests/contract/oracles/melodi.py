@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+from tests.contract.oracles.common import Answer, attend, columns, projected, rotary
 
 
 def normed(vector: Tensor, eps: float) -> Tensor:
@@ -58,13 +58,9 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     block, count = mixer.block or model.chunk_size, mixer.summaries
     u, mixing, back = weights["summaries.weight"], weights["mixing.weight"], weights["output.weight"]
-    query, key, value = (
-        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
-    )
+    query, key, value = (projected(model, weights, hidden, n) for n in ("query", "key", "value"))
     n = torch.stack([normed(vector, model.norm_eps) for vector in u])
-    u_query, u_key, u_value = (
-        heads(n, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("query", "key", "value")
-    )
+    u_query, u_key, u_value = (projected(model, weights, n, name) for name in ("query", "key", "value"))
     m = torch.zeros(count, model.hidden_size, dtype=torch.float64)
     memory, got, entries = None, [], []
     bias = weights.get("gate.logit")
@@ -83,14 +79,14 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             for s in range(count):
                 mixed = summaries[s] + sum(mixing[i, s] * z for i, z in enumerate(everything))
                 m[s] = normed(u[s] + back @ mixed, model.norm_eps)
-            memory = tuple(heads(m, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("key", "value"))
+            memory = tuple(projected(model, weights, m, name) for name in ("key", "value"))
             if mixer.long_memory is not None:
                 mixed = [
                     sum(n_s * m_s for n_s, m_s in zip(w, m, strict=True)) for w in weights["long_entries.weight"].T
                 ]
                 new = torch.stack([normed(vector, model.norm_eps) for vector in mixed])
                 entries += zip(
-                    *(heads(new, weights[f"{name}.weight"], model.resolved_head_dim) for name in ("key", "value")),
+                    *(projected(model, weights, new, name) for name in ("key", "value")),
                     strict=True,
                 )
                 while len(entries) > mixer.long_memory:

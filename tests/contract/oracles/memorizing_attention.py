@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.contract.oracles.common import Answer, attend, columns, heads, rotary
+from tests.contract.oracles.common import Answer, attend, columns, projected, rotary
 
 
 def normalized(query: Tensor, key: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,9 +40,7 @@ def best(mixer, query: Tensor, entries: list[tuple[Tensor, Tensor]]) -> tuple[li
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     block = mixer.block or model.chunk_size
-    query, key, value = (
-        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
-    )
+    query, key, value = (projected(model, weights, hidden, n) for n in ("query", "key", "value"))
     if mixer.normalize_keys:
         query, key = normalized(query, key, weights["cosine_scale.log"])
     queue: list[int] = []

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.contract.oracles.common import Answer, attend, heads, rotary
+from tests.contract.oracles.common import Answer, attend, projected, rotary
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     window = mixer.window or model.chunk_size
-    query, key, value = (
-        heads(hidden, weights[f"{n}.weight"], model.resolved_head_dim) for n in ("query", "key", "value")
-    )
+    query, key, value = (projected(model, weights, hidden, n) for n in ("query", "key", "value"))
     rotated = torch.stack([torch.stack([rotary(k, t, model.rope_theta) for k in key[t]]) for t in range(len(hidden))])
     output = []
     for t in range(len(hidden)):
