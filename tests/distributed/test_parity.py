@@ -19,8 +19,10 @@ WORLDS = {
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=4, parallel={"sequence_parallel": True}),
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
-        "tp2-gpt2-sequence-parallel": case(2, 1, micro=8, model=GPT2, parallel={"sequence_parallel": True}),
-        "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True}),
+        "tp2-gpt2-sequence-parallel": case(
+            2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}
+        ),
+        "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
         "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
         "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),

@@ -43,7 +43,7 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
             for part, pattern in {
                 "embedding": r"embedding\.",
                 "head": r"head\.",
-                "norms": r"(layers\.\d+\.\w+_)?norm\.",
+                "norms": r"(layers\.\d+\.\w+_)?norm\.|layers\.\d+\.mixer\.(mixers\.\d+\.)?(query|key)_norm\.",
                 "mlp": r"layers\.\d+\.mlp\.",
                 "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
                 r"(query|key|value|output|gate(?!\.logit)|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
@@ -91,15 +91,36 @@ def test_760m(mixer: str) -> None:
         assert parameter_counts(load_model(model_file(name)))["total"] == total
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_formula_with_odd_shapes(tied: bool) -> None:
+def test_formula_with_odd_shapes(tied: bool, qk_norm: bool) -> None:
     tree = {
         "layers": 3, "hidden_size": 96, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn_size": 130, "vocab_size": 77,
-        "chunk_size": 8, "tie_embeddings": tied,
+        "chunk_size": 8, "tie_embeddings": tied, "qk_norm": qk_norm,
     }  # fmt: skip
     model = parse_config(ModelConfig, tree, "test")
     assert_counts(model)
     assert (parameter_counts(model)["head"] == 0) is tied
+
+
+TITANS = {"kind": "titans", "inner_chunk": 8}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "pairs"),
+    [
+        ("full_attention", 2), ({"kind": "melodi", "summaries": 2}, 2),
+        ({"kind": "sequential", "mixers": [TITANS, "sliding_attention", "local_attention"]}, 3), (TITANS, 1),
+    ],
+)  # fmt: skip
+def test_norms_of_queries_and_keys_are_counted(mixer: object, pairs: int) -> None:
+    """A layer of the mixer beside one of local attention: two weights a pair, one for each channel of a head."""
+    tree = {
+        "layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 77, "chunk_size": 8,
+        "memory": [{"layers": [0], "mixer": mixer}],
+    }  # fmt: skip
+    plain, normed = (parse_config(ModelConfig, {**tree, "qk_norm": qk_norm}, "test") for qk_norm in (False, True))
+    assert assert_counts(normed) - assert_counts(plain) == pairs * 2 * 8
 
 
 @pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])

@@ -50,6 +50,15 @@ def memory(mixer, layers=(1,)):
             {"positions": "learned", "max_positions": 12},
             "max_positions 12 is not a multiple of chunk_size 8: the table would begin again inside a chunk",
         ),
+        ({"qk_norm": True, "mixer": "titans"}, "qk_norm: no layer has softmax attention"),
+        (
+            {"qk_norm": True, **memory({"kind": "memorizing_attention", "queue": 8, "normalize_keys": True})},
+            "qk_norm does not go with normalize_keys",
+        ),
+        (
+            {"qk_norm": True, **memory({"kind": "melodi", "form": "rising", "summaries": 2})},
+            "qk_norm does not go with form rising",
+        ),
         ({"rope_theta": 1}, "rope_theta\n  Input should be greater than 1"),
         (
             memory({"kind": "memory_caching", "memory": "full_attention"}),

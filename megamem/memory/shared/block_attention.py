@@ -117,7 +117,7 @@ class AttentionProjections(Mixer):
         return query if self.query_norm is None else self.query_norm(query)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Project x [tokens, batch, hidden_size] to key [tokens, batch, local kv_heads, head_dim], as `queries` does."""
+        """Project x [tokens, batch, hidden_size] to key [tokens, batch, local kv_heads, head_dim], see `queries`."""
         key = self.heads_of(self.key, x)
         return key if self.key_norm is None else self.key_norm(key)
 
