@@ -35,6 +35,7 @@ from megamem.config.model import ModelConfig
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 FULL = "full attention"
@@ -85,7 +86,7 @@ def run_of(model: ModelConfig, tokens: int) -> Any:
     def run() -> float:
         stage.zero_grad(set_to_none=True)
         states = stage.initial_states(1, torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, batch.starts, states, scale)
+        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
         loss.backward()
         return loss.item()
 

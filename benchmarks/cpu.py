@@ -39,6 +39,7 @@ from megamem.config.model import ModelConfig
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 GOAL = 0.9
@@ -83,7 +84,7 @@ def unit(model: ModelConfig, shape: Shape) -> tuple[Stage, Callable[[], float]]:
     def run() -> float:
         stage.zero_grad(set_to_none=True)
         states = stage.initial_states(shape.rows, torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, batch.starts, states, scale)
+        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
         loss.backward()
         return loss.item()
 

@@ -15,6 +15,7 @@ from megamem.data.batch import Batch
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 LR = 1e-4
@@ -115,7 +116,7 @@ class Minimal:
         """See `Trainable.step`."""
         states = self.stage.initial_states(batch.tokens.shape[1], self._device, torch.bfloat16)
         scale = torch.full((), 1 / math.prod(batch.tokens.shape), device=self._device)
-        loss, nats, _ = self._window(batch.tokens, batch.labels, batch.starts, states, scale)
+        loss, nats, _ = self._window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
         loss.backward()
         for master, weight in zip(self._masters, self._weights, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()

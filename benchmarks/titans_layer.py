@@ -31,6 +31,7 @@ from megamem.memory.base import Chunk, Losses, Mixer, State
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 OURS, PER_TOKEN, PER_CHUNK = "megamem titans", "titans-pytorch, per token", "titans-pytorch, per chunk"
@@ -103,7 +104,7 @@ def whole_model(model: ModelConfig, tokens: int, step_tokens: int | None = None)
     def run() -> None:
         stage.zero_grad(set_to_none=True)
         states = stage.initial_states(1, torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, batch.starts, states, torch.tensor(1.0 / tokens))
+        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, torch.tensor(1.0 / tokens))
         loss.backward()
 
     return run

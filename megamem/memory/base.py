@@ -7,8 +7,9 @@ from the declarations alone states are made, counted, checked, sharded and saved
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
@@ -101,24 +102,64 @@ class Chunk:
     side_rows: int = 0
     """How many of the call's last places are no tokens but side rows, which some mixers take up through the layers
     (`MixerConfig.side_rows`): a fixed number of them in the call that ends a chunk, 0 in all others."""
+    borders: tuple[tuple[int, ...], ...] | None = None
+    """The places inside the call, from 1 on and ascending, at which further documents begin in each batch row; their
+    memory is fresh there. None: documents begin where chunks do, in this call and in all others."""
 
     @property
     def rows(self) -> int:
         """Number of batch rows."""
         return len(self.starts)
 
+    @property
+    def begins_inside(self) -> bool:
+        """Whether a document of some row begins inside the call."""
+        return self.borders is not None and any(self.borders)
+
     def after(self, tokens: int) -> Chunk:
         """Return the place `tokens` later."""
-        return Chunk(tuple(start + tokens for start in self.starts))
+        if self.borders is None:
+            return Chunk(tuple(start + tokens for start in self.starts))
+        latest = [max((place for place in row if place <= tokens), default=None) for row in self.borders]
+        starts = (tokens + s if place is None else tokens - place for s, place in zip(self.starts, latest, strict=True))
+        left = (tuple(place - tokens for place in row if place > tokens) for row in self.borders)
+        return Chunk(tuple(starts), borders=tuple(left))
+
+    def part(self, begin: int, end: int) -> Chunk:
+        """Return the place of the call's tokens `begin` to `end` - 1."""
+        later = self.after(begin)
+        if later.borders is None:
+            return later
+        inside = (tuple(place for place in row if place < end - begin) for row in later.borders)
+        return Chunk(later.starts, borders=tuple(inside))
+
+    def positions(self, tokens: int) -> npt.NDArray[np.int64]:
+        """Return the position in its document of each of `tokens` tokens, [tokens, batch], or [tokens, 1] if alike."""
+        if not self.begins_inside and len(set(self.starts)) == 1:
+            return np.arange(self.starts[0], self.starts[0] + tokens)[:, None]
+        positions = np.arange(tokens)[:, None] + np.array(self.starts)
+        for row, places in enumerate(self.borders or ()):
+            for place in places:
+                positions[place:, row] = np.arange(tokens - place)
+        return positions
+
+    def document_splits(self, tokens: int) -> list[slice]:
+        """Cut `tokens` tokens where in some row a document begins, so that in each part no row holds two of them."""
+        return _parts(tokens, (place for row in self.borders or () for place in row))
 
     def padding_splits(self, tokens: int) -> list[slice]:
         """Cut `tokens` tokens where a row's left padding ends, so that in each part a row is all padding or none."""
-        cuts = sorted({0, tokens, *(-start for start in self.starts if 0 < -start < tokens)})
-        return [slice(begin, end) for begin, end in zip(cuts[:-1], cuts[1:], strict=True)]
+        return _parts(tokens, (-start for start in self.starts))
 
     def fresh(self) -> tuple[bool, ...]:
         """Return for each row whether no token of its document has been seen."""
         return tuple(start <= 0 for start in self.starts)
+
+
+def _parts(tokens: int, cuts: Iterable[int]) -> list[slice]:
+    """Cut `tokens` tokens at those of `cuts` that lie inside."""
+    edges = sorted({0, tokens, *(cut for cut in cuts if 0 < cut < tokens)})
+    return [slice(begin, end) for begin, end in pairwise(edges)]
 
 
 def to_device(
@@ -189,6 +230,19 @@ class Stateful:
                 new[name] = torch.where(rows, initial[name], state[name])
         return new
 
+    def reset_inside(self, state: State, begin: int, starts: tuple[int, ...], like: Tensor) -> State:
+        """Return the state with fresh rows where documents start at token `begin` of a call.
+
+        What starts with the call is fresh already: the caller has seen to it.
+
+        Args:
+            starts: position in its document of token `begin`, for each batch row.
+            like: activations of the call [tokens, ...], for device and dtype.
+        """
+        if not begin or 0 not in starts:
+            return state
+        return self.reset(state, Chunk(starts), like.device, like.dtype)
+
 
 class Mixer(Stateful, nn.Module, ABC):
     """A layer's attention or memory mechanism.
@@ -199,6 +253,9 @@ class Mixer(Stateful, nn.Module, ABC):
 
     differentiable_state = True
     """Whether gradients may flow into the incoming state; False where the paper stops them there."""
+    reads_borders = False
+    """Whether `forward` takes calls inside which documents begin (`Chunk.borders`). If not, its layer is called for
+    each part between them."""
 
     def __init__(self, specs: StateSpec, sizes: Mapping[str, int], tp_size: int) -> None:
         super().__init__()

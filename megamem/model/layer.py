@@ -35,6 +35,8 @@ class Layer(nn.Module):
             chunk: where the tokens lie in their documents.
         Returns: the residual stream after the layer, the mixer's new state and auxiliary losses.
         """
+        if chunk.begins_inside and not self.mixer.reads_borders:
+            return self._document_by_document(hidden, state, chunk)
         if chunk.side_rows and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
         mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
@@ -42,6 +44,23 @@ class Layer(nn.Module):
         hidden = hidden + self.mlp(self.mlp_norm(hidden))
         hidden, state = self.mixer.after_layer(hidden, state, chunk)
         return hidden, state, losses
+
+    def _document_by_document(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Read hidden [tokens, batch, hidden_size] in parts in which no row holds two documents."""
+        if self.linears.sequence_parallel:
+            kind = type(self.mixer).__name__
+            raise ValueError(f"calls of {kind} are cut where documents begin, which needs all tokens on every rank")
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        for part in chunk.document_splits(hidden.shape[0]):
+            here = Chunk(chunk.after(part.start).starts)
+            state = self.mixer.reset_inside(state, part.start, here.starts, hidden)
+            output, state, of_part = self.forward(hidden[part], state, here)
+            outputs.append(output)
+            # each is a mean over the tokens of its call
+            share = output.shape[0] / hidden.shape[0]
+            losses = {name: losses.get(name, 0) + loss * share for name, loss in of_part.items()}
+        return torch.cat(outputs), state, losses
 
     def _beside_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read the tokens alone; the side rows of hidden [tokens and side rows, batch, hidden_size] pass unchanged."""

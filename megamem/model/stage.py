@@ -204,9 +204,40 @@ class Stage(nn.Module, ABC):
         Raises: ValueError if left padding ends inside the call while tokens are split over ranks.
         """
 
+    def read_documents(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """Read a call inside which documents may begin wherever `chunk.borders` says.
+
+        Where all rows of a call must be at the same place of their chunks (`one_grid`), it is read in parts that end
+        with the documents and with their chunks: for one batch row, on a stage that holds the whole model.
+
+        Args, returns: as `read_chunk`.
+        Raises: ValueError for several rows, or for a part of a model, on one grid.
+        """
+        if not self.one_grid or chunk.borders is None:
+            return self.read_chunk(x, states, chunk)
+        if chunk.rows > 1 or not (self.first and self.last):
+            raise ValueError(
+                "rows beside the tokens go with documents that begin inside chunks for one batch row "
+                "and without a pipeline"
+            )
+        size, tokens = self.config.chunk_size, x.shape[0]
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        for part in chunk.document_splits(tokens):
+            begin = part.start
+            while begin < part.stop:
+                here = Chunk(chunk.after(begin).starts)
+                end = min(begin + size - here.starts[0] % size, part.stop)
+                output, states, extra = self.read_chunk(x[begin:end], states, here)
+                outputs.append(output)
+                # each is a mean over the tokens of its call
+                losses = add_losses(losses, {name: loss * ((end - begin) / tokens) for name, loss in extra.items()})
+                begin = end
+        return torch.cat(outputs), states, losses
+
     def forward(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
-        """See `Stage.read_chunk`."""
-        return self.read_chunk(x, states, chunk)
+        """See `Stage.read_documents`."""
+        return self.read_documents(x, states, chunk)
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -223,8 +223,9 @@ class TrainingEngine(ABC):
 
     def _without_ended(self, states: States, batch: Batch) -> States:
         """Return the states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
-        chunk = Chunk(tuple(batch.starts.min(0).tolist()))  # 0 where one begins
-        return self.stage.reset(states, chunk, self.topology.device, self.dtype)
+        begins = (batch.starts == 0) if batch.begins is None else batch.begins
+        ended = Chunk(tuple(0 if begins[:, row].any() else 1 for row in range(begins.shape[1])))
+        return self.stage.reset(states, ended, self.topology.device, self.dtype)
 
     def _bad_partitions(self) -> Tensor:
         """1.0 if a gradient that this rank holds for ZeRO's update is not finite, else 0.0.

@@ -25,6 +25,7 @@ from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
+from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 
@@ -75,7 +76,7 @@ class WindowEngine(TrainingEngine):
             loss, losses, current = self.engine(
                 batch.tokens[tokens],
                 batch.labels[tokens],
-                batch.starts[window.first : window.last + 1],
+                chunk_places(batch)[window.first : window.last + 1],
                 current,
                 scale,
             )

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from megamem.data.batch import Batch
-from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.memory.base import States, detach, map_state, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 from megamem.pipeline.channels import Borders, Shape
 from megamem.pipeline.schedule import Action, Order
 from megamem.pipeline.simulate import Event
-from megamem.pipeline.train_chunk import train_chunk
+from megamem.pipeline.train_chunk import chunk_places, train_chunk
 
 Watch = Callable[[str], None]
 
@@ -152,7 +152,7 @@ class StageExecutor:
     def _forward(self, action: Action, entered: Tensor) -> Tensor:
         """Run a chunk and keep what its backward needs; entered and returned: [tokens, batch, hidden] (or ids)."""
         micro_batch, batch, tokens = action.micro_batch, self._batches[action.micro_batch], self._tokens(action)
-        chunk = Chunk(tuple(batch.starts[action.chunk].tolist()))
+        chunk = chunk_places(batch)[action.chunk]
         if action.chunk == 0:
             self._states[micro_batch] = detach(self._begin(micro_batch))
         unit = Unit(entered, None, [])

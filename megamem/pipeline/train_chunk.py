@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
+from megamem.data.batch import Batch
 from megamem.memory.base import Chunk, Losses, States
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
+
+
+def chunk_places(batch: Batch) -> list[Chunk]:
+    """Return where the tokens of each chunk of a micro-batch lie in their documents."""
+    if batch.begins is None:
+        return [Chunk(tuple(starts.tolist())) for starts in batch.starts]
+    # [chunks, tokens of a chunk, rows]; what begins with a chunk is in its `starts`
+    inside = batch.begins.reshape(len(batch.starts), -1, batch.starts.shape[1])[:, 1:]
+    return [
+        Chunk(tuple(starts.tolist()), borders=tuple(tuple((np.flatnonzero(row) + 1).tolist()) for row in begins.T))
+        for starts, begins in zip(batch.starts, inside, strict=True)
+    ]
 
 
 class ChunkResult(NamedTuple):
@@ -37,7 +51,7 @@ def train_chunk(
         check: whether to compare the new states with what their components declare.
     Raises: ContractError if they differ.
     """
-    hidden, states, auxiliary = stage.read_chunk(x, states, chunk)
+    hidden, states, auxiliary = stage.read_documents(x, states, chunk)
     if check:
         stage.check_states(states, chunk.rows)
     losses = objective.losses(stage, hidden, labels) if stage.last else {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -26,25 +24,24 @@ class Window(nn.Module):
         self._checked = False
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, starts: npt.NDArray[np.int64], states: States, scale: Tensor
+        self, tokens: Tensor, labels: Tensor, places: Sequence[Chunk], states: States, scale: Tensor
     ) -> tuple[Tensor, Tensor, States]:
         """Run the chunks of a window.
 
         Args:
             tokens, labels: [chunks * chunk_size, batch] int64.
-            starts: [chunks, batch] host integers, position of each chunk's first token in its document.
+            places: where each chunk's tokens lie in their documents.
             states: by component.
             scale: factor of the summed loss (scalar).
         Raises: ContractError, in the first window, where a component's state is not as it declares.
         Returns: the scaled loss to run backward, auxiliary losses included; the objective's losses [names], summed
             over tokens, off the graph; the new states, off the graph.
         """
-        size = tokens.shape[0] // len(starts)
+        size = tokens.shape[0] // len(places)
         sums = [scale.new_zeros(()) for _ in self.objective.names]
         auxiliary = scale.new_zeros(())
-        for c, row in enumerate(starts):
+        for c, chunk in enumerate(places):
             part = slice(c * size, (c + 1) * size)
-            chunk = Chunk(tuple(row.tolist()))
             result = train_chunk(
                 self.stage, self.objective, tokens[part], labels[part], states, chunk, not self._checked
             )

@@ -43,7 +43,7 @@ class Alone(nn.Module):
         state = states["layers.0"]
         outputs, losses = [], {}
         for part in chunk.padding_splits(x.shape[0]):
-            here = chunk.after(part.start)
+            here = chunk.part(part.start, part.stop)
             state = self.mixer.reset(state, here, x.device, x.dtype)
             output, state, extra = self.mixer(x[part], state, here)
             outputs.append(output)
@@ -91,9 +91,14 @@ class Lanes:
         """Place of a call that starts at token `at`."""
         return Chunk(tuple(at - max((b for b in row if b <= at), default=row[0]) for row in self.begins))
 
-    def calls(self, tokens: int, cuts: Iterable[int]) -> list[slice]:
-        """Calls that end at `cuts`, and where a row's next document begins: no call may run across that."""
-        later = {begin for row in self.begins for begin in row[1:] if begin < tokens}
+    def place(self, call: slice) -> Chunk:
+        """Place of a call inside which documents may begin."""
+        inside = (tuple(begin - call.start for begin in row if call.start < begin < call.stop) for row in self.begins)
+        return Chunk(self.chunk(call.start).starts, borders=tuple(inside))
+
+    def calls(self, tokens: int, cuts: Iterable[int], inside: bool = False) -> list[slice]:
+        """Calls that end at `cuts`, and unless documents may begin `inside` calls, where a row's next one begins."""
+        later = {begin for row in self.begins for begin in row[1:] if begin < tokens and not inside}
         edges = sorted({0, tokens, *later, *(cut for cut in cuts if 0 < cut < tokens)})
         return [slice(a, b) for a, b in pairwise(edges)]
 
@@ -120,6 +125,8 @@ def one_grid(rows: int) -> Lanes:
 
 BORDERS = Lanes(((0,), (0, 2 * CHUNK), (0, CHUNK, 3 * CHUNK)))
 """Documents that start at chunk borders, at other places in each row: what the feeder makes."""
+ANYWHERE = Lanes(((0, 3, 4, 19), (0,), (0, CHUNK, 2 * CHUNK + 5), (0, 2 * CHUNK + 5, 4 * CHUNK)))
+"""Documents that start at any token, one of them a single token long, two of them at once."""
 PADDED = Lanes(((0,), (3,), (CHUNK + 5,), (2, CHUNK + 4)))
 """Left-padded rows, each on its own grid; the last one also starts a second document amid the others' chunks."""
 LAYOUTS = {"one_grid": one_grid(2), "borders": BORDERS, "padded": PADDED}
@@ -131,22 +138,23 @@ def every(step: int, tokens: int) -> range:
 
 
 def run(
-    subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None
+    subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None, inside: bool = False
 ) -> tuple[Tensor, States, Losses]:
     """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses.
 
-    An architecture whose rows share a grid reads them in groups where they do not: then it has one set of states for
-    each group, and none is returned.
+    With `inside` documents begin inside calls, which otherwise end there too. An architecture whose rows share a grid
+    reads them in groups where they do not: then it has one set of states for each group, and none is returned.
     """
     if states is None:
         dtype = next(subject.parameters()).dtype
         states = subject.initial_states(x.shape[1], CPU, dtype)
     outputs, losses = [], {}
-    if subject.one_grid:
+    if subject.one_grid and not inside:
         assert isinstance(subject, Stage)
         return _run_in_groups(subject, x, lanes, cuts, states)
-    for call in lanes.calls(x.shape[0], cuts):
-        output, states, extra = subject(x[call], states, lanes.chunk(call.start))
+    for call in lanes.calls(x.shape[0], cuts, inside):
+        place = lanes.place(call) if inside else lanes.chunk(call.start)
+        output, states, extra = subject(x[call], states, place)
         outputs.append(output)
         losses = add_losses(losses, extra)
     return torch.cat(outputs), states, losses

@@ -10,10 +10,11 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import LABEL_IGNORED, Chunk, States, detach
+from megamem.memory.base import LABEL_IGNORED, States, detach
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
 from tests.contract.driver import CPU
 
@@ -43,8 +44,13 @@ def built(case: Case, layers: range) -> Stage:
     return stage.to(torch.float64)
 
 
-def batches() -> list[Batch]:
-    """Micro-batches of random tokens; in the second, one row starts a new document at its third chunk."""
+def batches(case: Case) -> list[Batch]:
+    """Micro-batches of random tokens; in the second, a row starts a new document at its third chunk.
+
+    Three tokens later it starts another one, and so does the other row inside its second chunk, except where all rows
+    of a call must be at the same place of their chunks.
+    """
+    inside = not built(case, range(LAYERS)).one_grid
     made = []
     for sequence in range(SEQUENCES):
         generator = torch.Generator().manual_seed(sequence)
@@ -52,9 +58,16 @@ def batches() -> list[Batch]:
         labels = tokens[1:].clone()
         labels[3:9, 0] = LABEL_IGNORED
         starts = np.arange(0, CHUNKS * CHUNK, CHUNK)[:, None].repeat(ROWS, 1)
+        begins = np.zeros((CHUNKS * CHUNK, ROWS), np.bool_)
+        begins[0] = True
         if sequence:
             starts[2:, 1] -= 2 * CHUNK
-        made.append(Batch(tokens[:-1], labels, starts, tuple(range(ROWS))))
+            begins[2 * CHUNK, 1] = True
+        if sequence and inside:
+            starts[3:, 1] -= 3
+            starts[2:, 0] -= CHUNK + 5
+            begins[[2 * CHUNK + 3, CHUNK + 5], [1, 0]] = True
+        made.append(Batch(tokens[:-1], labels, starts, tuple(range(ROWS)), begins if inside else None))
     return made
 
 
@@ -62,13 +75,13 @@ def one_graph(case: Case, bptt_chunks: int) -> dict[str, Any]:
     """The reference: the whole model in one process, one autograd graph, cut where windows end."""
     stage = built(case, range(LAYERS))
     total, nats, ends = torch.zeros((), dtype=torch.float64), 0.0, []
-    for batch in batches():
+    for batch in batches(case):
         states = stage.initial_states(ROWS, CPU, torch.float64)
         for c in range(CHUNKS):
             if c % bptt_chunks == 0:
                 states = detach(states)
             part = slice(c * CHUNK, (c + 1) * CHUNK)
-            hidden, states, auxiliary = stage(batch.tokens[part], states, Chunk(tuple(batch.starts[c].tolist())))
+            hidden, states, auxiliary = stage(batch.tokens[part], states, chunk_places(batch)[c])
             losses = stage.token_losses(hidden, batch.labels[part]).sum()
             nats += losses.item()
             total = total + losses + sum(value * CHUNK * ROWS for value in auxiliary.values())
@@ -87,7 +100,7 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     stages, index = topology.pp_size, topology.pp_rank
     stage = built(case, contiguous([LAYERS // stages] * stages)[index])
     executor = StageExecutor(stage, NextToken(stage.config), index, CHUNK, bptt_chunks)
-    data = batches()
+    data = batches(case)
     states: dict[int, States] = {
         sequence: stage.initial_states(ROWS, CPU, torch.float64) for sequence in range(SEQUENCES)
     }

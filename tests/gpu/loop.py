@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megamem.memory.base import LABEL_IGNORED, States
+from megamem.memory.base import LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
@@ -65,18 +65,19 @@ class Loop:
         labels[-1] = LABEL_IGNORED
         return tokens.to(self.device), labels.to(self.device)
 
-    def starts(self, step: int) -> np.ndarray:
-        """Lanes at different places of their documents; in row 1 and 2 a document begins inside the window."""
+    def places(self, step: int) -> list[Chunk]:
+        """Lanes at different places of their documents; in row 1 one begins with a chunk, in row 2 inside one."""
         starts = (np.arange(CHUNKS)[:, None] + step * CHUNKS).repeat(ROWS, 1) * CHUNK
-        for row in (1, 2):
-            starts[row:, row] = np.arange(CHUNKS - row) * CHUNK
-        return starts
+        starts[1:, 1] = np.arange(CHUNKS - 1) * CHUNK
+        starts[2:, 2] = np.arange(CHUNKS - 2) * CHUNK + CHUNK - 3
+        borders = [tuple((3,) if (chunk, row) == (1, 2) else () for row in range(ROWS)) for chunk in range(CHUNKS)]
+        return [Chunk(tuple(own.tolist()), borders=inside) for own, inside in zip(starts, borders, strict=True)]
 
     def step(self, step: int, data: tuple[torch.Tensor, torch.Tensor], fresh: bool = False) -> StepResult:
         """Forward and backward of one window; states are carried on unless `fresh`."""
         states: States = self.stage.initial_states(ROWS, self.device, self.dtype) if fresh else self.states
         scale = torch.full((), 1 / (LENGTH * ROWS), device=self.device)
-        loss, nats, new = self.window(*data, self.starts(step), states, scale)
+        loss, nats, new = self.window(*data, self.places(step), states, scale)
         loss.backward()
         bad = 1 - loss.detach().isfinite().float()
         self.states = select_states(bad == 0, new, self.states)

@@ -1,6 +1,8 @@
 """The layout in which flash-linear-attention is called: its functions stood in for by loops over its own axes."""
 
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -14,10 +16,23 @@ from megamem.ops.linear_recurrence.torch import linear_recurrence
 
 def loop(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *, scale: float, initial_state: Tensor,
-    output_final_state: bool,
+    output_final_state: bool, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The package's documentation, token by token: q, k, v [batch, tokens, heads, width], g and beta [..., heads]."""
+    """The package's documentation, token by token: q, k, v [batch, tokens, heads, width], g and beta [..., heads].
+
+    cu_seqlens [series + 1]: where the series begin that stand behind one another in a single row; a state for each.
+    """
     assert output_final_state
+    if cu_seqlens is not None:
+        assert q.shape[0] == 1
+        assert len(initial_state) == len(cu_seqlens) - 1
+        found = []
+        for number, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            own = [None if x is None else x[:, begin:end] for x in (q, k, v, g, beta)]
+            state = initial_state[number : number + 1]
+            found.append(loop(*own, scale=scale, initial_state=state, output_final_state=True))
+        reads, states = zip(*found, strict=True)
+        return torch.cat(reads, 1), torch.cat(states)
     assert q.dtype == k.dtype == v.dtype, "the kernels take one dtype"
     q, k, v = (x.to(initial_state.dtype) for x in (q, k, v))
     state, outputs = initial_state, []
@@ -47,10 +62,11 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.parametrize("resets", [(), ((2, 3), ()), ((), (1, 6))])
 @pytest.mark.parametrize("rate", [False, True])
 @pytest.mark.parametrize("decay", [None, 1, 2])
-def test_agrees_with_the_recurrence(decay: int | None, rate: bool) -> None:
-    """Values, state and gradients in float64; decays of one row stand for all rows."""
+def test_agrees_with_the_recurrence(decay: int | None, rate: bool, resets: Sequence[Sequence[int]]) -> None:
+    """Values, state and gradients in float64; decays of one row stand for all rows, resets are those of each."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -65,7 +81,7 @@ def test_agrees_with_the_recurrence(decay: int | None, rate: bool) -> None:
     found = []
     for recurrence in (fla_recurrence, linear_recurrence):
         leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-        read, after = recurrence(**leaves)
+        read, after = recurrence(**leaves, resets=resets)
         grads = torch.autograd.grad(read.sin().sum() + after.cos().sum(), list(leaves.values()))
         found.append((read, after, *grads))
     for ours, theirs in zip(*found, strict=True):

@@ -31,10 +31,12 @@ def drawn(tokens: int, decay: bool, rate: bool, seed: int = 0) -> dict[str, Tens
     return inputs
 
 
-def loop(query, key, value, state, log_decay=None, rate=None):
+def loop(query, key, value, state, log_decay=None, rate=None, resets=()):
     """S_t = a S + k w^T, one token at a time."""
     outputs = []
     for t in range(key.shape[2]):
+        if any(t in row for row in resets):
+            state = state * torch.tensor([t not in row for row in resets], dtype=state.dtype)[:, None, None, None]
         if log_decay is not None:
             state = log_decay[:, :, t, None, None].exp() * state
         new = value[:, :, t]
@@ -101,3 +103,18 @@ def test_bfloat16_inputs_do_not_drift(form: str) -> None:
         return x.movedim(3, 0).reshape(64, -1).norm(dim=1)
 
     assert (sizes(output.double() - exact) / sizes(exact)).max() < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner", [1, 8, 64])
+def test_resets_begin_with_a_matrix_of_zeros(form: str, inner: int) -> None:
+    """Anywhere: several within an inner chunk, the first token, the last; gradients too. 1e-12: sums in other orders."""
+    inputs, resets = drawn(70, *FORMS[form], seed=3), ((0, 3, 5, 64), (9, 69))
+    found = []
+    for recurrence, options in ((linear_recurrence, {"inner": inner}), (loop, {})):
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        output, last = recurrence(**leaves, resets=resets, **options)
+        found.append([output, last, *torch.autograd.grad(output.sin().sum() + last.cos().sum(), list(leaves.values()))])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+    assert found[0][2 + list(inputs).index("state")][0].abs().max() == 0.0  # row 0 is reset before it reads anything

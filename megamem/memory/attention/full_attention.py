@@ -56,6 +56,8 @@ class FullAttentionConfig(MixerConfig):
 class FullAttention(AttentionProjections):
     """Attention to a list of finished chunks, whose keys are stored once, rotated, and passed on by reference."""
 
+    reads_borders = True
+
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, max_chunks: int | None) -> None:
         super().__init__(model, linears, specs)
         self.chunk = model.chunk_size
@@ -67,8 +69,9 @@ class FullAttention(AttentionProjections):
         outputs, done = [], 0
         while done < query.shape[0]:
             here = chunk.after(done)
-            # not across the end of the open chunk, so that all entries have one length
-            tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            # not across the end of the open chunk, so that all entries have one length, nor into another document
+            left = here.document_splits(query.shape[0] - done)[0].stop
+            tokens = min(self.chunk - state["open_keys"].shape[0], left)
             if self.max_chunks is not None:  # nor across a chunk border of any row, where its reach changes
                 tokens = min(tokens, *(self.chunk - start % self.chunk for start in here.starts))
             part = slice(done, done + tokens)
@@ -84,7 +87,7 @@ class FullAttention(AttentionProjections):
         query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
         """
         tokens = query.shape[0]
-        tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        tables = row_rotary_tables(Chunk(chunk.starts), query.shape[0], self.width, self.theta, query)
         query, key = (self.apply_rotary(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]

@@ -82,6 +82,8 @@ def _computed_keys(window: int, chunk: int, sequence_length: int) -> float:
 class SlidingAttention(AttentionProjections):
     """Attention over a window that moves with every token."""
 
+    reads_borders = True
+
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, window: int) -> None:
         super().__init__(model, linears, specs)
         self.window = window
@@ -90,19 +92,32 @@ class SlidingAttention(AttentionProjections):
         """See `Mixer.forward`."""
         query, key, value = self.project(hidden)
         tokens, before = query.shape[0], self.window - 1
-        tables = row_rotary_tables(chunk.starts, tokens, self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, tokens, self.width, self.theta, query)
         query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
-        step, outputs = part_tokens(self.window), []
-        for begin in range(0, tokens, step):
-            end = min(begin + step, tokens)
+        outputs = []
+        for begin, end in self._parts(chunk, tokens):
             past = self._past(keys, values, begin, end, chunk.after(begin))
             own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
             outputs.append(attention(query[begin:end], *own, past, self.backend))
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         # copies: views would keep the call's own keys and values alive
         state = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
+        ends = chunk.after(tokens).starts
+        if chunk.begins_inside and min(ends) < before:  # documents before the last one are forgotten
+            ages = torch.arange(before, 0, -1, device=keys.device)[:, None]
+            own = (ages <= to_device(ends, keys.device))[..., None, None]
+            state = {name: columns.where(own, 0.0) for name, columns in state.items()}
         return self.output(mixed.flatten(2)), state, {}
+
+    def _parts(self, chunk: Chunk, tokens: int) -> list[tuple[int, int]]:
+        """Cut a call into stretches of queries that share one rectangle of keys, none across a document's start."""
+        step = part_tokens(self.window)
+        return [
+            (begin, min(begin + step, part.stop))
+            for part in chunk.document_splits(tokens)
+            for begin in range(part.start, part.stop, step)
+        ]
 
     def _past(self, keys: Tensor, values: Tensor, begin: int, end: int, chunk: Chunk) -> list[Past]:
         """Return the part of the window before queries begin .. end - 1, masked to what each of them sees.

@@ -119,6 +119,8 @@ class LevelGates(nn.Module):
 class LogLinear(Mixer):
     """A recurrent memory of the open segment, and merged ones of those before it."""
 
+    reads_borders = True
+
     def __init__(self, config: LogLinearConfig, model: ModelConfig, linears: Linears, layer: int) -> None:
         memory = config.recurrent.build(model, linears, layer)
         assert isinstance(memory, RecurrentMixer)
@@ -133,10 +135,10 @@ class LogLinear(Mixer):
         """See `Mixer.forward`."""
         x = self.linears.enter(hidden)
         inputs, after = self.memory.inputs(x, state, chunk)
-        state = {**state, **after}
         gates = self.level_gates(x, state["log_kept"].dtype).unflatten(1, (-1, self.memory.groups))
         reads = []
-        for block_slice in block_slices(chunk.starts, inputs.tokens, self.config.segment):
+        for block_slice in block_slices(chunk, inputs.tokens, self.config.segment):
+            state = self.reset_inside(state, block_slice.begin, block_slice.starts, inputs.key)
             part = slice(block_slice.begin, block_slice.end)
             here = inputs.part(part)
             read, memory = self.memory.recur(here, state, Chunk(block_slice.starts))
@@ -149,7 +151,7 @@ class LogLinear(Mixer):
                 state = self._close(state, block_slice)
             reads.append(read)
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
-        return self.memory.finish(read, x, inputs), state, {}
+        return self.memory.finish(read, x, inputs), {**state, **after}, {}
 
     def _finished(self, block_slice: BlockSlice) -> list[int]:
         """Return the number of segments before the open one, for each row."""

@@ -38,10 +38,9 @@ from torch import Tensor
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, ModelConfig
 from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
-from megamem.memory.composite.segments import Gating, Segments, gate_shares
+from megamem.memory.composite.segments import Gating, Segments, SegmentSlice, gate_shares
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer, SegmentedConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
-from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.deep_memory.kept import selected_answer
 from megamem.parallel.linears import Linears, normal
 
@@ -168,6 +167,8 @@ class MemoryCachingConfig(SegmentedConfig):
 class MemoryCaching(Mixer):
     """A recurrent memory, and what it was at the end of each segment."""
 
+    reads_borders = True
+
     def __init__(self, config: MemoryCachingConfig, model: ModelConfig, linears: Linears, layer: int) -> None:
         memory = config.recurrent.build(model, linears, layer)
         assert isinstance(memory, RecurrentMixer)
@@ -192,7 +193,6 @@ class MemoryCaching(Mixer):
         """See `Mixer.forward`."""
         x = self.linears.enter(hidden)
         inputs, after = self.memory.inputs(x, state, chunk)
-        state = {**state, **after}
         # u [B, H, G, T, D]
         router_query = inputs.query
         if self.router is not None:
@@ -203,7 +203,8 @@ class MemoryCaching(Mixer):
         reads, done = [], 0
         while done < inputs.tokens:
             here = chunk.after(done)
-            left = inputs.tokens - done
+            state = self.reset_inside(state, done, here.starts, inputs.key)
+            left = here.document_splits(inputs.tokens - done)[0].stop
             count = self._whole_segments(here, left, state)
             if count:
                 part = slice(done, done + count * self.config.segment)
@@ -211,12 +212,19 @@ class MemoryCaching(Mixer):
             else:  # up to the next border of any row
                 tokens = min(left, *(self.step - start % self.step for start in here.starts))
                 part = slice(done, done + tokens)
-                block_slice = BlockSlice(0, tokens, here.starts, self.config.segment)
+                block_slice = self._slice(here, tokens)
                 read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice)
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
-        return self.memory.finish(read, x, inputs), state, {}
+        return self.memory.finish(read, x, inputs), {**state, **after}, {}
+
+    def _slice(self, chunk: Chunk, tokens: int) -> SegmentSlice:
+        """Describe the first `tokens` tokens of `chunk`, which lie within one segment of each row."""
+        size = self.config.segment
+        # rows whose documents begin anywhere may have been on other grids before
+        grids = {start % size for start in chunk.starts} if chunk.borders is None else chunk.starts
+        return SegmentSlice(0, tokens, chunk.starts, size, len(grids))
 
     def _whole_segments(self, chunk: Chunk, tokens: int, state: State) -> int:
         """Return how many whole segments of the open chunk can be written at the same time; 0 if not several."""
@@ -251,14 +259,14 @@ class MemoryCaching(Mixer):
             # segment i reads its own memory, those of the segments before it, and the ones kept earlier
             part = slice(i * size, (i + 1) * size)
             before = {name: x[:, :, :i] for name, x in zip(self.names[:-1], new, strict=True)}
-            here = BlockSlice(0, size, chunk.after(part.start).starts, size)
+            here = self._slice(chunk.after(part.start), size)
             kept = self._readable([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
             own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
             reads.append(own * answered[:, i] + self._answers(inputs.query[..., part, :], kept, shares))
         return torch.cat(reads, dim=-2), self._append(state, new, filled, here)
 
     def _read(
-        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: BlockSlice
+        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice
     ) -> tuple[Tensor, State]:
         """Write and read tokens that lie within one segment of each row; the segment is kept if it ends with them.
 
@@ -310,14 +318,14 @@ class MemoryCaching(Mixer):
         """Return all that is kept, the open chunk's columns first, then those of past chunks, the newest first."""
         return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
 
-    def _readable(self, entries: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[Segments]:
+    def _readable(self, entries: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[Segments]:
         """Return the kept segments that some row may read, the newest last, with a mask of those each row may.
 
         entries: tensors [B, H, N, ...] of kept segments, the newest entry first, within it the newest column last.
         """
         reach = [self.config.reach(start, self.sizes["chunk"]) for start in block_slice.starts]
         # enough columns for the row with the longest reach, even if rows never end their segments together
-        columns = max(reach) * self._grids(block_slice)
+        columns = max(reach) * block_slice.columns
         parts: list[Segments] = []
         # how many of each row's own segments are newer than the entry [B, 1]
         newer = entries[0]["filled"].new_zeros(len(reach), 1)
@@ -337,11 +345,7 @@ class MemoryCaching(Mixer):
             parts.append(Segments(weights, entry["pool"], visible))
         return parts[::-1]
 
-    def _grids(self, block_slice: BlockSlice) -> int:
-        """Return how many different grids of segments the rows have: so many columns may be written per segment."""
-        return len({start % self.config.segment for start in block_slice.starts})
-
-    def _close(self, state: State, block_slice: BlockSlice) -> State:
+    def _close(self, state: State, block_slice: SegmentSlice) -> State:
         """Keep the memory of rows whose segment ends, and begin their next one."""
         closing = to_device(block_slice.closing, state["key_sum"].device, torch.bool)
         pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(block_slice.closing))
@@ -357,7 +361,7 @@ class MemoryCaching(Mixer):
             state[name] = fresh if all(block_slice.closing) else torch.where(rows, fresh, state[name])
         return state
 
-    def _append(self, state: State, new: list[Tensor], filled: Tensor, block_slice: BlockSlice) -> State:
+    def _append(self, state: State, new: list[Tensor], filled: Tensor, block_slice: SegmentSlice) -> State:
         """Append columns of finished segments, and the chunk's columns to the list once there are all of them.
 
         new: memories and pools [B, H, N, ...] of segments that end with the slice; filled: whether each row has such a
@@ -377,9 +381,9 @@ class MemoryCaching(Mixer):
             "kept": self._bounded(kept, block_slice),
         }
 
-    def _bounded(self, kept: list[dict[str, Tensor]], block_slice: BlockSlice) -> list[dict[str, Tensor]]:
+    def _bounded(self, kept: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[dict[str, Tensor]]:
         """Return the entries [B, H, N, ...] within some row's reach; rows on a grid of their own fill own columns."""
-        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in block_slice.ends) * self._grids(block_slice)
+        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in block_slice.ends) * block_slice.columns
         needed = -(-reach // self.per_chunk)
         return kept[max(len(kept) - needed, 0) :]
 

@@ -6,10 +6,22 @@ segments, D head_dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megamem.memory.shared.blocks import BlockSlice
+
+
+@dataclass(frozen=True)
+class SegmentSlice(BlockSlice):
+    """Tokens of a call that in each batch row lie within one segment, the block of Memory Caching."""
+
+    columns: int
+    """How many columns of kept segments may be added while a row reads a segment: rows that end theirs at different
+    places each fill columns of their own."""
 
 
 class Gating(NamedTuple):

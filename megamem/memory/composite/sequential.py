@@ -84,6 +84,7 @@ class Sequential(Mixer):
         super().__init__(specs, mixers[0].sizes, tp_size)
         self.mixers = nn.ModuleList(mixers)
         self.differentiable_state = all(mixer.differentiable_state for mixer in mixers)
+        self.reads_borders = all(mixer.reads_borders for mixer in mixers)
         self.eps = eps
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
-from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
+from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype, to_device
+from megamem.memory.shared.blocks import token_positions
 from megamem.ops.deep_memory.kept import Matrix, Rows
 from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -192,17 +193,25 @@ class ShortConvolution(nn.Module):
         # each output starts with the variance of its inputs
         self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
 
-    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve x [T, B, heads, width], which follows `before` [taps - 1, B, heads, width].
+    def forward(self, x: Tensor, before: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Convolve x [T, B, heads, width], which follows `before` [taps - 1, B, heads, width] and lies at `chunk`.
 
         Returns: like x; the last taps - 1 tokens of both, which the next call needs.
         """
         tokens, taps = x.shape[0], self.weight.shape[1]
         weight = self.weight.unflatten(0, x.shape[-2:])
         joined = torch.cat((before, x))
-        out = sum(weight[..., tap] * joined[tap : tap + tokens] for tap in range(taps))
+        terms = [weight[..., tap] * joined[tap : tap + tokens] for tap in range(taps)]
+        after = joined[tokens:].clone()
+        if chunk.begins_inside:  # what lies before a token's document counts as zero
+            ages = token_positions(chunk, tokens, x.device)[..., None, None]
+            terms = [torch.where(ages >= taps - 1 - tap, term, 0) for tap, term in enumerate(terms)]
+            lags = torch.arange(taps - 1, 0, -1, device=x.device)[:, None]
+            own = lags <= to_device(chunk.after(tokens).starts, x.device)
+            after = torch.where(own[..., None, None], after, 0)
+        out = sum(terms)
         assert isinstance(out, Tensor)
-        return F.silu(out), joined[tokens:].clone()
+        return F.silu(out), after
 
 
 class HeadNorm(nn.Module):
@@ -238,6 +247,8 @@ class TokenGate(nn.Module):
 
 class RecurrentMixer(Mixer):
     """Projections, convolutions, norm and gates around a memory that every token writes and reads."""
+
+    reads_borders = True
 
     def __init__(self, config: RecurrentConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config.state_specs(model), model.state_sizes, linears.tp_size)
@@ -331,7 +342,7 @@ class RecurrentMixer(Mixer):
             projected = getattr(self, name)(x).unflatten(-1, (-1, width))
             if name in self.convolutions:
                 before = f"before_{name}"
-                projected, after[before] = self.convolutions[name](projected, state[before])
+                projected, after[before] = self.convolutions[name](projected, state[before], chunk)
             made[name] = projected
         query, key = self.prepare(made["query"], made["key"], chunk)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, made["value"]))
@@ -352,6 +363,5 @@ class RecurrentMixer(Mixer):
         """See `Mixer.forward`."""
         x = self.linears.enter(hidden)
         inputs, after = self.inputs(x, state, chunk)
-        state = {**state, **after}
         read, memory = self.recur(inputs, state, chunk)
-        return self.finish(read, x, inputs), {**state, **memory}, {}
+        return self.finish(read, x, inputs), {**state, **memory, **after}, {}

@@ -267,7 +267,8 @@ class DeepMemory(RecurrentMixer):
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
         reads = []
-        for block_slice in block_slices(chunk.starts, inputs.tokens, self.config.inner_chunk):
+        for block_slice in block_slices(chunk, inputs.tokens, self.config.inner_chunk):
+            memory = self.reset_inside(memory, block_slice.begin, block_slice.starts, inputs.key)
             read, memory = self._read_inner_chunk(
                 inputs.part(slice(block_slice.begin, block_slice.end)), memory, block_slice, join
             )

@@ -92,10 +92,11 @@ class MatrixMixer(RecurrentMixer):
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
         given = (inputs.query, inputs.key, inputs.value, memory["memory"])
+        resets = chunk.borders or ()
         if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
-            read, after = fla_recurrence(*given, **inputs.gates)
+            read, after = fla_recurrence(*given, **inputs.gates, resets=resets)
         else:
-            read, after = linear_recurrence(*given, **inputs.gates, inner=self.inner_chunk)
+            read, after = linear_recurrence(*given, **inputs.gates, resets=resets, inner=self.inner_chunk)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
 
     def snapshot(self, memory: State) -> tuple[Tensor, ...]:

@@ -52,7 +52,7 @@ class RetNet(MatrixMixer):
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`: queries and keys rotated by their positions in the document."""
-        tables = row_rotary_tables(chunk.starts, query.shape[0], self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.theta, query)
         return super().prepare(apply_rotary(query, *tables), apply_rotary(key, *tables), chunk)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:

@@ -145,6 +145,8 @@ class AttentionProjections(Mixer):
 class BlockAttention(AttentionProjections):
     """Softmax attention, causal inside each block of `block` tokens; rotary positions restart with the block."""
 
+    reads_borders = True
+
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec, block: int) -> None:
         super().__init__(model, linears, specs)
         self.block = block
@@ -174,7 +176,8 @@ class BlockAttention(AttentionProjections):
         """See `Mixer.forward`."""
         projections = self.project(hidden)
         outputs = []
-        for block_slice in block_slices(chunk.starts, projections[0].shape[0], self.block):
+        for block_slice in block_slices(chunk, projections[0].shape[0], self.block):
+            state = self.reset_inside(state, block_slice.begin, block_slice.starts, projections[0])
             query, key, value = (x[block_slice.begin : block_slice.end] for x in projections)
             output, state = self._attend(query, key, value, state, block_slice)
             outputs.append(output)

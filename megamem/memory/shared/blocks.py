@@ -12,11 +12,13 @@ chunk of a deep memory, a segment of Memory Caching.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megamem.memory.base import to_device
+from megamem.memory.base import Chunk, to_device
 from megamem.ops.rotary import RotaryTables, consecutive_rotary_tables, rotary_tables
 
 
@@ -62,14 +64,18 @@ class BlockSlice:
         return max(end % self.block if end > 0 else 0 for end in self.ends)
 
 
-def block_slices(starts: tuple[int, ...], tokens: int, block: int) -> list[BlockSlice]:
-    """Cut `tokens` tokens, rows starting at positions `starts`, wherever a row's position is a multiple of `block`."""
-    first_borders = sorted({-start % block for start in starts})
-    cuts = sorted({0, tokens, *(cut for first in first_borders for cut in range(first, tokens, block))})
-    return [
-        BlockSlice(begin, end, tuple(start + begin for start in starts), block)
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+def block_slices(chunk: Chunk, tokens: int, block: int) -> list[BlockSlice]:
+    """Cut `tokens` tokens wherever some row's document begins or its position is a multiple of `block`."""
+    slices = []
+    for part in chunk.document_splits(tokens):
+        here = chunk.after(part.start)
+        first_borders = {part.start + -start % block for start in here.starts}
+        inner = {cut for first in first_borders for cut in range(first, part.stop, block)}
+        slices += [
+            BlockSlice(begin, end, chunk.after(begin).starts, block)
+            for begin, end in pairwise(sorted({part.start, part.stop, *inner}))
+        ]
+    return slices
 
 
 def positions_in_block(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor:
@@ -85,26 +91,43 @@ def positions_in_block(block_slice: BlockSlice, open_tokens: int, device: torch.
     return columns + to_device(offsets, device)
 
 
-def row_rotary_tables(starts: tuple[int, ...], tokens: int, width: int, theta: float, like: Tensor) -> RotaryTables:
-    """Return the rotary tables of `tokens` consecutive tokens in rows that begin at positions `starts`.
+@lru_cache(maxsize=8)
+def token_positions(chunk: Chunk, tokens: int, device: torch.device) -> Tensor:
+    """Return `Chunk.positions` on a device, int64 [tokens, batch or 1]; cached, as all layers ask for the same."""
+    with torch.inference_mode(False):
+        return to_device(chunk.positions(tokens), device)
+
+
+def row_rotary_tables(chunk: Chunk, tokens: int, width: int, theta: float, like: Tensor) -> RotaryTables:
+    """Return the rotary tables of a call's tokens at their positions in their documents.
 
     Args:
+        chunk: where the tokens lie.
+        tokens: how many there are.
         width: width of a head.
         theta: base of the frequencies.
         like: a tensor [tokens, ...] whose dtype and device the tables get.
     """
-    if len(set(starts)) == 1:
-        return consecutive_rotary_tables(starts[0], tokens, width, theta, like.dtype, like.device)
-    positions = torch.arange(tokens, device=like.device)[:, None] + to_device(starts, like.device)
-    return rotary_tables(positions, width, theta, like.dtype)
+    if len(set(chunk.starts)) == 1 and not chunk.begins_inside:
+        return consecutive_rotary_tables(chunk.starts[0], tokens, width, theta, like.dtype, like.device)
+    return _rotary_tables(chunk, tokens, width, theta, like.dtype, like.device)
+
+
+@lru_cache(maxsize=8)
+def _rotary_tables(
+    chunk: Chunk, tokens: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> RotaryTables:
+    """See `row_rotary_tables`; cached, as all layers ask for the same."""
+    with torch.inference_mode(False):
+        return rotary_tables(token_positions(chunk, tokens, device), width, theta, dtype)
 
 
 def block_rotary_tables(
     block_slice: BlockSlice, open_tokens: int, width: int, theta: float, like: Tensor
 ) -> RotaryTables:
     """Return the rotary tables of `positions_in_block`, in the dtype and on the device of `like` [tokens, ...]."""
-    starts = tuple(offset - open_tokens for offset in block_slice.offsets)
-    return row_rotary_tables(starts, open_tokens + block_slice.tokens, width, theta, like)
+    chunk = Chunk(tuple(offset - open_tokens for offset in block_slice.offsets))
+    return row_rotary_tables(chunk, open_tokens + block_slice.tokens, width, theta, like)
 
 
 def open_visible(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor | None:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
-from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors, to_device
+from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors
+from megamem.memory.shared.blocks import token_positions
 from megamem.model.layer import Layer
 from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
@@ -104,7 +105,7 @@ class Decoder(Stage):
         outputs: list[Tensor] = []
         losses: Losses = {}
         for part in parts:
-            output, states, extra = self.run_layers(hidden[part], states, chunk.after(part.start))
+            output, states, extra = self.run_layers(hidden[part], states, chunk.part(part.start, part.stop))
             outputs.append(output)
             losses = add_losses(losses, extra)
         return torch.cat(outputs), states, losses
@@ -137,8 +138,7 @@ class Decoder(Stage):
             return hidden
         own = hidden.shape[0]
         first = self.linears.tp_rank * own if self.linears.sequence_parallel else 0
-        steps = torch.arange(first, first + own, device=hidden.device)[:, None]
-        places = (to_device(chunk.starts, hidden.device) + steps) % self.positions.shape[0]
+        places = token_positions(chunk, tokens.shape[0], hidden.device)[first : first + own] % self.positions.shape[0]
         return hidden + self.linears.outside(self.positions)[places]
 
     def run_layers(self, hidden: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:

@@ -6,8 +6,13 @@ Factors of products and the states between inner chunks are BF16 there; sums, de
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.errors import ConfigError
@@ -20,13 +25,23 @@ def fla_recurrence(
     state: Tensor,
     log_decay: Tensor | None = None,
     rate: Tensor | None = None,
+    resets: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
-    """See `linear_recurrence`; query, key and value are BF16 on CUDA, the state is FP32."""
+    """See `linear_recurrence`; query, key and value are BF16 on CUDA, the state is FP32.
+
+    With resets all series of tokens stand behind one another in one row, and the kernels are told where each begins.
+    """
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.simple_gla import chunk_simple_gla
 
-    rows, heads, groups = query.shape[:3]
+    rows, heads, groups, tokens = query.shape[:4]
+    # the first and the last token of each series, by row; nothing without resets
+    series = [list(pairwise((0, *row, tokens))) for row in resets] if any(resets) else []
+
+    def one_row(x: Tensor) -> Tensor:
+        """Put the rows of x [batch, tokens, ...] behind one another where there are resets."""
+        return x.flatten(0, 1)[None] if series else x.contiguous()
 
     def tokens_first(x: Tensor) -> Tensor:
         """Reorder [batch or 1, heads, tokens, ...] to [batch, tokens, heads * groups, ...].
@@ -34,22 +49,43 @@ def fla_recurrence(
         The kernels have a memory for each query head, so that keys and values of a group are repeated.
         """
         x = x.expand(rows, *x.shape[1:])[:, :, None].expand(-1, -1, groups, *x.shape[2:])
-        return x.flatten(1, 2).transpose(1, 2).contiguous()
+        return one_row(x.flatten(1, 2).transpose(1, 2))
 
-    queries = query.flatten(1, 2).transpose(1, 2).contiguous()
+    queries = one_row(query.flatten(1, 2).transpose(1, 2))
     keys, values = tokens_first(key), tokens_first(value.to(key.dtype))
     first = state[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2).contiguous()
     decays = None if log_decay is None else tokens_first(log_decay)
-    common = {"scale": 1.0, "initial_state": first, "output_final_state": True}
+    common: dict[str, Any] = {"scale": 1.0, "initial_state": first, "output_final_state": True}
+    if series:
+        # the first series of each row goes on from its state, the others begin with zeros
+        common["initial_state"] = torch.cat(
+            [F.pad(first[row : row + 1], (0,) * 6 + (0, len(own) - 1)) for row, own in enumerate(series)]
+        )
+        ends = (row * tokens + end for row, own in enumerate(series) for _, end in own)
+        common["cu_seqlens"] = _cumulative_lengths(tuple(ends), state.device)
     if rate is None:
         read, last = chunk_simple_gla(queries, keys, values, decays, **common)
     elif decays is None:
         read, last = chunk_delta_rule(queries, keys, values, tokens_first(rate), **common)
     else:
         read, last = chunk_gated_delta_rule(queries, keys, values, decays, tokens_first(rate), **common)
+    if series:
+        read = read[0].unflatten(0, (rows, tokens))
+        last = torch.stack([last[end - 1] for end in accumulate(map(len, series))])
     # the memories of a group are copies of one
     after = last.unflatten(1, (heads, groups))[:, :, 0]
     return read.transpose(1, 2).unflatten(1, (heads, groups)).to(state.dtype), after
+
+
+@lru_cache(maxsize=8)
+def _cumulative_lengths(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return 0 and the ends of all series on a device, [series + 1] int64.
+
+    Cached, so that all layers of a call give the kernels the same tensor: they keep what they derive from it.
+    """
+    with torch.inference_mode(False):
+        lengths = torch.tensor((0, *ends), device="cpu")
+        return lengths.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else lengths
 
 
 def check_recurrence(backend: str) -> None:

@@ -15,6 +15,8 @@ of Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ def linear_recurrence(
     state: Tensor,
     log_decay: Tensor | None = None,
     rate: Tensor | None = None,
+    resets: Sequence[Sequence[int]] = (),
     inner: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """Read and write token by token, in the dtype of `state`.
@@ -36,6 +39,7 @@ def linear_recurrence(
         state: S before the first token, [batch, heads, key width, value width].
         log_decay: log a_t <= 0, [batch or 1, heads, tokens]; None: a = 1.
         rate: b_t of the delta rule, [batch, heads, tokens]; None: additive.
+        resets: for each batch row the tokens at which S is zero before they write, ascending.
         inner: tokens of an inner chunk.
     Returns: y [batch, heads, groups, tokens, value width], S after the last token.
     """
@@ -50,6 +54,7 @@ def linear_recurrence(
             state,
             None if log_decay is None else log_decay[..., part].to(state.dtype),
             None if rate is None else rate[..., part, None].to(state.dtype),
+            _series(resets, begin, min(begin + inner, key.shape[-2]), state.device),
         )
         outputs.append(output)
     return torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0], state
@@ -69,12 +74,35 @@ def decay_ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
     return total, (total[..., :, None] - total[..., None, :]).masked_fill(~lower, -torch.inf).exp()
 
 
+def _series(resets: Sequence[Sequence[int]], begin: int, end: int, device: torch.device) -> Tensor | None:
+    """Return the number of resets up to each token from `begin` to `end` - 1, [batch, tokens] int64.
+
+    Tokens of one number are a series without a reset; 0 is the one that came in. None where there is no reset.
+    """
+    inside = [[place - begin for place in row if begin <= place < end] for row in resets]
+    if not any(inside):
+        return None
+    # few additions on the device: a copy of host values could make the host wait
+    series = torch.zeros(len(inside), end - begin, dtype=torch.int64, device=device)
+    for row, places in enumerate(inside):
+        for place in places:
+            series[row, place:] += 1
+    return series
+
+
 def _inner_chunk(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, log_decay: Tensor | None, rate: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    rate: Tensor | None,
+    series: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Read and write the tokens of one inner chunk.
 
-    Shapes are those of `linear_recurrence`, but rate is [batch, heads, tokens, 1].
+    Shapes are those of `linear_recurrence`, but rate is [batch, heads, tokens, 1]. series: see `_series`; between
+    tokens of different series, and across a reset from and to S, every product of decays is zero.
     Returns: y [batch, heads, groups, tokens, value width]; S after the last token.
     """
     tokens = key.shape[-2]
@@ -88,6 +116,11 @@ def _inner_chunk(
         since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
         reading, writing, erasing = query * since_start[..., None, :, :], key * until_end, key * since_start
         kept = state * since_start[..., -1:, :]
+    if series is not None:
+        of_state, of_last = (series == 0)[:, None, :, None], (series == series[:, -1:])[:, None, :, None]
+        reading, erasing = torch.where(of_state[:, :, None], reading, 0), torch.where(of_state, erasing, 0)
+        writing, kept = torch.where(of_last, writing, 0), torch.where(of_state[:, :, -1:], kept, 0)
+        between = torch.where((series[:, :, None] == series[:, None])[:, None], between, 0)
     new = value
     if rate is not None:
         # the delta rule: what earlier tokens of the inner chunk wrote for similar keys is taken back
