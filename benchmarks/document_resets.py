@@ -42,8 +42,9 @@ from megamem.pipeline.window import Window
 MEAN_TOKENS, SIGMA = 1000, 1.0
 """Mean of the documents' tokens, and the standard deviation of its logarithm."""
 SHIPPED = {
-    "full attention": "transformer-760m", "sliding attention": "samba-760m", "linear attention": "linear-attention-760m",
-    "retnet": "retnet-760m", "delta net": "delta-net-760m", "gated delta net": "gated-delta-net-760m",
+    "full attention": "transformer-760m", "sliding attention": "samba-760m",
+    "linear attention": "linear-attention-760m", "retnet": "retnet-760m", "delta net": "delta-net-760m",
+    "gated delta net": "gated-delta-net-760m",
     "dla": "dla-760m", "titans": "titans-760m", "memora": "memora-760m", "dla, gated segments": "dla-grm-760m",
     "dla, log-linear": "dla-log-linear-760m", "elastic memory": "elastic-100m", "infini-attention": "infini-100m",
     "melodi": "melodi-100m", "memorizing attention": "memorizing-100m",

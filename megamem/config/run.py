@@ -328,6 +328,26 @@ class RunConfig(ConfigModel):
                 raise ValueError(f"training.phases.{count} (after step {starts[count + 1]}): {message}") from None
         return self
 
+    @model_validator(mode="after")
+    def _resets_fit(self) -> RunConfig:
+        """Raise ValueError where documents that begin inside chunks do not go with the model or the layout."""
+        if self.data.reset != "exact":
+            return self
+        if self.parallel.zero_stage == 3:
+            raise ValueError(
+                "parallel.zero_stage 3 does not go with data.reset exact: blocks end at different places on each rank, "
+                "and DeepSpeed would gather parameters in another order on each; use zero_stage 2"
+            )
+        beside = self.model.rows_per_chunk - self.model.chunk_size
+        layout = self.training.micro_batch_size, self.parallel.pp, self.parallel.sequence_parallel
+        if beside and layout != (1, 1, False):
+            raise ValueError(
+                f"data.reset exact with the {beside} rows that this model reads beside the tokens of each chunk needs "
+                "training.micro_batch_size 1, parallel.pp 1 and no sequence_parallel; or use data.documents pack, "
+                "where documents begin at chunk borders"
+            )
+        return self
+
     def accumulation_steps(self, dp_size: int) -> int:
         """Return the micro-batches of a rank per step. Raises ValueError if the batch cannot be split so."""
         per_pass = self.training.micro_batch_size * dp_size

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
-from megamem.errors import ContractError
-from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, State, Stateful, States, StateSpec
+from megamem.errors import ConfigError, ContractError
+from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, Mixer, State, Stateful, States, StateSpec
 from megamem.parallel.linears import Linears, PlainLinears
 
 
@@ -123,6 +123,16 @@ class Stage(nn.Module, ABC):
             name: component.reset(states[name], chunk, self.device_of(component, device), dtype)
             for name, component in self.components.items()
         }
+
+    def check_reads_borders(self) -> None:
+        """Raise ConfigError naming a mixer that needs all tokens on a rank, to cut calls where documents begin."""
+        for name, component in self.layer_components.items():
+            if isinstance(component, Mixer) and not component.reads_borders:
+                kind = self.config.mixer_at(int(name.removeprefix("layers."))).kind
+                raise ConfigError(
+                    f"parallel.sequence_parallel does not go with data.reset exact for {kind} (model.{name}), whose "
+                    "calls are cut where documents begin; switch it off or use data.documents pack"
+                )
 
     def check_states(self, states: States, rows: int) -> None:
         """Raise ContractError naming the component whose state at a chunk's border is not as declared."""

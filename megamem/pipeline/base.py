@@ -87,6 +87,8 @@ class TrainingEngine(ABC):
         self.accumulation = config.accumulation_steps(topology.dp_size)
         self.dtype = DTYPES[config.training.precision]
         self.stage = build_own_stage(config, topology, layers)
+        if config.data.reset == "exact" and config.parallel.sequence_parallel:
+            self.stage.check_reads_borders()
         self.objective = build_objective(config.training.objective, config.model)
         whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
         groups = len(parameter_groups(whole, config.optimizer, new_parameters))

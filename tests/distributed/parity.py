@@ -12,6 +12,8 @@ import torch
 from tests.distributed.training_cases import reference
 
 STEPS, LR = 20, 1e-3
+ANYWHERE = {"documents": "join", "reset": "exact"}
+"""Documents begin at any token."""
 
 
 def case(tp: int, zero: int, bptt: int = 4, micro: int = 1, **more: Any) -> dict[str, Any]:
@@ -29,8 +31,8 @@ def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]
     """(gradients, losses, weights) of one process with one autograd graph per window, after as many steps."""
     config = case["config"]
     model = json.dumps(config.get("model", {}), sort_keys=True)
-    uneven = config.get("data", {}).get("documents", "pack") == "pack"
-    return known(case["steps"], config["training"]["bptt_chunks"], LR, model, uneven)
+    documents = config.get("data", {}).get("documents", "pack")
+    return known(case["steps"], config["training"]["bptt_chunks"], LR, model, documents)
 
 
 def assert_gradients(case: dict[str, Any], found: dict[str, Any]) -> None:

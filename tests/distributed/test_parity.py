@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import run_distributed
-from tests.distributed.parity import STEPS, assert_gradients, assert_losses_and_weights, case
+from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import EVERY, GPT2, MUP, RECURRENT, SIDE_ROWS
 
 pytestmark = pytest.mark.distributed
@@ -18,6 +18,10 @@ WORLDS = {
         "tp2-zero0": case(2, 0, micro=8, steps=STEPS),
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=4, parallel={"sequence_parallel": True}),
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
+        "tp2-documents-anywhere": case(
+            2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, data=ANYWHERE
+        ),
+        "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=STEPS, data=ANYWHERE),
         "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
         "tp2-gpt2-sequence-parallel": case(
             2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}

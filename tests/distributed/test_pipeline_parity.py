@@ -4,7 +4,7 @@ import pytest
 
 from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import run_distributed
-from tests.distributed.parity import assert_gradients, assert_losses_and_weights, case
+from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, RECURRENT, ROWS, SIDE_ROWS
 
 pytestmark = pytest.mark.distributed
@@ -40,6 +40,7 @@ WORLDS = {
         "gpt2": staged(2, 1, 1, 2, 2, 1, model=GPT2),
         "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
+        "documents-anywhere": staged(2, 1, 1, 2, 2, 1, model=EVERY, data=ANYWHERE),
         "recurrent-memory": staged(2, 1, 1, 4, 2, 1, model=RECURRENT),
         "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),

@@ -11,12 +11,13 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
-from megamem.memory.base import Chunk, detach
+from megamem.memory.base import detach
 from megamem.model.stage import build_stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.engine import PipelineEngine, build_engine
+from megamem.pipeline.train_chunk import chunk_places
 from tests.contract.cases import CASES
 
 ROWS, LENGTH, CHUNK, VOCABULARY = 8, 64, 16, 64
@@ -77,34 +78,46 @@ def run_config(steps: int = 20, **sections) -> RunConfig:
     return parse_config(RunConfig, tree, "test")
 
 
-def step_data(step: int, uneven: bool) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Tokens, labels (some ignored, unevenly over rows) and chunk starts (uneven: a document begins inside row 2)."""
+def step_batch(step: int, documents: str) -> Batch:
+    """All rows of a step, some labels ignored, unevenly over rows; one document a row, but for other ones in row 2.
+
+    documents: with `pack` one begins there at a chunk's border, with `join` three begin at any token.
+    """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (LENGTH, ROWS), generator=generator)
     labels = torch.randint(0, VOCABULARY, (LENGTH, ROWS), generator=generator)
     labels[5:40, 1] = -100
     starts = np.arange(0, LENGTH, CHUNK)[:, None].repeat(ROWS, 1)
-    if uneven:
+    begins = None
+    if documents == "pack":
         starts[2:, 2] -= 2 * CHUNK
-    return tokens, labels, starts
+    if documents == "join":
+        begins = np.zeros((LENGTH, ROWS), np.bool_)
+        begins[0] = True
+        begins[[CHUNK - 5, CHUNK + 3, CHUNK + 4], 2] = True
+        starts[1:, 2] = np.arange(5, LENGTH - CHUNK + 5, CHUNK)
+        starts[2:, 2] -= 9
+    return Batch(tokens, labels, starts, tuple(range(ROWS)), begins)
 
 
 def local_batches(config: RunConfig, topology: Topology, step: int) -> list[Batch]:
     """This rank's micro-batches of `step`, split as the feeder does."""
-    tokens, labels, starts = step_data(step, config.data.documents == "pack")
+    whole = step_batch(step, config.data.documents)
     micro = config.training.micro_batch_size
     batches = []
     for a in range(config.accumulation_steps(topology.dp_size)):
         first = (a * topology.dp_size + topology.dp_rank) * micro
         rows = slice(first, first + micro)
-        batches.append(Batch(tokens[:, rows], labels[:, rows], starts[:, rows], tuple(range(micro))))
+        begins = None if whole.begins is None else whole.begins[:, rows]
+        own = Batch(whole.tokens[:, rows], whole.labels[:, rows], whole.starts[:, rows], tuple(range(micro)), begins)
+        batches.append(own)
     return batches
 
 
-def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool):
+def reference(steps: int, bptt_chunks: int, lr: float, model: str, documents: str):
     """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
 
-    model: what differs from `MODEL`, as JSON.
+    model: what differs from `MODEL`, as JSON; documents: see `step_batch`.
     """
     config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
     stage = build_stage(config.model, PlainLinears())
@@ -118,14 +131,15 @@ def reference(steps: int, bptt_chunks: int, lr: float, model: str, uneven: bool)
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
-        tokens, labels, starts = step_data(step, uneven)
+        batch = step_batch(step, documents)
+        tokens, labels, places = batch.tokens, batch.labels, chunk_places(batch)
         states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
         total, nats = torch.zeros(()), 0.0
         for c in range(LENGTH // CHUNK):
             if c % bptt_chunks == 0:
                 states = detach(states)
             part = slice(c * CHUNK, (c + 1) * CHUNK)
-            hidden, states, auxiliary = stage(tokens[part], states, Chunk(tuple(starts[c].tolist())))
+            hidden, states, auxiliary = stage(tokens[part], states, places[c])
             here = stage.token_losses(hidden, labels[part]).sum()
             nats += here.item()
             total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())

@@ -108,7 +108,7 @@ def test_bfloat16_inputs_do_not_drift(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inner", [1, 8, 64])
 def test_resets_begin_with_a_matrix_of_zeros(form: str, inner: int) -> None:
-    """Anywhere: several within an inner chunk, the first token, the last; gradients too. 1e-12: sums in other orders."""
+    """Anywhere: several within an inner chunk, first and last token; gradients too. 1e-12: sums in other orders."""
     inputs, resets = drawn(70, *FORMS[form], seed=3), ((0, 3, 5, 64), (9, 69))
     found = []
     for recurrence, options in ((linear_recurrence, {"inner": inner}), (loop, {})):

@@ -87,6 +87,18 @@ REFUSALS = {
         {"parallel": {"zero_stage": 3}, "model": {"tie_embeddings": True}},
         ["parallel.zero_stage 3", "model.tie_embeddings true", "use zero_stage 2 or untied"],
     ),
+    "ZeRO 3 with exact resets": (
+        {"parallel": {"zero_stage": 3}, "data": {"documents": "join", "reset": "exact"}},
+        ["parallel.zero_stage 3 does not go with data.reset exact", "use zero_stage 2"],
+    ),
+    "exact resets beside memory rows": (
+        {
+            "model": {"architecture": {"kind": "recurrent_memory", "memory_tokens": 2}},
+            "data": {"documents": "join", "reset": "exact"},
+            "training": {"micro_batch_size": 2},
+        },
+        ["data.reset exact with the 4 rows", "needs training.micro_batch_size 1, parallel.pp 1", "data.documents pack"],
+    ),
     "ZeRO 3 recomputing streams": (
         {"parallel": {"zero_stage": 3}, "training": {"recompute": True}, "data": {"feeding": "streams"}},
         ["parallel.zero_stage 3", "training.recompute true", "use zero_stage 2 or recompute false"],

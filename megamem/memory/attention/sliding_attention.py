@@ -102,13 +102,13 @@ class SlidingAttention(AttentionProjections):
             outputs.append(attention(query[begin:end], *own, past, self.backend))
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         # copies: views would keep the call's own keys and values alive
-        state = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
+        window = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
         ends = chunk.after(tokens).starts
         if chunk.begins_inside and min(ends) < before:  # documents before the last one are forgotten
             ages = torch.arange(before, 0, -1, device=keys.device)[:, None]
-            own = (ages <= to_device(ends, keys.device))[..., None, None]
-            state = {name: columns.where(own, 0.0) for name, columns in state.items()}
-        return self.output(mixed.flatten(2)), state, {}
+            kept = (ages <= to_device(ends, keys.device))[..., None, None]
+            window = {name: columns.where(kept, 0.0) for name, columns in window.items()}
+        return self.output(mixed.flatten(2)), window, {}
 
     def _parts(self, chunk: Chunk, tokens: int) -> list[tuple[int, int]]:
         """Cut a call into stretches of queries that share one rectangle of keys, none across a document's start."""
