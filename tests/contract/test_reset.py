@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megamem.memory.base import Chunk
+from megamem.model.stage import Stage
 from tests.contract.cases import CHUNK
 from tests.contract.driver import (
     ANYWHERE,
@@ -42,6 +43,11 @@ def compare_documents(subject, lanes, x, output, states):
         alone = x[part, row : row + 1]
         expected, expected_states, _ = run(subject, alone, one_grid(1), every(CHUNK, len(alone)))
         within("10 reset: outputs", largest(output[part, row] - expected[:, 0]), TOLERANCE)
+        if isinstance(subject, Stage):
+            labels = alone.roll(-1, 0)
+            with torch.no_grad():
+                losses = [subject.token_losses(hidden, labels) for hidden in (output[part, row : row + 1], expected)]
+            within("10 reset: losses", largest(losses[0] - losses[1]), TOLERANCE)
         if last and states:
             for name, component in subject.components.items():
                 mine = row_of(component.specs, states[name], row)
