@@ -24,7 +24,7 @@ MIXERS = {
 
 @pytest.fixture(scope="module")
 def feeder(tmp_path_factory):
-    """Documents of 1 to 40 words in rows of 64 tokens: some fit several times into a chunk, some fill more than a row."""
+    """Documents of 1 to 40 words in rows of 64 tokens: several fit into a chunk, or one fills more than a row."""
     root = tmp_path_factory.mktemp("joined")
     make_shards(root, name="a", sizes=[3, 20, 8, 40, 1, 12, 5, 30, 9, 16] * 4)
     return feeder_of(root, rows=4, micro=4, chunk=CHUNK, sequence_length=LENGTH, documents="join", reset="exact")

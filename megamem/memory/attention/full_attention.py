@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -69,13 +70,14 @@ class FullAttention(AttentionProjections):
         outputs, done = [], 0
         while done < query.shape[0]:
             here = chunk.after(done)
-            # not across the end of the open chunk, so that all entries have one length, nor into another document
-            left = here.document_splits(query.shape[0] - done)[0].stop
-            tokens = min(self.chunk - state["open_keys"].shape[0], left)
-            if self.max_chunks is not None:  # nor across a chunk border of any row, where its reach changes
-                tokens = min(tokens, *(self.chunk - start % self.chunk for start in here.starts))
+            # not across the end of the open chunk, so that all entries have one length
+            tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            if self.max_chunks is not None:
+                # nor across a chunk border of any row, where its reach changes, or into another document
+                borders = (self.chunk - start % self.chunk for start in here.starts)
+                tokens = min(tokens, here.document_splits(tokens)[0].stop, *borders)
             part = slice(done, done + tokens)
-            output, state = self._attend(query[part], key[part], value[part], state, here)
+            output, state = self._attend(query[part], key[part], value[part], state, chunk.part(done, part.stop))
             outputs.append(output)
             done += tokens
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -87,13 +89,15 @@ class FullAttention(AttentionProjections):
         query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
         """
         tokens = query.shape[0]
-        tables = row_rotary_tables(Chunk(chunk.starts), query.shape[0], self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.theta, query)
         query, key = (self.apply_rotary(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
-        output = attention(
-            self.scaled_query(query), *self.local(key, value), self._visible(entries, chunk), self.backend
-        )
+        seen = self.scaled_query(query), *self.local(key, value)
+        if chunk.borders is None:
+            output = attention(*seen, self._visible(entries, chunk), self.backend)
+        else:
+            output = self._row_by_row(seen, entries, chunk)
         past = list(state["past"])
         if open_keys.shape[0]:
             key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
@@ -105,6 +109,26 @@ class FullAttention(AttentionProjections):
             "open_keys": key,
             "open_values": value,
         }
+
+    def _row_by_row(
+        self, seen: tuple[Tensor, Tensor, Tensor], entries: list[tuple[Tensor, Tensor]], chunk: Chunk
+    ) -> Tensor:
+        """Attend in each row from each document to itself, and from the first one to the past.
+
+        seen: query, key and value [tokens, batch, ...]; entries: keys and values of the past. Returns: like the query.
+        """
+        assert chunk.borders is not None
+        rows = []
+        for row, places in enumerate(chunk.borders):
+            own = slice(row, row + 1)
+            past = [(keys[:, own], values[:, own]) for keys, values in entries]
+            visible = self._visible(past, Chunk(chunk.starts[own]))
+            parts = []
+            for begin, end in pairwise((0, *places, seen[0].shape[0])):
+                query, key, value = (x[begin:end, own] for x in seen)
+                parts.append(attention(query, key, value, () if begin else visible, self.backend))
+            rows.append(torch.cat(parts))
+        return torch.cat(rows, dim=1)
 
     def _reach(self, starts: tuple[int, ...]) -> list[int]:
         """Return how many tokens before its position each row may see."""
@@ -126,8 +150,8 @@ class FullAttention(AttentionProjections):
             distance += size
             if not any(reach):
                 continue
-            if all(r == size for r in reach):
-                visible = None
+            if len(set(reach)) == 1:
+                keys, values, visible = keys[size - reach[0] :], values[size - reach[0] :], None
             elif all(r in (0, size) for r in reach):
                 visible = to_device([r == size for r in reach], keys.device, torch.bool)
             else:

@@ -20,6 +20,7 @@ from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, to_device
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns
 from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.memory.shared.row_by_row import apart, row_chunk
 from megamem.ops.attention.softmax import Past, attention
 from megamem.parallel.linears import Linears
 
@@ -95,12 +96,12 @@ class SlidingAttention(AttentionProjections):
         tables = row_rotary_tables(chunk, tokens, self.width, self.theta, query)
         query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
-        outputs = []
-        for begin, end in self._parts(chunk, tokens):
-            past = self._past(keys, values, begin, end, chunk.after(begin))
-            own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
-            outputs.append(attention(query[begin:end], *own, past, self.backend))
-        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if apart(chunk):
+            rows = [slice(row, row + 1) for row in range(chunk.rows)]
+            of_rows = (self._attend(query[:, r], keys[:, r], values[:, r], row_chunk(chunk, r.start)) for r in rows)
+            mixed = torch.cat(list(of_rows), dim=1)
+        else:
+            mixed = self._attend(query, keys, values, chunk)
         # copies: views would keep the call's own keys and values alive
         window = {"keys": last_columns(keys, before).clone(), "values": last_columns(values, before).clone()}
         ends = chunk.after(tokens).starts
@@ -109,6 +110,18 @@ class SlidingAttention(AttentionProjections):
             kept = (ages <= to_device(ends, keys.device))[..., None, None]
             window = {name: columns.where(kept, 0.0) for name, columns in window.items()}
         return self.output(mixed.flatten(2)), window, {}
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
+        """Attend from a call's queries [tokens, batch, local heads, head_dim] to their windows; returns the like.
+
+        keys, values: those before the call and its own, [window - 1 + tokens, batch, local kv_heads, head_dim].
+        """
+        before, outputs = self.window - 1, []
+        for begin, end in self._parts(chunk, query.shape[0]):
+            past = self._past(keys, values, begin, end, chunk.after(begin))
+            own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
+            outputs.append(attention(query[begin:end], *own, past, self.backend))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _parts(self, chunk: Chunk, tokens: int) -> list[tuple[int, int]]:
         """Cut a call into stretches of queries that share one rectangle of keys, none across a document's start."""

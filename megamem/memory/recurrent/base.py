@@ -171,6 +171,11 @@ class Inputs:
             {name: gate[:, :, where] for name, gate in self.gates.items()},
         )
 
+    def rows(self, where: slice) -> Inputs:
+        """Return the inputs of some of the batch rows."""
+        gates = {name: gate if gate.shape[0] == 1 else gate[where] for name, gate in self.gates.items()}
+        return Inputs(self.query[where], self.key[where], self.value[where], gates)
+
     def side_by_side(self, count: int) -> Inputs:
         """Cut the tokens into `count` stretches of equal length, as batch rows of their own: [B * count, ...]."""
         rows = self.key.shape[0]

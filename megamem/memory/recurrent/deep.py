@@ -27,6 +27,7 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, TokenGate
 from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
+from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Loss, Weights, deep_memory
 from megamem.ops.unit import unit
@@ -266,6 +267,12 @@ class DeepMemory(RecurrentMixer):
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
+        if apart(chunk):
+            rows, memory = read_row_by_row(
+                self.specs, memory, chunk, self.config.inner_chunk,
+                lambda row, own, here: self.recur(inputs.rows(row), own, here),
+            )  # fmt: skip
+            return torch.cat(rows), memory
         reads = []
         for block_slice in block_slices(chunk, inputs.tokens, self.config.inner_chunk):
             memory = self.reset_inside(memory, block_slice.begin, block_slice.starts, inputs.key)

@@ -15,6 +15,7 @@ from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
+from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -175,14 +176,28 @@ class BlockAttention(AttentionProjections):
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         projections = self.project(hidden)
+        if apart(chunk):
+            rows, state = read_row_by_row(
+                self.specs, state, chunk, self.block,
+                lambda row, own, here: self._read(tuple(x[:, row] for x in projections), own, here),
+            )  # fmt: skip
+            mixed = torch.cat(rows, dim=1)
+        else:
+            mixed, state = self._read(projections, state, chunk)
+        return self.output(mixed.flatten(2)), state, {}
+
+    def _read(self, projections: tuple[Tensor, ...], state: State, chunk: Chunk) -> tuple[Tensor, State]:
+        """Read a call block by block: [tokens, batch, local heads, head_dim], the new state.
+
+        projections: query, key and value of its tokens, see `project`.
+        """
         outputs = []
         for block_slice in block_slices(chunk, projections[0].shape[0], self.block):
             state = self.reset_inside(state, block_slice.begin, block_slice.starts, projections[0])
             query, key, value = (x[block_slice.begin : block_slice.end] for x in projections)
             output, state = self._attend(query, key, value, state, block_slice)
             outputs.append(output)
-        mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.output(mixed.flatten(2)), state, {}
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, state: State, block_slice: BlockSlice
