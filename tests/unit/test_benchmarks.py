@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import cpu, gpu, kv_reconstruction, mechanisms, streaming
+from benchmarks import cpu, document_resets, gpu, kv_reconstruction, mechanisms, streaming
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
@@ -68,6 +69,18 @@ def test_ratios_are_of_the_same_turn():
     assert ratio([1.0, 10.0, 1.0], [2.0, 20.0, 2.0]) == {"median": 0.5, "low": 0.5, "high": 0.5}
     assert summary([4.0, 1.0, 2.0, 3.0]) == {"median": 2.5, "low": 1.75, "high": 3.25}
     assert table(["x", "y"], [[1, 2]]) == "| x | y |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_joined_batches_begin_documents_at_any_token():
+    model = document_resets.models(quick=True, names=[])["retnet"]
+    batch = document_resets.joined(model, chunks=2, rows=3)
+    assert batch.begins is not None
+    for row in range(3):
+        begins = np.flatnonzero(batch.begins[:, row])
+        assert begins[0] == 0
+        last = begins[begins <= model.chunk_size][-1]
+        assert batch.starts[:, row].tolist() == [0, model.chunk_size - last]
+    assert document_resets.measure(model, rows=1, turns=1, budget_s=0)["exact_over_none"]["median"] > 0
 
 
 def test_batches_hold_documents_where_they_are_told_to_begin():
