@@ -40,7 +40,7 @@ def read_row_by_row(
         chunk: where the rows lie.
         block: tokens after which a row's `open` tensors are empty.
         read: from a row's place in the batch, its state and where it lies to what it reads and its new state.
-    Returns: what each row reads; the state of all rows.
+    Returns: what each row reads, tensors with a batch axis of 1 [..., 1, ...]; the state of all rows.
     """
     tensors = {name: spec for name, spec in specs.items() if isinstance(spec, TensorSpec)}
     outputs, states = [], []
@@ -55,7 +55,7 @@ def read_row_by_row(
 
 
 def _own(spec: TensorSpec, tensor: Tensor, row: int, columns: int) -> Tensor:
-    """Return one row of a state tensor, and of an open one the last `columns` columns."""
+    """Return one row of a state tensor [..., batch, ...], and of an open one the last `columns` columns."""
     batch, open_axis = spec.axis("batch"), spec.axis("open")
     assert batch is not None
     tensor = tensor.narrow(batch, row, 1)
@@ -65,7 +65,7 @@ def _own(spec: TensorSpec, tensor: Tensor, row: int, columns: int) -> Tensor:
 
 
 def _joined(spec: TensorSpec, rows: list[Tensor]) -> Tensor:
-    """Put rows of a state tensor together; open ones are filled up with columns in front, which nobody reads."""
+    """Put the rows of a state tensor [..., 1, ...] together; open ones get columns in front, which nobody reads."""
     batch, open_axis = spec.axis("batch"), spec.axis("open")
     assert batch is not None
     if open_axis is not None:
