@@ -57,7 +57,8 @@ class MegatronStore:
             self.added = 1
             self.lengths = self.lengths + 1
         digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
-        self.fingerprint = hashlib.sha256(digest.digest() + str(expected).encode()).hexdigest()
+        contents = f"{expected} {end_of_document}" if self.added else f"{expected}"
+        self.fingerprint = hashlib.sha256(digest.digest() + contents.encode()).hexdigest()
 
     def __len__(self) -> int:
         """Return the number of documents."""

@@ -56,6 +56,8 @@ def test_megatron_documents_end_as_the_tokenizer_says(root, tmp_path):
     end = Tokenizer.load(root / "tokenizer").eos_id
     assert feeder.stores[0].tokens(0, 2, 4).tolist() == [3, end]
     assert feeder.stores[0].tokens(1, 1, 3).tolist() == [5, 6]
+    other = joined_megatron(root, tmp_path, end_of_document=7)
+    assert other.fingerprint() != feeder.fingerprint()
     apart = feeder_of(root, sources=str(tmp_path / "corpus"), tokenizer=root / "tokenizer", documents="pad")
     assert apart.stores[0].lengths.tolist() == [3, 7]
 
