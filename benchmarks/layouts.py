@@ -34,9 +34,9 @@ This page: `python -m benchmarks.layouts > docs/layouts.md`. All of it is predic
 
 `configs/recipes/memory_caching_760m.yaml` and `memory_caching_1.3b.yaml` leave TP, PP, ZeRO stage, micro-batch and
 recomputation to the planner (`auto`). This is what it chooses on 8, 32 and 64 H100 of 80 GB, of which {usable:.1f} GiB
-may be used and 5 % of these are left free, for 128 sequences of {tokens:,} tokens a step in every model: TP x PP x DP, ZeRO
-stage, rows of a micro-batch (and recomputation, where there is any), and the GiB of the fullest rank at the moment that
-holds most, with its largest part. `megamem plan RECIPE --model MODEL --devices N` says more of each.
+may be used and 5 % of these are left free, for 128 sequences of {tokens:,} tokens a step in every model: TP x PP x DP,
+ZeRO stage, rows of a micro-batch (and recomputation, where there is any), and the GiB of the fullest rank at the moment
+that holds most, with its largest part. `megamem plan RECIPE --model MODEL --devices N` says more of each.
 """
 BETWEEN_STEPS = """
 ## Bytes between steps

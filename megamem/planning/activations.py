@@ -82,10 +82,15 @@ class Activations:
 
         processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context.
         """
-        self.model, self.dtype, self.chunks, self.processes = model, DTYPES[precision], chunks, processes
+        self.model, self.precision, self.chunks, self.processes = model, precision, chunks, processes
+        self.dtype = DTYPES[precision]
         # by part and by what changes the operations; rows and TP are interpolated
         self._measurements: dict[tuple[str, bool, bool], _Measurements] = {}
         self._interpolated: dict[tuple[str, Share], list[PartBytes]] = {}
+
+    def in_sequences(self, chunks: int) -> Activations:
+        """Return the same for sequences of another number of chunks; this object if it is its own."""
+        return self if chunks == self.chunks else Activations(self.model, self.precision, chunks, self.processes)
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""

@@ -28,7 +28,8 @@ def resolve_auto(
     """Return the run with numbers in the place of `auto`, which depend on nothing but the arguments.
 
     Of the layouts that fit and are predicted to be about as fast as the fastest, the simplest is taken: fewest stages,
-    tensor-parallel ranks and ZeRO stages, without recomputation, most rows of a micro-batch.
+    tensor-parallel ranks and ZeRO stages, without recomputation, most rows of a micro-batch. Of a run in phases the one
+    with the longest sequences decides, and the others must divide.
 
     Args:
         devices: ranks of the whole job.
@@ -39,7 +40,9 @@ def resolve_auto(
     if not is_open(config, devices):
         return config
     roomy = replace(machine, reserve=machine.reserve + KEPT_FREE * machine.usable)
-    search = Search(config, devices, roomy, activations=activations, fields=config.auto.fields)
+    longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
+    activations = activations and activations.in_sequences(longest.chunks)
+    search = Search(longest, devices, roomy, activations=activations, fields=config.auto.fields)
     found = search.simplest()
     if found is None:
         raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(search)}")

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig
-from megamem.errors import ConfigError
+from megamem.errors import ConfigError, LayoutError
 from megamem.hardware import cores
 from megamem.planning.activations import Activations
 from megamem.planning.auto import chosen_before, is_open, resolve_auto
@@ -68,9 +68,13 @@ def settle(
         return found
     device = device or this_machine(config, ranks)
     activations = activations or measurements(config)
-    if found is None:
-        return resolve_auto(config, ranks, device, activations)
-    check_memory(found, check_layout(found, ranks), device, activations)
+    found = found or resolve_auto(config, ranks, device, activations)
+    dp_size = check_layout(found, ranks)
+    for number, phase in enumerate(found.phases if check else ()):
+        try:
+            check_memory(phase, dp_size, device, activations.in_sequences(phase.chunks))
+        except LayoutError as error:
+            raise LayoutError(f"training.phases.{number - 1}: {error}" if number else str(error)) from None
     return found
 
 

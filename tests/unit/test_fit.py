@@ -136,6 +136,22 @@ def test_ranks_on_cuda_are_compared_and_others_are_not(monkeypatch: pytest.Monke
     assert asked == [4]
 
 
+def test_every_phase_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = "training.phases=[{from_step: 10, sequence_length: 8192}]"
+    config = demo("parallel.device=null", "training.micro_batch_size=2", later)
+    first, second = config.phases
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 2)
+    totals = [make_plan(phase, 2, LARGE).total for phase in (first, second)]
+    assert totals[1] > 1.5 * totals[0], "four times as many chunks are kept"
+    small = replace(LARGE, memory=1.05 * totals[0])
+    assert settle(config.phases[0], 2, device=small) == first
+    with pytest.raises(LayoutError, match=r"^training.phases.0: demo does not fit: the fullest rank needs "):
+        settle(config, 2, device=small)
+    open_ = demo("parallel.device=null", "training.micro_batch_size=auto", later)
+    found = settle(open_, 2, device=replace(LARGE, memory=0.9 * totals[1]))
+    assert found.training.micro_batch_size == 1, "the longest sequences decide"
+
+
 def test_launch_compares_with_the_cluster_s_device() -> None:
     overrides = ["parallel.tp=1", "parallel.device=null", "training.batch_tokens=8388608"]
     overrides += ["training.micro_batch_size=128", "data.sequence_length=16384"]
