@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launchers import DEFAULT_TARGET
 from launchers.config import ClusterConfig
 from launchers.job import Job
 from launchers.snapshot import snapshot_folder, write_snapshot
@@ -17,7 +18,7 @@ from megamem.errors import ConfigError
 from megamem.planning.auto import divided
 from megamem.planning.machines import machine
 from megamem.training.checks import check_layout
-from megamem.training.devices import measurements, settle
+from megamem.training.devices import local_processes, measurements, settle
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_launch(config: RunConfig, cluster: ClusterConfig, target: str) -> Launc
     place.check(cluster)
     _check_resume(config, cluster, place)
     folder, work_folder = place.place(config, snapshot_folder(config.run_folder))
-    processes = _processes_per_node(config, cluster)
+    processes = _processes_per_node(config, cluster, place)
     settled = _settled(config, cluster, processes)
     resumes = config.training.stop_after is None
     job = Job(config.name, cluster, processes, tuple(settled), folder, work_folder, resumes)
@@ -101,12 +102,17 @@ def _check_resume(config: RunConfig, cluster: ClusterConfig, target: Target) -> 
     )
 
 
-def _processes_per_node(config: RunConfig, cluster: ClusterConfig) -> int:
-    """Return the ranks of each node: as given, or the layout's spread over the nodes. Raises ConfigError."""
+def _processes_per_node(config: RunConfig, cluster: ClusterConfig, target: Target) -> int:
+    """Return the ranks of each node: as given, or the layout's spread over the nodes. Raises ConfigError.
+
+    A layout that is left to the planner has one rank for each device of this machine; others' must be given.
+    """
     if cluster.processes_per_node is not None:
         return cluster.processes_per_node
     parallel = config.parallel
     if parallel.dp is None and {"parallel.tp", "parallel.pp"} & set(config.auto.fields):
+        if target.name == DEFAULT_TARGET:
+            return local_processes(config)
         raise ConfigError("processes_per_node: not given, and parallel.tp or parallel.pp is auto; give it")
     ranks = parallel.pp * parallel.tp * (parallel.dp or 1)
     if ranks % cluster.nodes:

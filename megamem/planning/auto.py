@@ -23,7 +23,11 @@ def is_open(config: RunConfig, devices: int) -> bool:
 
 
 def resolve_auto(
-    config: RunConfig, devices: int, machine: Machine, activations: Activations | None = None
+    config: RunConfig,
+    devices: int,
+    machine: Machine,
+    activations: Activations | None = None,
+    must_fit: bool = True,
 ) -> RunConfig:
     """Return the run with numbers in the place of `auto`, which depend on nothing but the arguments.
 
@@ -34,6 +38,7 @@ def resolve_auto(
     Args:
         devices: ranks of the whole job.
         activations: measurements of this model's activations at this precision, where there are some already.
+        must_fit: refuse a run that fits in no layout, instead of giving it the one that needs the fewest bytes.
 
     Raises: LayoutError if no layout divides model and batch, or none fits.
     """
@@ -43,7 +48,7 @@ def resolve_auto(
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
     activations = activations and activations.in_sequences(longest.chunks)
     search = Search(longest, devices, roomy, activations=activations, fields=config.auto.fields)
-    found = search.simplest()
+    found = search.simplest() or (None if must_fit else search.smallest)
     if found is None:
         raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(search)}")
     return _chosen(config, found.layout.config, devices)

@@ -34,11 +34,11 @@ def uses_cuda(config: RunConfig) -> bool:
 def local_processes(config: RunConfig) -> int:
     """Return the ranks of a run on this machine if nobody says how many: PP x TP x DP.
 
-    Where TP or PP is left to the planner and DP is not given, one for each CUDA device.
+    Where TP or PP is left to the planner and DP is not given, one for each CUDA device if there are any.
     """
     parallel = config.parallel
-    if parallel.dp is None and {"parallel.tp", "parallel.pp"} & set(config.auto.fields):
-        return torch.cuda.device_count() if uses_cuda(config) else 1
+    if parallel.dp is None and {"parallel.tp", "parallel.pp"} & set(config.auto.fields) and uses_cuda(config):
+        return torch.cuda.device_count()
     return parallel.tp * parallel.pp * (parallel.dp or 1)
 
 
@@ -52,7 +52,7 @@ def settle(
     """Return the run with numbers for `auto`, once its plan fits into the devices.
 
     A run that is started again on as many devices keeps the numbers of its run folder. Ranks on the CPU share its
-    memory with everything else: their plan is not compared with it.
+    memory with everything else: their plan is not compared with it, and where no layout fits the smallest is chosen.
 
     Args:
         ranks: of the whole job.
@@ -68,7 +68,7 @@ def settle(
         return found
     device = device or this_machine(config, ranks)
     activations = activations or measurements(config)
-    found = found or resolve_auto(config, ranks, device, activations)
+    found = found or resolve_auto(config, ranks, device, activations, must_fit=check)
     dp_size = check_layout(found, ranks)
     for number, phase in enumerate(found.phases if check else ()):
         try:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -161,11 +162,15 @@ def test_a_folder_that_cannot_be_read_is_no_choice(tmp_path: Path) -> None:
     assert settle(config, 2).auto.devices == 2
 
 
-def test_processes_of_a_machine() -> None:
+def test_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_processes(demo(*ALL)) == 1, "ranks on the CPU"
     assert local_processes(demo()) == 2
     assert local_processes(demo("training.recompute=auto")) == 2
     assert local_processes(demo("parallel=auto", "parallel.dp=3")) == 3
+    assert local_processes(demo("parallel=auto", "parallel.tp=2")) == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert local_processes(demo(*ALL)) == 1, "parallel.device is cpu"
+    assert local_processes(demo(*ALL, "parallel.device=null")) == 4
 
 
 def test_any_layout_stands_for_what_is_not_chosen_yet() -> None:
@@ -233,3 +238,5 @@ def test_nothing_fits() -> None:
     )
     assert "training.recompute=true" in said
     assert "\n" not in said
+    smallest = resolve_auto(demo("training.recompute=auto"), 2, replace(SMALL, memory=1e6), must_fit=False)
+    assert smallest.training.recompute

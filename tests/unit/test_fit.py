@@ -180,3 +180,5 @@ def test_launch_leaves_auto_to_the_ranks_where_the_devices_are_not_known() -> No
     assert planned.config.auto.devices is None
     with pytest.raises(ConfigError, match=r"processes_per_node: not given, and parallel.tp or parallel.pp is auto"):
         load_launch(DEMO, [*overrides, "processes_per_node=null"], CLUSTER, "slurm")
+    here = load_launch(DEMO, ["parallel=auto"], None, "local")
+    assert (here.job.processes, here.job.node_counts) == (1, (1,)), "ranks on the CPU"

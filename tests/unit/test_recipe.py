@@ -68,7 +68,7 @@ def test_plan_and_launch(tmp_path: Path) -> None:
     planned = CliRunner().invoke(app, ["plan", *arguments, "--schedule", "--json", "training.bptt_chunks=1"])
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.output)["chunks"] == 2
-    launched = CliRunner().invoke(app, ["launch", *arguments, "--on", "slurm", "--dry-run"])
+    launched = CliRunner().invoke(app, ["launch", *arguments, "--on", "slurm", "--dry-run", "processes_per_node=8"])
     assert launched.exit_code == 0, launched.output
     assert "name: dla-760m" in launched.output
     assert "kind: dla" in launched.output
