@@ -113,6 +113,7 @@ def _branched(
         merge(tree, bare),
         {
             "name": name or f"{origin.name}-{steps}",
+            "training": {"steps": steps, "tokens": None},
             "runs_folder": str(run.parent),
             "optimizer": {"warmup_steps": origin.optimizer.warmup(origin.steps), "decay_steps": steps - at},
             "origin": {"run": str(run), "step": at},
