@@ -220,7 +220,8 @@ class Stage(nn.Module, ABC):
         Where all rows of a call must be at the same place of their chunks (`one_grid`), it is read in parts that end
         with the documents and with their chunks: for one batch row, on a stage that holds the whole model.
 
-        Args, returns: as `read_chunk`.
+        x: as for `read_chunk`, ids [tokens, batch] or hidden [tokens, batch, hidden_size]; so are the others.
+        Returns: as `read_chunk`.
         Raises: ValueError for several rows, or for a part of a model, on one grid.
         """
         if not self.one_grid or chunk.borders is None:

@@ -44,8 +44,14 @@ class Loop:
     """Windows of a small model with every plain mixer and Elastic Memory, lanes that carry states on."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, recompute: bool = False, compiled: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: bool = False,
+        compiled: bool = False,
+        anywhere: bool = False,
     ) -> None:
+        """anywhere: documents begin at any token."""
         config = run_config(model=EVERY)
         with torch.device(device):
             self.stage = build_stage(config.model, PlainLinears())
@@ -56,6 +62,7 @@ class Loop:
             compile_pointwise(self.stage)
         self.window, self.device, self.dtype = Window(self.stage, NextToken(self.stage.config)), device, dtype
         self.states = self.stage.initial_states(ROWS, device, dtype)
+        self.anywhere = anywhere
 
     def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and labels on the device."""
@@ -66,10 +73,16 @@ class Loop:
         return tokens.to(self.device), labels.to(self.device)
 
     def places(self, step: int) -> list[Chunk]:
-        """Lanes at different places of their documents; in row 1 one begins with a chunk, in row 2 inside one."""
+        """Lanes at different places of their documents; in row 1 and 2 one begins inside the window.
+
+        In row 2 it begins inside a chunk where documents begin anywhere.
+        """
         starts = (np.arange(CHUNKS)[:, None] + step * CHUNKS).repeat(ROWS, 1) * CHUNK
-        starts[1:, 1] = np.arange(CHUNKS - 1) * CHUNK
-        starts[2:, 2] = np.arange(CHUNKS - 2) * CHUNK + CHUNK - 3
+        for row in (1, 2):
+            starts[row:, row] = np.arange(CHUNKS - row) * CHUNK
+        if not self.anywhere:
+            return [Chunk(tuple(own.tolist())) for own in starts]
+        starts[2:, 2] += CHUNK - 3
         borders = [tuple((3,) if (chunk, row) == (1, 2) else () for row in range(ROWS)) for chunk in range(CHUNKS)]
         return [Chunk(tuple(own.tolist()), borders=inside) for own, inside in zip(starts, borders, strict=True)]
 

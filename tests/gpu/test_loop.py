@@ -11,7 +11,9 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(
-    "options", [{}, {"recompute": True}, {"compiled": True}], ids=["plain", "recompute", "compiled"]
+    "options",
+    [{}, {"recompute": True}, {"compiled": True}, {"anywhere": True}],
+    ids=["plain", "recompute", "compiled", "documents-anywhere"],
 )
 def test_the_host_never_waits_between_logging_steps(options, dtype, device):
     run_without_waiting(device, dtype, **options)

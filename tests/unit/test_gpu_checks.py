@@ -30,6 +30,7 @@ def test_steps_and_callbacks_read_no_value_and_mix_no_devices(dtype, options):
 
 def test_the_loop_runs_on_the_cpu_too():
     run_without_waiting(CPU, torch.float32)
+    run_without_waiting(CPU, torch.float32, anywhere=True)
     assert memory_after_steps(CPU, BF16, 2) == [0, 0]
 
 
