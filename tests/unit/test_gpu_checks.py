@@ -21,6 +21,7 @@ BF16 = torch.bfloat16
     ("dtype", "options"),
     [
         pytest.param(torch.float32, {}, id="plain"),
+        pytest.param(torch.float32, {"anywhere": True}, id="documents-anywhere"),
         pytest.param(BF16, {"recompute": True}, id="recompute", marks=pytest.mark.slow),
     ],
 )
