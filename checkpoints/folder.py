@@ -104,7 +104,7 @@ class SavedRun(RunFacts):
     step: int
     """Finished optimizer steps."""
     tokens: int
-    """Tokens read so far."""
+    """Tokens trained on so far, without padding."""
     samples: int
     """Sequences read so far."""
     optimizer_steps: int

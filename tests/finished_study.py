@@ -112,4 +112,4 @@ def write_run(run: PlannedRun, seed: int, failed: bool) -> None:
             lines.append({"step": step, "tokens": step * 64, "val_loss": loss(step)})
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if not failed:
-        write_result(run.folder, RunResult(str(run.folder), 64, 1000.0, (0.5, 0.75), {"val_loss": loss(64)}))
+        write_result(run.folder, RunResult(str(run.folder), 64, 64 * 64, 1000.0, (0.5, 0.75), {"val_loss": loss(64)}))

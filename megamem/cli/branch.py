@@ -16,14 +16,23 @@ def branch(
     at: Annotated[int, typer.Option(min=1, help="step of a checkpoint, where the decay begins")],
     overrides: Overrides = None,
     steps: Annotated[int | None, typer.Option(min=1, help="steps of the new run, those before --at included")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="the same as a budget of tokens")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="the same as a budget of tokens of its data")] = None,
     name: Annotated[str | None, typer.Option(help="name of the new run; RUN-STEPS if not given")] = None,
     as_json: Json = False,
 ) -> None:
     """Make a run that goes on from a checkpoint of a stable run and decays. `megamem train` trains it."""
+    from megamem.config.load import load_config
+    from megamem.config.run import RunConfig
+    from megamem.errors import ConfigError
     from megamem.runs.branch import make_branch
 
-    config = make_branch(run, at, steps=steps, tokens=tokens, name=name, overrides=overrides or [])
+    if tokens is not None:
+        from megamem.training.checks import steps_of
+
+        if steps is not None:
+            raise ConfigError("branch: give either --steps or --tokens")
+        steps = steps_of(load_config(RunConfig, run / "config.yaml"), tokens)
+    config = make_branch(run, at, steps=steps, name=name, overrides=overrides or [])
     path = config.run_folder / "config.yaml"
     if as_json:
         write_json({"config": str(path), "at": at, "steps": config.steps})

@@ -49,6 +49,8 @@ memory run on across documents. `exact`: each starts fresh, at any token."""
     end_of_document: int | None = Field(default=None, ge=0)
     """Token that ends the documents of Megatron files, which do not state it, for `join`; the tokenizer's if not \
 given."""
+    allow_padding: bool = False
+    """Train even where more than half of all positions are padding, which is refused otherwise."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of the documents and of the mixture."""
     shuffle_shards: int = Field(default=0, ge=0)

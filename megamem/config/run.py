@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
+from megamem.config.budget import HALF, NONE, steps_for
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
 from megamem.config.evaluation import EvaluationConfig
@@ -27,13 +28,14 @@ class TrainingConfig(ConfigModel):
     objective: AnyObjective = Field(default="next_token", validate_default=True)
     """What the model is trained to predict: the `next_token`, or another registered objective."""
     steps: PositiveInt | None = None
-    """Optimizer steps. Give this or `tokens`."""
+    """Optimizer steps. Give this or `tokens`; a run folder's configuration has the steps that its `tokens` take."""
     tokens: PositiveInt | None = None
-    """Token budget, rounded up to whole steps. Give this or `steps`."""
+    """Budget of tokens without padding, rounded up to whole steps by the share of padding in the sources. Give this or
+    `steps`."""
     stop_after: PositiveInt | None = None
     """End after this step as if by a signal, with a checkpoint: the schedule stays that of all steps."""
     batch_tokens: PositiveInt
-    """Tokens of one optimizer step over all ranks; a multiple of data.sequence_length."""
+    """Positions of one optimizer step over all ranks, padding included; a multiple of data.sequence_length."""
     micro_batch_size: PositiveInt = 1
     """Rows of a micro-batch: sequences that a rank processes at once. `auto`: the planner chooses."""
     bptt_chunks: PositiveInt | None = None
@@ -137,8 +139,8 @@ class RunConfig(ConfigModel):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps of the run."""
-        return self.training.steps or -(-(self.training.tokens or 0) // self.training.batch_tokens)
+        """The number of optimizer steps of the run; a budget of tokens without padding until data is open."""
+        return self.training.steps or steps_for(self.training.tokens or 0, self.training.batch_tokens)
 
     @property
     def phases(self) -> tuple[RunConfig, ...]:
@@ -163,8 +165,16 @@ class RunConfig(ConfigModel):
     def _batch_fits(self) -> RunConfig:
         """Raise ValueError where lengths, batch, windows or recorded steps do not fit each other."""
         training, length, chunk = self.training, self.data.sequence_length, self.model.chunk_size
-        if (training.steps is None) == (training.tokens is None):
+        if training.steps is None and training.tokens is None:
             raise ValueError("training: give either steps or tokens")
+        if training.steps and training.tokens:
+            # a resolved configuration has both; as long as no data is open, only what no padding explains is refused
+            least, most = (steps_for(training.tokens, training.batch_tokens, share) for share in (NONE, HALF))
+            if training.steps < least or (training.steps > most and not self.data.allow_padding):
+                raise ValueError(
+                    f"training: give either steps or tokens ({training.tokens:,} tokens are not {training.steps:,} "
+                    f"steps of {training.batch_tokens:,})"
+                )
         if chunk > length:
             raise ValueError(f"model.chunk_size {chunk} is longer than data.sequence_length {length}")
         if length % chunk:

@@ -33,6 +33,13 @@ class Batch:
     begins: npt.NDArray[np.bool_] | None = None
     """[T, R] where the memory is reset, at any token (`data.reset: exact`): a document, a sequence or a lane's part of
     an epoch begins here. None where memories are reset at chunk borders only, as `starts` says. Stays on the host."""
+    padding: int = 0
+    """Positions of all rows that no document fills."""
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of all rows, padding included."""
+        return self.tokens.numel()
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with tokens and labels on `device`; the copy does not block where they are pinned."""

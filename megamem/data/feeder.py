@@ -79,6 +79,8 @@ class Feeder:
         )
         self.reports = self._rows.reports
         """What each training source gives, and what is left out of it."""
+        self.padding = self._rows.padding
+        """Expected share of padding among the positions of a step."""
 
     def check_files(self) -> None:
         """Raise DataError naming a local shard that is missing, truncated or foreign; one process does it for all."""
@@ -101,6 +103,7 @@ class Feeder:
             starts=np.stack([row.starts for row in rows], axis=1),
             sample_ids=tuple(self.first_sample + step * self.global_rows + first + b for b in range(len(rows))),
             begins=np.stack([row.begins for row in rows if row.begins is not None], axis=1) if exact else None,
+            padding=sum(row.padding for row in rows),
         )
 
     def prefetch(self, start_step: int = 0, *, pin_memory: bool = False) -> Prefetcher:

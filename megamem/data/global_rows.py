@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from megamem.data.joined_rows import JoinedSequences, JoinedStreams
 from megamem.data.order import Mixture, quotas
 from megamem.data.rows import Row, SourceReport
 from megamem.data.sequences import SequencePlan
-from megamem.data.store import DocumentStore
+from megamem.data.store import DocumentStore, Int64
 from megamem.data.streams import StreamPlan
 from megamem.errors import ConfigError
 
@@ -20,6 +21,14 @@ class GlobalRows(ABC):
 
     reports: tuple[SourceReport, ...]
     """What each source gives, and what is left out of it."""
+    shares: tuple[Fraction, ...]
+    """The share of the rows that each source has."""
+
+    @property
+    def padding(self) -> Fraction:
+        """The expected share of padding among the positions of a step: that of the sources' epochs, by their shares."""
+        pairs = zip(self.shares, self.reports, strict=True)
+        return sum((share * report.padding_share for share, report in pairs), Fraction(0))
 
     @abstractmethod
     def fill(self, step: int, number: int, row: Row) -> int:
@@ -44,6 +53,7 @@ class SequenceRows(GlobalRows):
         self.global_rows = global_rows
         self.first_sample = first_sample
         self._mixture = Mixture([source.weight for source in config.sources], config.seed)
+        self.shares = _shares(self._mixture.quotas)
         self._sources = [_sequences(config, store, chunk_size, source) for source, store in enumerate(stores)]
         self.reports = tuple(source.report for source in self._sources)
 
@@ -65,6 +75,7 @@ class LaneRows(GlobalRows):
             raise ConfigError(
                 f"data.sources: with {global_rows} lanes, {empty} gets none; use more rows or a larger weight"
             )
+        self.shares = _shares(counts)
         self._lanes = [(source, lane) for source, count in enumerate(counts) for lane in range(int(count))]
         self._sources = [
             _streams(config, store, chunk_size, source, int(counts[source])) for source, store in enumerate(stores)
@@ -76,6 +87,11 @@ class LaneRows(GlobalRows):
         source, lane = self._lanes[number]
         self._sources[source].fill(lane, step, row)
         return source
+
+
+def _shares(counts: Int64) -> tuple[Fraction, ...]:
+    """Return what each of [sources] counts is of their sum."""
+    return tuple(Fraction(count, int(counts.sum())) for count in counts.tolist())
 
 
 def _sequences(

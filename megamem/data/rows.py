@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ from megamem.data.batch import IGNORED
 from megamem.data.store import DocumentStore, Int64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One row of a batch, or consecutive chunks of one: arrays that are overwritten when it is filled."""
 
@@ -22,6 +23,8 @@ class Row:
     """[chunks] position of each chunk's first token since the memory was reset."""
     begins: npt.NDArray[np.bool_] | None = None
     """[tokens] where the memory is reset, if that may be inside a chunk."""
+    padding: int = 0
+    """Positions that no document fills."""
 
     @classmethod
     def empty(cls, length: int, chunk_size: int, *, begins: bool = False) -> "Row":
@@ -80,16 +83,16 @@ class SourceReport:
     """Positions of padding: all others of an epoch."""
 
     @property
-    def padding_share(self) -> float:
+    def padding_share(self) -> Fraction:
         """Padding over all positions."""
-        return self.padded_positions / (self.predicted_tokens + self.padded_positions)
+        return Fraction(self.padded_positions, self.predicted_tokens + self.padded_positions)
 
     def summary(self) -> str:
         """Describe the source in one line for people."""
         return (
             f"{self.path}: {self.documents:,} documents, {self.tokens:,} tokens, {self.samples:,} rows an epoch; "
             f"{self.short_documents:,} short documents, {self.dropped_tokens:,} tokens left out, "
-            f"{self.padded_positions:,} positions of padding ({self.padding_share:.1%})"
+            f"{self.padded_positions:,} positions of padding ({float(self.padding_share):.1%})"
         )
 
 
@@ -121,3 +124,4 @@ def fill_row(store: DocumentStore, slices: Sequence[DocumentSlice], chunk_size: 
         chunks_left = len(row.starts) - at // chunk_size
         row.starts[at // chunk_size :] = document_slice.position + chunk_size * np.arange(chunks_left)
         at += -(-length // chunk_size) * chunk_size
+    row.padding = len(row.tokens) - sum(document_slice.length for document_slice in slices)

@@ -33,6 +33,11 @@ def read_points(path: Path, figure: str) -> tuple[tuple[float, float], ...]:
     return _points(_records(path), figure)
 
 
+def last_step(path: Path, figure: str) -> int:
+    """Return the step of the last line in metrics.jsonl that has `figure`; 0 without one."""
+    return max((record["step"] for record in _records(path) if figure in record), default=0)
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [record for line in lines if (record := _parse(line)) is not None]

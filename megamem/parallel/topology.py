@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup
 
 from megamem.errors import LayoutError
+from megamem.parallel.groups import Groups, adopt_tensor_parallel_group
 from megamem.parallel.libraries import prepare_libraries
 
 
@@ -39,10 +40,6 @@ def data_parallel_size(world_size: int, tp: int, pp: int, dp: int | None) -> int
 class Topology:
     """Sizes, this process's coordinates, and its groups."""
 
-    # forward_group and backward_group have the members of pp_group. What crosses a border between stages has one
-    # group for each direction: on NCCL the calls of a pair of ranks run in the order of their issue, and the two sides
-    # issue sends of one direction and receives of the other in different orders.
-
     pp_size: int
     dp_size: int
     tp_size: int
@@ -59,9 +56,9 @@ class Topology:
     backward_group: ProcessGroup | None
     """The same stages, for gradients on their way down."""
     ends_group: ProcessGroup | None
-    """First and last stage of this rank's pipeline, which share tied embeddings; None elsewhere."""
+    """First and last stage of this rank's pipeline where they share tied embeddings; None elsewhere."""
     memory_group: ProcessGroup | None
-    """The same two, for memories that leave the last stage and enter the first one."""
+    """The same two where memories leave the last stage and enter the first one; None elsewhere."""
     memory_gradient_group: ProcessGroup | None
     """The same two, for the gradients on them."""
 
@@ -94,18 +91,33 @@ class Topology:
 
     @staticmethod
     def start(
-        tp: int = 1, dp: int | None = None, pp: int = 1, device: str | None = None, timeout_s: float = 600
+        tp: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+        device: str | None = None,
+        timeout_s: float = 600,
+        tied: bool = True,
+        memories: bool = True,
     ) -> Topology:
-        """Join the processes that torchrun started (or run alone) and make all groups.
+        """Join the processes that torchrun started (or run alone) and make the groups that a run needs.
 
         A process has one topology at a time: asked again for the same one, it is returned; for another, the groups of
         the one before are gone.
 
-        device: `cpu`, `cuda` or None for CUDA where there is one. timeout_s: seconds a collective may wait.
+        Args:
+            tp: tensor-parallel size.
+            dp: data-parallel size; what the others leave if None.
+            pp: pipeline stages.
+            device: `cpu`, `cuda` or None for CUDA where there is one.
+            timeout_s: seconds a collective may wait.
+            tied: whether first and last stage may share tied embeddings.
+            memories: whether memories may leave the last stage and enter the first one.
+
+        Raises:
+            LayoutError: the sizes do not fit the processes, or a device is missing.
         """
         global _current
         prepare_libraries()
-        from megatron.core import parallel_state
 
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it in a single process too
         world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -118,42 +130,33 @@ class Topology:
             backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
             store = HashStore() if world_size == 1 else None
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-        if _current is not None and (tp, pp, chosen, timeout_s) == _current[0]:
+        wanted = (tp, pp, chosen, timeout_s, tied, memories)
+        if _current is not None and wanted == _current[0]:
             return _current[1]
-        before = set(dist.distributed_c10d._world.pg_map)
         if _current is not None:
-            parallel_state.destroy_model_parallel()
             for group in _current[2]:  # each has threads and connections
                 dist.destroy_process_group(group)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-            create_gloo_process_groups=False,
-        )
+        makers = Groups(rank, world_size, "nccl" if chosen.type == "cuda" else None, timeout)
         topology = Topology(
-            pp, dp, tp, rank, chosen,
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_data_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-            parallel_state.get_model_parallel_group(),
-            **_border_groups(pp, dp * tp, rank, timeout),
-        )  # fmt: skip
+            pp, dp, tp, rank, chosen, **makers.layers(tp, dp, pp), **makers.borders(pp, dp * tp, tied, memories)
+        )
         topology._assert_order()
-        _current = (tp, pp, chosen, timeout_s), topology, set(dist.distributed_c10d._world.pg_map) - before
+        adopt_tensor_parallel_group(topology.tp_group)
+        _current = wanted, topology, makers.made
         return topology
 
     def _assert_order(self) -> None:
+        """Fail where DeepSpeed or Megatron-Core would number the ranks otherwise."""
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-        from megatron.core import parallel_state
+        from megatron.core.parallel_state import RankGenerator
 
         theirs = PipeModelDataParallelTopology(num_pp=self.pp_size, num_dp=self.dp_size, num_mp=self.tp_size)
         coordinates = theirs.get_coord(self.rank)
         ours = (self.pp_rank, self.dp_rank, self.tp_rank)
         assert (coordinates.pipe, coordinates.data, coordinates.model) == ours
-        assert parallel_state.get_pipeline_model_parallel_rank() == self.pp_rank
-        assert parallel_state.get_data_parallel_rank() == self.dp_rank
-        assert parallel_state.get_tensor_model_parallel_rank() == self.tp_rank
+        megatron = RankGenerator(tp=self.tp_size, ep=1, dp=self.dp_size, pp=self.pp_size, cp=1, order="tp-cp-ep-dp-pp")
+        for name, group in (("tp", self.tp_group), ("dp", self.dp_group), ("pp", self.pp_group)):
+            assert dist.get_process_group_ranks(group) in megatron.get_ranks(name)
 
     @property
     def first_stage(self) -> bool:
@@ -170,27 +173,8 @@ class Topology:
         return DeepSpeedGroups(self)
 
 
-_current: tuple[tuple[object, ...], Topology, set[ProcessGroup]] | None = None
+_current: tuple[tuple[object, ...], Topology, list[ProcessGroup]] | None = None
 """What this process was asked for, what it got, and the groups that were made for it."""
-
-
-def _border_groups(stages: int, pipelines: int, rank: int, timeout: timedelta) -> dict[str, ProcessGroup | None]:
-    """Return this rank's groups for what crosses borders between stages, by field of `Topology`, or None.
-
-    All ranks make all groups, in the same order.
-    """
-    names = ("forward_group", "backward_group", "ends_group", "memory_group", "memory_gradient_group")
-    mine: dict[str, ProcessGroup | None] = dict.fromkeys(names)
-    if stages == 1:
-        return mine
-    for pipeline in range(pipelines):
-        members = [pipeline + stage * pipelines for stage in range(stages)]
-        for name in names:
-            ranks = members if name in ("forward_group", "backward_group") else [members[0], members[-1]]
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                mine[name] = group
-    return mine
 
 
 def _device(wanted: str | None) -> torch.device:

@@ -29,15 +29,20 @@ Watch = Callable[[str], None]
 """Told in a few words what this rank is at, often enough for a watchdog to see progress."""
 
 
-def build_own_stage(config: RunConfig, topology: Topology, layers: range | None = None) -> Stage:
+def build_own_stage(config: RunConfig, topology: Topology, layers: range | None = None, draw: bool = True) -> Stage:
     """Build this rank's part of the model on its device, in FP32, initialized the same whatever the layout.
 
-    layers: those of its stage; all if not given.
+    Args:
+        config: the run.
+        topology: this rank among the others.
+        layers: those of its stage; all if not given.
+        draw: whether parameters get start values. If not, they are memory that nobody has written to: a load follows.
     """
     linears = MegatronLinears(topology.tp_group, config.parallel.sequence_parallel)
     with topology.device:
         stage = build_stage(config.model, linears, layers)
-    initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
+    if draw:
+        initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
     stage.ties_resets = config.parallel.zero_stage == 3
     if config.training.compile:
@@ -52,7 +57,9 @@ class StepResult:
     losses: Tensor
     """The objective's losses [names], summed over this data-parallel rank's tokens, float64; the same on all stages."""
     predicted: Tensor
-    """Predicted tokens over all ranks, float64 scalar."""
+    """Labels over all ranks, float64 scalar: what the sums of losses are divided by."""
+    tokens: Tensor
+    """Tokens over all ranks, float64 scalar: positions but for padding, some of them without a label in tasks."""
     bad: Tensor
     """1.0 if the ranks agreed to skip the update for a loss or gradient that is not finite, else 0.0."""
     spike: Tensor
@@ -75,10 +82,16 @@ class TrainingEngine(ABC):
         topology: Topology,
         layers: range | None,
         new_parameters: Collection[str],
+        draw: bool,
     ) -> None:
-        """layers: those of this rank's stage, all if None.
+        """Build stage, optimizer and DeepSpeed's engine.
 
-        new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
+        Args:
+            config: the run.
+            topology: this rank among the others.
+            layers: those of this rank's stage, all if None.
+            new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
+            draw: whether weights get start values; a run that goes on from a checkpoint loads all of them.
         """
         import deepspeed
 
@@ -86,7 +99,7 @@ class TrainingEngine(ABC):
         self.topology = topology
         self.accumulation = config.accumulation_steps(topology.dp_size)
         self.dtype = DTYPES[config.training.precision]
-        self.stage = build_own_stage(config, topology, layers)
+        self.stage = build_own_stage(config, topology, layers, draw)
         if config.data.reset == "exact" and config.parallel.sequence_parallel:
             self.stage.check_reads_borders()
         self.objective = build_objective(config.training.objective, config.model)
@@ -139,15 +152,16 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def backward(
-        self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, States]]:
+        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+    ) -> tuple[Tensor, dict[int, States]]:
         """Forward and backward of a whole step, gradients reduced over data-parallel ranks.
 
         Args:
             batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
+            predicted: labels of all ranks, a scalar: the loss is a mean over them.
             watch: called with a few words before each action.
-        Returns: the objective's losses [names] summed over this data-parallel rank, predicted tokens of all ranks, the
-            states of this rank's components at the end of each micro-batch where they are carried over, else nothing.
+        Returns: the objective's losses [names] summed over this data-parallel rank; the states of this rank's
+            components at the end of each micro-batch where they are carried over, else nothing.
         """
 
     @property
@@ -159,11 +173,13 @@ class TrainingEngine(ABC):
         """States of documents not begun."""
         return self.stage.initial_states(rows, self.topology.device, self.dtype)
 
-    def predicted_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        """Predicted tokens of the step over all data-parallel ranks, float64 scalar."""
-        predicted = sum((b.labels != LABEL_IGNORED).sum() for b in batches).double()  # type: ignore[union-attr]
-        dist.all_reduce(predicted, group=self.topology.dp_group)
-        return predicted
+    def counts(self, batches: Sequence[Batch]) -> Tensor:
+        """Labels, and positions but for padding, of the step over all data-parallel ranks, [2] float64."""
+        labels = torch.stack([(b.labels != LABEL_IGNORED).sum() for b in batches]).sum().double()
+        tokens = labels.new_full((), sum(batch.positions - batch.padding for batch in batches))
+        counts = torch.stack((labels, tokens))
+        dist.all_reduce(counts, group=self.topology.dp_group)
+        return counts
 
     def states_before(self, micro_batch: int, batch: Batch) -> States:
         """States before a micro-batch: fresh, or in streams mode as the step before left them."""
@@ -177,7 +193,10 @@ class TrainingEngine(ABC):
         If the loss or a gradient of any rank is not finite, or if the step is a spike, no rank updates anything.
         """
         batches = [self._prepared(batch) for batch in batches]
-        losses, predicted, states = self.backward(batches, watch)
+        if watch is not None:
+            watch("counting tokens")
+        predicted, tokens = self.counts(batches)
+        losses, states = self.backward(batches, predicted, watch)
         if watch is not None:
             watch("gradient reduction and optimizer step")
         for group in self.optimizer.param_groups:
@@ -199,7 +218,8 @@ class TrainingEngine(ABC):
                 batch = batches[micro_batch]
                 old = self.carried.get(micro_batch) or self.fresh_states(batch.tokens.shape[1])
                 self.carried[micro_batch] = select_states(bad == 0, new, self._without_ended(old, batch))
-        return StepResult(losses, predicted, bad, spike, self.engine.get_global_grad_norm() if norm is None else norm)
+        grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
+        return StepResult(losses, predicted, tokens, bad, spike, grad_norm)
 
     def _mean_loss(self, losses: Tensor, predicted: Tensor) -> Tensor:
         """Return the objective's first loss per predicted token of the whole batch, float64 scalar.

@@ -29,21 +29,19 @@ from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 
-def build_engine(config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> TrainingEngine:
-    """Return the engine for the topology's pipeline size.
-
-    new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
-    """
-    if topology.pp_size == 1:
-        return WindowEngine(config, topology, new_parameters)
-    return PipelineEngine(config, topology, new_parameters)
+def build_engine(
+    config: RunConfig, topology: Topology, new_parameters: Collection[str] = (), draw: bool = True
+) -> TrainingEngine:
+    """Return the engine for the topology's pipeline size. See `TrainingEngine` for the arguments."""
+    kind = WindowEngine if topology.pp_size == 1 else PipelineEngine
+    return kind(config, topology, new_parameters, draw)
 
 
 class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
-        super().__init__(config, topology, None, new_parameters)
+    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
+        super().__init__(config, topology, None, new_parameters, draw)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
@@ -54,11 +52,10 @@ class WindowEngine(TrainingEngine):
         return self.accumulation * (self.config.chunks // self.config.bptt_chunks)
 
     def backward(
-        self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, States]]:
+        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+    ) -> tuple[Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         config = self.config
-        predicted = self.predicted_tokens(batches)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
         scale = (self.topology.dp_size * self.backwards() / predicted.clamp(min=1)).float()
         sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.topology.device)
@@ -86,16 +83,16 @@ class WindowEngine(TrainingEngine):
             sums += losses
             if self.carries:
                 states[window.micro_batch] = current
-        return sums, predicted, states
+        return sums, states
 
 
 class PipelineEngine(TrainingEngine):
     """One stage of a pipeline, ZeRO 0 or 1: chunks up, gradients down, memory stays."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str] = ()) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
-        super().__init__(config, topology, layers[topology.pp_rank], new_parameters)
+        super().__init__(config, topology, layers[topology.pp_rank], new_parameters, draw)
         self.placement = layers
         self.executor = StageExecutor(
             self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
@@ -129,13 +126,11 @@ class PipelineEngine(TrainingEngine):
         return self.stage
 
     def backward(
-        self, batches: Sequence[Batch], watch: Watch | None = None
-    ) -> tuple[Tensor, Tensor, dict[int, States]]:
+        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+    ) -> tuple[Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         topology = self.topology
         watch = watch or (lambda action: None)
-        watch("counting predicted tokens")
-        predicted = self.predicted_tokens(batches)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks
         scale = (topology.dp_size / predicted.clamp(min=1)).float()
         rows, units = batches[0].tokens.shape[1], len(batches) * self.config.chunks
@@ -155,7 +150,7 @@ class PipelineEngine(TrainingEngine):
         dist.all_reduce(sums, group=topology.pp_group)
         self._sum_tied_gradients()
         self.engine.allreduce_gradients()
-        return sums, predicted, states
+        return sums, states
 
     def _before_backward(self) -> None:
         """Drop the BF16 gradients of the last backward: DeepSpeed's hooks have added them to FP32 sums."""

@@ -19,7 +19,6 @@ def make_branch(
     at: int,
     *,
     steps: int | None = None,
-    tokens: int | None = None,
     name: str | None = None,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
@@ -30,9 +29,8 @@ def make_branch(
     Args:
         run: folder of a run with `optimizer.schedule` wsd.
         at: a step of its stable part that has a checkpoint.
-        steps: steps of the branch, those before `at` included; if neither they nor `tokens` are given, so many that
-            the decay is `optimizer.decay_ratio` of them.
-        tokens: the same as a budget of tokens.
+        steps: steps of the branch, those before `at` included; if not given, so many that the decay is
+            `optimizer.decay_ratio` of them.
         name: of the new run; `RUN-STEPS` if not given. Its folder lies beside that of `run`.
         overrides: `section.key=value`, applied last.
 
@@ -46,7 +44,7 @@ def make_branch(
     origin = parse_config(RunConfig, tree, str(run / "config.yaml"))
     _check_stable(run, origin, at)
     checkpoint = checkpoint_at(run, at)
-    config = _branched(tree, origin, run, at, _length(origin, at, steps, tokens), name, overrides)
+    config = _branched(tree, origin, run, at, steps or _usual_steps(origin, at), name, overrides)
     verify(checkpoint)
     checkpoints = run_checkpoints(config)
     if config.checkpoint.folder is not None and checkpoints_in(checkpoints):
@@ -82,40 +80,30 @@ def _check_stable(run: Path, origin: RunConfig, at: int) -> None:
         raise ConfigError(f"{run}: step {at} is not in its stable part, which lies between steps {first} and {last}")
 
 
-def _length(origin: RunConfig, at: int, steps: int | None, tokens: int | None) -> Tree:
-    """Return the length of a branch as keys of `training`."""
-    if steps is not None and tokens is not None:
-        raise ConfigError("branch: give either --steps or --tokens")
-    if steps is None and tokens is None:
-        steps = max(at + 1, round(at / (1 - origin.optimizer.decay_ratio)))
-    return {"steps": steps, "tokens": tokens}
+def _usual_steps(origin: RunConfig, at: int) -> int:
+    """Return the length of a branch whose decay is `optimizer.decay_ratio` of it."""
+    return max(at + 1, round(at / (1 - origin.optimizer.decay_ratio)))
 
 
 def _branched(
-    tree: Tree, origin: RunConfig, run: Path, at: int, length: Tree, name: str | None, overrides: Sequence[str]
+    tree: Tree, origin: RunConfig, run: Path, at: int, steps: int, name: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """Return the configuration of a branch: that of its origin but for its length, its decay and its name."""
     later = zip(tree["training"].get("phases", []), origin.phase_starts[1:], strict=True)
-    phases = [phase for phase, start in later if start < (length["steps"] or at)]
-    training = {**length, "stop_after": None, "phases": phases}
+    phases = [phase for phase, start in later if start < steps]
     where = f"branch of {run} at step {at}"
-    # the number of steps follows from a budget of tokens, and the decay from it
-    bare: Tree = {
-        "training": training,
-        "optimizer": {"decay_steps": 0},
-        "checkpoint": {"keep_steps": [], "resume": "auto"},
-        "logging": {"profile_steps": None, "record_step": None},
-    }
-    steps = parse_config(RunConfig, merge(tree, bare), where).steps
     if steps <= at:
         raise ConfigError(f"{where}: would end after step {steps} already; give it more than {at} steps")
     changed = merge(
-        merge(tree, bare),
+        tree,
         {
             "name": name or f"{origin.name}-{steps}",
             "training": {"steps": steps, "tokens": None},
             "runs_folder": str(run.parent),
+            "training": {"steps": steps, "tokens": None, "stop_after": None, "phases": phases},
             "optimizer": {"warmup_steps": origin.optimizer.warmup(origin.steps), "decay_steps": steps - at},
+            "checkpoint": {"keep_steps": [], "resume": "auto"},
+            "logging": {"profile_steps": None, "record_step": None},
             "origin": {"run": str(run), "step": at},
         },
     )

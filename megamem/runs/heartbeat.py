@@ -86,7 +86,7 @@ class Beat(BaseModel):
     steps: int
     """Optimizer steps of the whole run."""
     tokens: int | None = None
-    """Tokens read up to the last log line, to which `loss` and `tokens_per_second` belong too."""
+    """Tokens trained on, without padding, up to the last log line, to which `loss` and `tokens_per_second` belong."""
     loss: float | None = None
     """Training loss, nats per token."""
     tokens_per_second: float | None = None
@@ -124,15 +124,14 @@ class Heartbeat(Sink):
     `begin` is called once the folder is this run's.
     """
 
-    def __init__(self, folder: Path | None, steps: int, interval_s: float) -> None:
+    def __init__(self, folder: Path | None, interval_s: float) -> None:
         """Prepare the thread.
 
         Args:
             folder: the run's; None on ranks that write nothing.
-            steps: optimizer steps of the whole run.
             interval_s: seconds from one heartbeat to the next.
         """
-        self.folder, self.steps, self.interval = folder, steps, interval_s
+        self.folder, self.steps, self.interval = folder, 0, interval_s
         self._record: LogRecord = {}
         self._logged_at = 0.0
         self._checkpoint: tuple[int | None, float | None] = (None, None)
@@ -157,8 +156,9 @@ class Heartbeat(Sink):
         else:
             self.failed(MegamemError.exit_code, " ".join(f"{type(error).__name__}: {error}".split()))
 
-    def begin(self) -> None:
-        """Write the first heartbeat, and from now on one at each interval."""
+    def begin(self, steps: int) -> None:
+        """Write the first heartbeat, and from now on one at each interval. steps: those of the whole run."""
+        self.steps = steps
         if self.folder is not None:
             if (before := read_beat(self.folder)) is not None:
                 self._checkpoint = before.checkpoint_step, before.checkpoint_time

@@ -23,6 +23,8 @@ class RunResult:
     """The run folder."""
     steps: int
     """Finished optimizer steps."""
+    tokens: int
+    """Tokens trained on, without padding."""
     tokens_per_second: float
     """Training speed over all ranks: the median over log lines."""
     memory_gib_by_rank: tuple[float, ...]
@@ -35,6 +37,7 @@ class RunResult:
         return {
             "run_dir": self.run_dir,
             "steps": self.steps,
+            "tokens": self.tokens,
             "tokens_per_second": self.tokens_per_second,
             "memory_gib_by_rank": list(self.memory_gib_by_rank),
             **self.evaluation,
@@ -47,14 +50,16 @@ class RunResult:
         Raises:
             ValueError: a field is missing or of another type; the message names it.
         """
-        fields = ("run_dir", "steps", "tokens_per_second", "memory_gib_by_rank")
+        fields = ("run_dir", "steps", "tokens", "tokens_per_second", "memory_gib_by_rank")
         if missing := [name for name in fields if name not in value]:
             raise ValueError(f"{missing[0]}: missing from the result of a run")
-        run_dir, steps, tokens_per_second, memory = (value[name] for name in fields)
+        run_dir, steps, tokens, tokens_per_second, memory = (value[name] for name in fields)
         if not isinstance(run_dir, str):
             raise ValueError(f"run_dir: {run_dir!r} is no path")
         if not isinstance(steps, int):
             raise ValueError(f"steps: {steps!r} is no integer")
+        if not isinstance(tokens, int):
+            raise ValueError(f"tokens: {tokens!r} is no integer")
         if not isinstance(tokens_per_second, int | float):
             raise ValueError(f"tokens_per_second: {tokens_per_second!r} is no number")
         if not isinstance(memory, list) or not all(isinstance(gib, int | float) for gib in memory):
@@ -66,7 +71,7 @@ class RunResult:
                 raise ValueError(f"{name}: {figure!r} is neither a number nor text")
             figures[name] = figure
         ordered = {name: figures[name] for name in value if name in figures}
-        return RunResult(run_dir, steps, float(tokens_per_second), tuple(memory), ordered)
+        return RunResult(run_dir, steps, tokens, float(tokens_per_second), tuple(memory), ordered)
 
 
 def write_result(folder: Path, result: RunResult) -> None:

@@ -17,6 +17,7 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.report import METRICS
+from megamem.runs.result import read_result
 from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.tasks import changes_of, check_begun, figures
@@ -35,7 +36,7 @@ class Record:
     labels: Mapping[str, str]
     """Value of each axis, the seed and the evaluation, by name."""
     figures: Mapping[str, float]
-    """Every number of the result and of `planned_figures`, by name."""
+    """Every number of the result, of `planned_figures` and of `training_figures`, by name."""
 
     @property
     def evaluation(self) -> str:
@@ -56,11 +57,14 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
     check_begun(study, runs)
     found = []
     for run in runs:
-        planned = planned_figures(run.config)
+        if (trained := read_result(run.folder)) is None:
+            continue
+        planned = {**planned_figures(run.config), **training_figures(run.config, trained.tokens)}
         for evaluation, change in {TRAINED: None, **changes_of(study, run)}.items():
             if (result := figures(run, evaluation, change)) is not None:
                 labels = {**run.labels, EVALUATION: evaluation}
-                found.append(Record(run.name, labels, {**_numbers(result), **planned}))
+                numbers = {name: value for name, value in _numbers(result).items() if name != "tokens"}
+                found.append(Record(run.name, labels, {**numbers, **planned}))
     return found
 
 
@@ -76,17 +80,20 @@ def _numbers(result: Mapping[str, object]) -> dict[str, float]:
 def planned_figures(config: RunConfig) -> dict[str, float]:
     """Return the figures that follow from a run's configuration alone.
 
-    `parameters`, `non_embedding_parameters`, `training_tokens`, `training_flops` and `memory_floats`: numbers that the
-    memories of all layers hold for one row at the end of a training sequence.
+    `parameters`, `non_embedding_parameters` and `memory_floats`: numbers that the memories of all layers hold for one
+    row at the end of a training sequence.
     """
-    counts, tokens = parameter_counts(config.model), config.steps * config.training.batch_tokens
+    counts = parameter_counts(config.model)
     return {
         "parameters": counts["total"],
         "non_embedding_parameters": counts["non_embedding"],
-        "training_tokens": tokens,
-        "training_flops": tokens * training_flops(config),
         "memory_floats": memory_floats(config.model, config.data.sequence_length),
     }
+
+
+def training_figures(config: RunConfig, tokens: float) -> dict[str, float]:
+    """Return `training_tokens` and `training_flops` of a run after `tokens` tokens, as it logged them."""
+    return {"training_tokens": tokens, "training_flops": tokens * training_flops(config)}
 
 
 def training_flops(config: RunConfig) -> float:

@@ -87,7 +87,7 @@ def _run_rows(statuses: Sequence[RunStatus], found: Sequence[Record]) -> list[tu
         cells = [
             *status.run.labels.values(),
             status.state + job + (f", {done} of {of} evaluations" if of else ""),
-            f"{status.step:,} / {status.run.config.steps:,}",
+            f"{status.step:,} / {status.steps:,}",
             *(form.format(figures[name]) if name in figures else "" for name, (_, form) in FIGURES.items()),
             f"{status.seconds / 60:.1f}" if status.seconds else "",
             "; ".join(status.failures),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from launchers.slurm_jobs import NUMBER, SlurmJob, in_queue, slurm_jobs
 from megamem.errors import STOPPED, MegamemError
-from megamem.evaluation.metrics import read_points
+from megamem.evaluation.metrics import last_step
 from megamem.evaluation.report import METRICS
+from megamem.runs.heartbeat import read_beat
 from megamem.study.config import TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import History, last_words, read_journal
@@ -26,6 +27,8 @@ class RunStatus:
     answer."""
     step: int
     """The step of the last log line; all steps once it is done."""
+    steps: int
+    """All steps of the training."""
     seconds: float
     """Time of its processes, evaluations included, as far as the queue saw their ends."""
     evaluations: tuple[int, int]
@@ -74,12 +77,13 @@ def _local_status(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[st
         elif history.state in ("failed", "ended"):
             words = last_words(log_file(study, run, evaluation))
             failures.append(f"{evaluation}: exit code {history.code}{', ' if words else ''}{words}")
-    trained = TRAINED in done
+    trained, steps = TRAINED in done, _steps(run)
     last = journal.get((run.name, TRAINED), History()).state
     return RunStatus(
         run,
         "done" if trained else "failed" if last == "ended" else last,
-        run.config.steps if trained else _step(run),
+        steps if trained else _step(run),
+        steps,
         seconds,
         (len(done) - trained, len(evaluations)),
         tuple(failures),
@@ -121,5 +125,10 @@ def _with_job(status: RunStatus, journal: Mapping[tuple[str, str], History], que
 
 def _step(run: PlannedRun) -> int:
     """Return the step of the last log line, 0 without one."""
-    points = read_points(run.folder / METRICS, "loss")
-    return int(points[-1][0] // run.config.training.batch_tokens) if points else 0
+    return last_step(run.folder / METRICS, "loss")
+
+
+def _steps(run: PlannedRun) -> int:
+    """Return all steps: as the run counted them for its budget of tokens, before it began without padding."""
+    beat = read_beat(run.folder)
+    return run.config.steps if beat is None else beat.steps

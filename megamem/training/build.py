@@ -30,7 +30,15 @@ from tokenization.tokenizer import Tokenizer
 def start_topology(config: RunConfig) -> Topology:
     """Join the job's processes."""
     parallel = config.parallel
-    return Topology.start(parallel.tp, parallel.dp, parallel.pp, device=parallel.device, timeout_s=parallel.timeout_s)
+    return Topology.start(
+        parallel.tp,
+        parallel.dp,
+        parallel.pp,
+        device=parallel.device,
+        timeout_s=parallel.timeout_s,
+        tied=config.model.tie_embeddings,
+        memories=config.interleaved,
+    )
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:

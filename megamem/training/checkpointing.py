@@ -22,7 +22,7 @@ from megamem.errors import CheckpointError, DamagedError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
-from megamem.training.phases import positions_after, samples_after
+from megamem.training.phases import samples_after
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ class Checkpoints(Callback):
         last = self.last_validation()
         run: SavedRun = {
             "step": step,
-            "tokens": positions_after(trainer.phases, step),
+            "tokens": trainer.tokens,
             "samples": samples_after(trainer.phases, step),
             "optimizer_steps": optimizer_steps(engine),
             "bad_steps": self.bad_steps.counts(),
@@ -213,5 +213,5 @@ def resume(trainer: Trainer, checkpoint: Checkpoint, bad_steps: BadSteps, group:
         if trainer.config.checkpoint.resume != "auto":
             raise
         raise DamagedError(f"{error}; --fallback goes on from the newest undamaged one") from None
-    trainer.step = run["step"]
+    trainer.go_on(run["step"], run["tokens"])
     bad_steps.set_counts(run["bad_steps"])

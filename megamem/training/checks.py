@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from importlib.util import find_spec
 
+from megamem.config.budget import HALF, steps_for
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.data.feeder import Feeder
@@ -14,6 +17,10 @@ from megamem.parallel.topology import data_parallel_size
 from megamem.planning.auto import divided
 from megamem.runs.folder import check_run_folder
 from megamem.training.phases import phases_of
+
+MUCH_PADDING, REFUSED_PADDING = Fraction(1, 10), HALF
+"""Shares of padding among all positions above which a run warns, and above which it does not start."""
+REMEDY = "join documents (data.documents: join)"
 
 
 def check_kernels(config: RunConfig) -> None:
@@ -49,8 +56,10 @@ def check_run(config: RunConfig, processes: int) -> None:
             f"logging.wandb.mode {mode} needs the package wandb, which is missing; install it or set "
             "logging.wandb.mode=disabled"
         )
-    for feeder in open_feeders(config, dp_rank=0, dp_size=dp):
+    feeders = open_feeders(config, dp_rank=0, dp_size=dp)
+    for feeder in feeders:
         feeder.check_files()
+    config = with_steps(config, feeders)
     # FP32 weights and two moments
     check_run_folder(config, 12 * parameter_counts(config.model)["total"])
 
@@ -61,7 +70,12 @@ def open_feeders(config: RunConfig, dp_rank: int, dp_size: int) -> list[Feeder]:
 
 
 def open_feeder(config: RunConfig, dp_rank: int, dp_size: int, first_sample: int = 0) -> Feeder:
-    """Open the data of one data-parallel rank, checked against the model. Raises DataError or ConfigError."""
+    """Open the data of one data-parallel rank.
+
+    Raises:
+        DataError: a source is missing or damaged, or does not fit the model.
+        ConfigError: sizes or shares do not fit, or most of what would be read is padding.
+    """
     feeder = Feeder(
         config.data,
         chunk_size=config.model.chunk_size,
@@ -72,4 +86,48 @@ def open_feeder(config: RunConfig, dp_rank: int, dp_size: int, first_sample: int
         first_sample=first_sample,
     )
     feeder.check_vocab(config.model.vocab_size)
+    if feeder.padding > REFUSED_PADDING and not config.data.allow_padding:
+        raise ConfigError(f"{_padding(feeder)}; {REMEDY}, or set data.allow_padding: true to train all the same")
     return feeder
+
+
+def with_steps(config: RunConfig, feeders: Sequence[Feeder]) -> RunConfig:
+    """Return the configuration with the number of steps that its budget of tokens takes, beside the budget.
+
+    Every part of a run finds the same number, as it follows from configuration and data alone. (Runs of several phases
+    have no such budget.)
+
+    Raises:
+        ConfigError: it names both steps and tokens, and the tokens take another number of steps.
+    """
+    training = config.training
+    if training.tokens is None:
+        return config
+    steps = steps_for(training.tokens, training.batch_tokens, feeders[0].padding)
+    if training.steps not in (None, steps):
+        raise ConfigError(
+            f"training: steps {training.steps:,} and tokens {training.tokens:,} do not agree: that many tokens of this "
+            f"data take {steps:,} steps; give either steps or tokens"
+        )
+    return config.model_copy(update={"training": training.model_copy(update={"steps": steps})})
+
+
+def steps_of(config: RunConfig, tokens: int) -> int:
+    """Return the number of steps that a budget of tokens takes of the run's data, which is opened. Raises DataError."""
+    feeder = open_feeder(config, dp_rank=0, dp_size=1)
+    return steps_for(tokens, config.training.batch_tokens, feeder.padding)
+
+
+def padding_warnings(feeders: Sequence[Feeder]) -> list[str]:
+    """Return a line for each phase in which padding wastes much of the work."""
+    lines = [f"warning: {_padding(feeder)}; {REMEDY}" for feeder in feeders if feeder.padding > MUCH_PADDING]
+    return list(dict.fromkeys(lines))
+
+
+def _padding(feeder: Feeder) -> str:
+    """Return how much padding a run will read, and which source brings most of its own."""
+    worst = max(feeder.reports, key=lambda report: report.padding_share)
+    return (
+        f"data: {float(feeder.padding):.0%} of all positions are padding "
+        f"({float(worst.padding_share):.0%} of those of {worst.path})"
+    )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamem.config.run import RunConfig
 from megamem.pipeline.optimizer import learning_rate
@@ -100,6 +101,20 @@ class Trainer:
         self.saver: Saver | None = None
         """Writes checkpoints; a save that fails on one rank ends all."""
         self._signal: int | None = None
+        self._counted = 0
+        self._uncounted: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on since the run began, over all ranks, without padding. The host waits for the device."""
+        if self._uncounted is not None:
+            self._counted += int(self._uncounted)
+            self._uncounted = None
+        return self._counted
+
+    def go_on(self, step: int, tokens: int) -> None:
+        """Go on after `step` finished steps and `tokens` tokens."""
+        self.step, self._counted, self._uncounted = step, tokens, None
 
     def fit(self) -> None:
         """Train to the last step or to a signal. Raises NonFiniteError if the run had to be given up."""
@@ -140,6 +155,8 @@ class Trainer:
         self.lr = learning_rate(self.config.optimizer, step, self.config.steps)
         result = self.engine.step(micro_batches, self.lr, lambda what: self.watch(f"step {step + 1}: {what}"))
         self.step += 1
+        # the sum of whole numbers is exact in float64 up to 2^53 tokens between two looks
+        self._uncounted = result.tokens if self._uncounted is None else self._uncounted + result.tokens
         for callback in self.callbacks:
             callback.after_step(self, result)
 

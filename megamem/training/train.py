@@ -53,7 +53,7 @@ from megamem.training.checkpointing import (
     resume_point,
     run_facts,
 )
-from megamem.training.checks import open_feeders
+from megamem.training.checks import open_feeders, padding_warnings, with_steps
 from megamem.training.description import describe_phases, describe_stages
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
@@ -75,7 +75,7 @@ def train(config: RunConfig, console: Console) -> RunResult | None:
     topology = start_topology(config)
     group = cpu_group(config.parallel.timeout_s)
     interval = beat_interval(config.parallel.stall_timeout_s)
-    heartbeat = Heartbeat(config.run_folder if topology.rank == 0 else None, config.steps, interval)
+    heartbeat = Heartbeat(config.run_folder if topology.rank == 0 else None, interval)
     result = None
     try:
         with RunLock(config.run_folder) as lock, heartbeat:
@@ -96,6 +96,7 @@ def _train_in_folder(
     """Train and evaluate in the run folder, which this job holds."""
     is_rank_0 = topology.rank == 0
     feeders = open_feeders(config, topology.dp_rank, topology.dp_size)
+    config = with_steps(config, feeders)
     tokenizer = open_tokenizer(config)
     fingerprints = [feeder.fingerprint() for feeder in feeders]
     facts = run_facts(config, fingerprints, tokenizer.hash if tokenizer else None)
@@ -107,10 +108,10 @@ def _train_in_folder(
         if is_rank_0:
             console.print(f"{config.run_folder}: ended after step {checkpoint.step} already; these are its figures")
         return result
-    heartbeat.begin()
+    heartbeat.begin(config.steps)
 
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology, new_parameters(config))
+    engine = build_engine(config, topology, new_parameters(config), draw=checkpoint is None)
     if is_rank_0:
         _print_facts(engine, feeders, checkpoint, skipped, console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
@@ -153,9 +154,10 @@ def _print_facts(
 ) -> None:
     """Print the arithmetic of the run, its sources, its stages, and where it resumes."""
     lines = [
-        *describe(engine.config, engine.topology.dp_size),
+        *describe(engine.config, engine.topology.dp_size, [feeder.padding for feeder in feeders]),
         *(report.summary() for report in feeders[0].reports),
         *describe_phases(engine.config, feeders),
+        *padding_warnings(feeders),
         *describe_stages(engine),
         *skipped,
         *([f"goes on from {checkpoint.path}"] if checkpoint else []),
@@ -237,6 +239,7 @@ def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], c
     result = RunResult(
         run_dir=str(config.run_folder),
         steps=trainer.step,
+        tokens=trainer.tokens,
         tokens_per_second=throughput.tokens_per_second(),
         memory_gib_by_rank=tuple(round(peak / 2**30, 3) for peak in memory),
         evaluation=figures,

@@ -178,7 +178,8 @@ def train_case(case: dict) -> dict:
 def _gradients(config: RunConfig, topology: Topology) -> dict[str, torch.Tensor]:
     """Gathered gradients of step 0, from an engine of its own so that the run's is left alone."""
     engine = build_engine(config, topology)
-    engine.backward(local_batches(config, topology, 0))
+    batches = local_batches(config, topology, 0)
+    engine.backward(batches, engine.counts(batches)[0])
     return {name: whole_gradient(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
 
 

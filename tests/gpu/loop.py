@@ -95,7 +95,7 @@ class Loop:
         bad = 1 - loss.detach().isfinite().float()
         self.states = select_states(bad == 0, new, self.states)
         predicted = (data[1] != LABEL_IGNORED).sum().double()
-        return StepResult(nats.double(), predicted, bad, torch.zeros_like(bad), None)
+        return StepResult(nats.double(), predicted, predicted, bad, torch.zeros_like(bad), None)
 
 
 def run_without_waiting(device: torch.device, dtype: torch.dtype, **options: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from io import StringIO
 from typing import Any
 
@@ -11,10 +12,26 @@ from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 
 
+def poison_new_models() -> None:
+    """From now on, models of this process are built of NaN: weights that are neither drawn nor loaded would show."""
+    from megamem.pipeline import base
+
+    build_stage = base.build_stage
+
+    def poisoned(*arguments: Any) -> Any:
+        stage = build_stage(*arguments)
+        for parameter in stage.parameters():
+            parameter.data.fill_(math.nan)
+        return stage
+
+    base.build_stage = poisoned
+
+
 def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """One run after the other; whether each came to its end."""
     from megamem.training.train import train
 
+    poison_new_models()
     ended = {}
     for name, tree in trees.items():
         figures = train(parse_config(RunConfig, tree, name), Console(file=StringIO()))
@@ -35,10 +52,11 @@ def reload(cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
     from megamem.training.build import start_topology
     from megamem.training.checkpointing import cpu_group
 
+    poison_new_models()
     for name, case in cases.items():
         config = parse_config(RunConfig, case["tree"], name)
         topology = start_topology(config)
-        engine = build_engine(config, topology)
+        engine = build_engine(config, topology, draw=False)
         group = cpu_group(60)
         run = load_training_state(engine, open_checkpoint(case["from"]), group)
         saver = Saver(location(case["to"]), CheckpointConfig(), group)

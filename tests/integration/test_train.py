@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 LOGGED = {
     "step", "tokens", "loss", "grad_norm", "lr", "skipped", "tokens_per_second", "tokens_per_second_per_device", "mfu",
-    "data_wait", "memory_gib", "eta_s", "elapsed_s",
+    "padding", "data_wait", "memory_gib", "eta_s", "elapsed_s",
 }  # fmt: skip
 VALIDATED = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_beyond_first_chunk_loss"}
 

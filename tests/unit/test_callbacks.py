@@ -57,6 +57,7 @@ class FakeTrainer:
             pp_size=1,
         )  # fmt: skip
         self.callbacks, self.step, self.lr, self.data_wait, self.paused = callbacks, 0, 0.0, 0.0, 0.0
+        self.tokens = 0
         self.watched = []
         self.phases = phases_of(self.config)
         self.phase = self.phases[0]
@@ -69,21 +70,18 @@ class FakeTrainer:
     def run(self, results, after=lambda step: None):
         for result in results:
             self.step += 1
+            self.tokens += result.tokens
             after(self.step)
             for callback in self.callbacks:
                 callback.after_step(self, result)
 
 
-def result(nats=8.0, predicted=4.0, bad=0, grad_norm=None, spike=0):
-    """Of one step, as the engine gives it."""
+def result(nats=8.0, predicted=4.0, bad=0, grad_norm=None, spike=0, tokens=32):
+    """Of one step of 32 positions, as the engine gives it."""
     norm = None if grad_norm is None else torch.tensor(grad_norm)
-    return SimpleNamespace(
-        loss_sum=torch.tensor(nats),
-        predicted=torch.tensor(predicted),
-        bad=torch.tensor(bad),
-        grad_norm=norm,
-        spike=torch.tensor(spike),
-    )
+    device = {"loss_sum": nats, "predicted": predicted, "bad": bad, "spike": spike}
+    values = {name: torch.tensor(value) for name, value in device.items()}
+    return SimpleNamespace(**values, tokens=tokens, grad_norm=norm)
 
 
 # log lines
@@ -117,10 +115,11 @@ def test_lines_of_the_first_the_last_and_every_so_many_steps(clock, every, steps
 
 
 def test_the_figures_of_a_line_by_hand(clock):
-    """Four steps of 32 tokens in 10 seconds, of which 2 are a validation; 1 second of waiting for data."""
+    """Four steps of 32 positions, 16 of them padding, in 10 seconds with 2 of validation and 1 of waiting for data."""
     callback = Metrics(4, [Kept()], flops_per_token=[50.0], peak=1000.0)
     trainer = FakeTrainer([callback], world_size=2)
     trainer.step, trainer.lr, trainer.data_wait, trainer.paused = 4, 0.25, 7.0, 30.0
+    trainer.tokens = 100
     callback.start(trainer)
 
     def pass_time(step):
@@ -128,17 +127,19 @@ def test_the_figures_of_a_line_by_hand(clock):
         trainer.data_wait += 0.25
         trainer.paused += 0.5
 
-    trainer.run([result(8.0, 4.0), result(2.0, 4.0), result(1.0, 4.0), result(5.0, 4.0, grad_norm=1.5)], pass_time)
+    results = [result(8.0), result(2.0, tokens=16), result(1.0), result(5.0, grad_norm=1.5)]
+    trainer.run(results, pass_time)
     (record,) = callback.sinks[0].records
     assert record == {
         "step": 8,
-        "tokens": 8 * 32,
+        "tokens": 100 + 112,
         "loss": 1.0,
         "grad_norm": 1.5,
         "lr": 0.25,
-        "tokens_per_second": 16.0,
-        "tokens_per_second_per_device": 8.0,
-        "mfu": 8 * 50 / 1000,
+        "tokens_per_second": 14.0,
+        "tokens_per_second_per_device": 7.0,
+        "mfu": 7 * 50 / 1000,
+        "padding": 16 / 128,
         "data_wait": 1 / 8,
         "memory_gib": 1.5,
         "eta_s": 2 * 8 / 4,

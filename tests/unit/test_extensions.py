@@ -158,7 +158,7 @@ class TestCsv:
 
 class TestResult:
     RESULT = RunResult(
-        "runs/a", 4, 12.5, (0.5, 0.75), {"val_loss": 2.0, "picture": "a.png", "lzma_bits_per_byte": None}
+        "runs/a", 4, 400, 12.5, (0.5, 0.75), {"val_loss": 2.0, "picture": "a.png", "lzma_bits_per_byte": None}
     )
 
     def test_it_is_one_flat_mapping_and_comes_back(self, tmp_path):
@@ -171,6 +171,7 @@ class TestResult:
         ("change", "message"),
         [
             ({"steps": "4"}, "steps: '4' is no integer"),
+            ({"tokens": 1.5}, "tokens: 1.5 is no integer"),
             ({"run_dir": None}, "run_dir: None is no path"),
             ({"tokens_per_second": "fast"}, "tokens_per_second: 'fast' is no number"),
             ({"memory_gib_by_rank": 1.0}, "memory_gib_by_rank: 1.0 is no list of numbers"),

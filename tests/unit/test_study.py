@@ -153,7 +153,7 @@ if tree["name"] == os.environ.get("HANGS"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     time.sleep(60)
 loss = tree["training"]["seed"] + (tree["model"]["hidden_size"] == 32) + bool(tree["model"].get("memory"))
-result = {"run_dir": str(folder), "steps": 4, "tokens_per_second": 1.0, "memory_gib_by_rank": [1.0]}
+result = {"run_dir": str(folder), "steps": 4, "tokens": 64, "tokens_per_second": 1.0, "memory_gib_by_rank": [1.0]}
 found = {"val_loss": loss, "picture": "x.png", "ok": True}
 (folder / "result.json").write_text(json.dumps({**result, **found}))
 """
@@ -230,7 +230,7 @@ def test_runs_that_a_killed_queue_left_take_up_room(study, fake, tmp_path, monke
 
     def end(done: int, total: int) -> None:
         if done == 5:  # four runs and evaluations, one after another as one of three places is left
-            write_result(other.folder, RunResult(str(other.folder), 4, 1.0, (1.0,), {"val_loss": 4}))
+            write_result(other.folder, RunResult(str(other.folder), 4, 400, 1.0, (1.0,), {"val_loss": 4}))
             for lock in locks:
                 lock.__exit__()
 

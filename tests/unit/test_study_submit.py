@@ -112,7 +112,7 @@ def finish(path, name, code, evaluation=False):
     job = slurm_jobs(found.folder)[-1]
     (job.folder / "ended").write_text(f"{code}\n")
     if code == 0:
-        write_result(found.folder, RunResult(str(found.folder), 4, 1.0, (1.0,), {"val_loss": 2.0}))
+        write_result(found.folder, RunResult(str(found.folder), 4, 400, 1.0, (1.0,), {"val_loss": 2.0}))
         if evaluation:
             change = {"model.memory.0.mixer.sampling": "exponential"}
             (found.folder / "evaluation-other.json").write_text(json.dumps({"change": change, "val_loss": 3.0}))

@@ -48,7 +48,7 @@ def pair(tmp_path):
         loss = int(run.labels["seed"]) + (run.labels["width"] == "wide") + (run.labels["model"] == "memory")
         run.folder.mkdir(parents=True)
         figures = {"val_loss": loss, "picture": "x.png", "ok": True}
-        write_result(run.folder, RunResult(str(run.folder), 4, 1.0, (1.0,), figures))
+        write_result(run.folder, RunResult(str(run.folder), 4, 400, 1.0, (1.0,), figures))
         for name, change in changes_of(study, run).items():
             evaluation_file(run, name).write_text(json.dumps({"change": plain(change), "val_loss": 7.0}))
     return study, run_statuses(study, runs), records(study, runs)

@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     second.write({"step": 2, "tokens": 32, "loss": 3.0})
     Image.new("RGB", (4, 4)).save(tmp_path / "evaluation.png")
     figures = {"val_loss": 2.5, "picture": str(tmp_path / "evaluation.png"), "lzma_bits_per_byte": None}
-    second.finish(RunResult(str(tmp_path), 4, 100.0, (1.5,), figures))
+    second.finish(RunResult(str(tmp_path), 4, 64, 100.0, (1.5,), figures))
     second.close()
     parts = [ended(next(folder.glob("*.wandb"))) for folder in offline_wandb.offline_folders(tmp_path)]
     assert len(parts) == 2
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     assert [(line["_step"], line["loss"]) for line in (logged[0][0], logged[1][0])] == [(1, 4.0), (2, 3.0)]
     end = logged[1][-1]
     assert (end["figures/_type"], end["evaluation/_type"]) == ("table-file", "image-file")
-    assert (end["figures/nrows"], end["figures/ncols"]) == (3, 2), "val_loss, steps and speed"
+    assert (end["figures/nrows"], end["figures/ncols"]) == (4, 2), "val_loss, steps, tokens and speed"
     summary = [item for record in parts[1] if record.HasField("summary") for item in record.summary.update]
     assert "val_loss" in {"/".join(item.nested_key) or item.key for item in summary}
 

@@ -49,7 +49,14 @@ def make_run(folder, found: Beat | None = None, result: dict | None = None):
     if found is not None:
         (folder / NAME).write_text(found.model_dump_json())
     if result is not None:
-        complete = {"run_dir": str(folder), "steps": 4, "tokens_per_second": 1.0, "memory_gib_by_rank": [1.0], **result}
+        complete = {
+            "run_dir": str(folder),
+            "steps": 4,
+            "tokens": 64,
+            "tokens_per_second": 1.0,
+            "memory_gib_by_rank": [1],
+            **result,
+        }
         (folder / "result.json").write_text(json.dumps(complete))
     return folder
 
@@ -268,8 +275,8 @@ class TestCommands:
 
 class TestHeartbeat:
     def test_it_begins_beats_and_ends(self, tmp_path):
-        with Heartbeat(tmp_path, 40, interval_s=0.02) as heart:
-            heart.begin()
+        with Heartbeat(tmp_path, interval_s=0.02) as heart:
+            heart.begin(40)
             assert read_beat(tmp_path).state == "starting"
             heart.write({"step": 4, "tokens": 400, "loss": 2.0, "tokens_per_second": 10.0, "eta_s": 100.0})
             heart.write({"step": 5, "tokens": 500, "val_loss": 2.5})
@@ -292,38 +299,38 @@ class TestHeartbeat:
         ],
     )
     def test_a_run_that_fails_says_so(self, tmp_path, error, code, line):
-        with contextlib.suppress(type(error)), Heartbeat(tmp_path, 4, interval_s=60) as heart:
-            heart.begin()
+        with contextlib.suppress(type(error)), Heartbeat(tmp_path, interval_s=60) as heart:
+            heart.begin(4)
             raise error
         found = read_beat(tmp_path)
         assert (found.state, found.exit_code, found.message) == ("failed", code, line)
 
     def test_what_was_said_first_stands(self, tmp_path):
-        with contextlib.suppress(RuntimeError), Heartbeat(tmp_path, 4, interval_s=60) as heart:
-            heart.begin()
+        with contextlib.suppress(RuntimeError), Heartbeat(tmp_path, interval_s=60) as heart:
+            heart.begin(4)
             heart.failed(6, "rank 1 makes no progress")
             raise RuntimeError("connection closed by peer")
         assert read_beat(tmp_path).message == "rank 1 makes no progress"
 
     def test_nothing_is_written_before_the_folder_is_ours(self, tmp_path):
-        with pytest.raises(CheckpointError), Heartbeat(tmp_path, 4, interval_s=60):
+        with pytest.raises(CheckpointError), Heartbeat(tmp_path, interval_s=60):
             raise CheckpointError("damaged")
         assert list(tmp_path.iterdir()) == []
 
     def test_other_ranks_write_nothing(self, tmp_path):
-        with Heartbeat(None, 4, interval_s=60) as heart:
-            heart.begin()
+        with Heartbeat(None, interval_s=60) as heart:
+            heart.begin(4)
             heart.failed(6, "rank 1 makes no progress")
 
     def test_a_full_disk_ends_no_run(self, tmp_path):
-        with Heartbeat(tmp_path / "none", 4, interval_s=60) as heart:
-            heart.begin()
+        with Heartbeat(tmp_path / "none", interval_s=60) as heart:
+            heart.begin(4)
 
     def test_a_disk_that_does_not_answer_keeps_no_run_from_ending(self, tmp_path, monkeypatch):
         answers = threading.Event()
         monkeypatch.setattr("megamem.runs.heartbeat.LAST_S", 0.1)
-        with Heartbeat(tmp_path, 4, interval_s=0.01) as heart:
-            heart.begin()
+        with Heartbeat(tmp_path, interval_s=0.01) as heart:
+            heart.begin(4)
             monkeypatch.setattr("pathlib.Path.replace", lambda path, target: answers.wait(30))
             time.sleep(0.1)  # the next beat hangs, and whatever wants to write after it
             begun = time.monotonic()
@@ -332,8 +339,8 @@ class TestHeartbeat:
         answers.set()
 
     def test_numbers_that_are_none_are_null(self, tmp_path):
-        with Heartbeat(tmp_path, 4, interval_s=60) as heart:
-            heart.begin()
+        with Heartbeat(tmp_path, interval_s=60) as heart:
+            heart.begin(4)
             heart.write({"step": 1, "loss": float("nan")})
         assert read_beat(tmp_path).loss is None
         json.loads((tmp_path / NAME).read_text(), parse_constant=pytest.fail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megamem.study.collect import Record, curve, training_flops
+from megamem.study.collect import Record, curve, training_figures
 from megamem.study.config import EVALUATION, SEED, TRAINED, LawConfig, StudyConfig, matches
 from megamem.study.grid import PlannedRun
 from megamem.study.laws.fit import FitError
@@ -36,9 +36,8 @@ def points(study: StudyConfig, law: LawConfig, runs: Sequence[PlannedRun], found
 
 def _validations(run: PlannedRun, record: Record, figure: str) -> Iterable[Record]:
     """Return a record for each validation of a run, from `record` of its end."""
-    flops = training_flops(run.config)
     for tokens, value in curve(run, figure).items():
-        then = {"training_tokens": tokens, "training_flops": tokens * flops, figure: value}
+        then = {**training_figures(run.config, tokens), figure: value}
         yield replace(record, figures={**record.figures, **then})
 
 

@@ -30,7 +30,8 @@ class Metrics(Callback):
         Args:
             every: steps between log lines; the first step and the last one of each phase have one too.
             sinks: where records go; none on ranks other than 0.
-            flops_per_token: of forward and backward pass, in each phase.
+            flops_per_token: of forward and backward pass, in each phase. What padding costs is no use: it counts as
+                none.
             peak: FLOPs per second that the device can reach; None where it is not known, and MFU is not.
         """
         self.every = every
@@ -46,7 +47,7 @@ class Metrics(Callback):
     def _reset(self, trainer: Trainer) -> None:
         """Begin the interval of the next log line."""
         self._since, self._from_step, self._waited = time.monotonic(), trainer.step, trainer.data_wait
-        self._paused = trainer.paused
+        self._paused, self._from_tokens = trainer.paused, trainer.tokens
         self._nats: Tensor | None = None
         self._predicted: Tensor | None = None
 
@@ -78,20 +79,22 @@ class Metrics(Callback):
         config, steps = trainer.config, trainer.step - self._from_step
         now = time.monotonic()
         seconds = max(now - self._since - (trainer.paused - self._paused), 1e-9)
-        tokens = positions_after(trainer.phases, trainer.step)
-        tokens_per_second = (tokens - positions_after(trainer.phases, self._from_step)) / seconds
+        tokens = trainer.tokens - self._from_tokens
+        positions = positions_after(trainer.phases, trainer.step) - positions_after(trainer.phases, self._from_step)
+        tokens_per_second = tokens / seconds
         per_device = tokens_per_second / trainer.topology.world_size
         norm = result.grad_norm
         return {
             "step": trainer.step,
             **({"phase": trainer.phase.number + 1} if len(trainer.phases) > 1 else {}),
-            "tokens": tokens,
+            "tokens": trainer.tokens,
             "loss": nats / predicted if predicted else float("nan"),
             "grad_norm": None if norm is None else float(norm),
             "lr": trainer.lr,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
             "mfu": per_device * self.flops_per_token[trainer.phase.number] / self.peak if self.peak else None,
+            "padding": 1 - tokens / positions,
             "data_wait": (trainer.data_wait - self._waited) / seconds,
             "memory_gib": max(peak_memory_by_rank(trainer.topology)) / 2**30,
             "eta_s": (config.steps - trainer.step) * seconds / max(steps, 1),

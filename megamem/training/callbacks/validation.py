@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.loop import Callback, Trainer
-from megamem.training.phases import positions_after
 
 if TYPE_CHECKING:
     from megamem.pipeline.base import StepResult
@@ -39,6 +38,6 @@ class Validation(Callback):
         loss = losses["val_loss"]
         assert loss is not None
         self.last = trainer.step, loss
-        record = {"step": trainer.step, "tokens": positions_after(trainer.phases, trainer.step), **losses}
+        record = {"step": trainer.step, "tokens": trainer.tokens, **losses}
         for sink in self.sinks:
             sink.write(record)
