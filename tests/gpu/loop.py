@@ -104,7 +104,7 @@ def run_without_waiting(device: torch.device, dtype: torch.dtype, **options: boo
     data = [loop.batch(step) for step in range(4)]
     loop.step(0, data[0])  # kernels, libraries and compiled code are loaded at first use
     phase = SimpleNamespace(number=0, end=100)
-    trainer: Any = SimpleNamespace(step=2, phase=phase, phases=(phase,), data_wait=0.0, paused=0.0)
+    trainer: Any = SimpleNamespace(step=2, tokens=0, phase=phase, phases=(phase,), data_wait=0.0, paused=0.0)
     callbacks: list[Callback] = [BadSteps(3), Metrics(10, [], [1.0], None)]
     for callback in callbacks:
         callback.start(trainer)
