@@ -98,7 +98,6 @@ def _branched(
         tree,
         {
             "name": name or f"{origin.name}-{steps}",
-            "training": {"steps": steps, "tokens": None},
             "runs_folder": str(run.parent),
             "training": {"steps": steps, "tokens": None, "stop_after": None, "phases": phases},
             "optimizer": {"warmup_steps": origin.optimizer.warmup(origin.steps), "decay_steps": steps - at},
