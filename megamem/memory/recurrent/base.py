@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype, to_device
-from megamem.memory.shared.blocks import token_positions
+from megamem.memory.shared.blocks import first_tokens
 from megamem.ops.deep_memory.kept import Matrix, Rows
 from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -206,16 +206,18 @@ class ShortConvolution(nn.Module):
         tokens, taps = x.shape[0], self.weight.shape[1]
         weight = self.weight.unflatten(0, x.shape[-2:])
         joined = torch.cat((before, x))
-        terms = [weight[..., tap] * joined[tap : tap + tokens] for tap in range(taps)]
-        after = joined[tokens:].clone()
-        if chunk.begins_inside:  # what lies before a token's document counts as zero
-            ages = token_positions(chunk, tokens, x.device)[..., None, None]
-            terms = [torch.where(ages >= taps - 1 - tap, term, 0) for tap, term in enumerate(terms)]
-            lags = torch.arange(taps - 1, 0, -1, device=x.device)[:, None]
-            own = lags <= to_device(chunk.after(tokens).starts, x.device)
-            after = torch.where(own[..., None, None], after, 0)
-        out = sum(terms)
+        out = sum(weight[..., tap] * joined[tap : tap + tokens] for tap in range(taps))
         assert isinstance(out, Tensor)
+        after = joined[tokens:].clone()
+        if chunk.begins_inside:
+            # what lies before a document counts as zero: its first tokens are computed again
+            at, rows, ages = first_tokens(chunk, tokens, taps - 1, x.device)
+            own = [(ages >= taps - 1 - tap)[:, None, None] for tap in range(taps)]
+            terms = [torch.where(own[tap], weight[..., tap] * joined[at + tap, rows], 0) for tap in range(taps)]
+            out = out.index_put((at, rows), torch.stack(terms).sum(0))
+            lags = torch.arange(taps - 1, 0, -1, device=x.device)[:, None]
+            kept = lags <= to_device(chunk.after(tokens).starts, x.device)
+            after = torch.where(kept[..., None, None], after, 0)
         return F.silu(out), after
 
 

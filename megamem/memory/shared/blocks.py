@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,6 +97,18 @@ def token_positions(chunk: Chunk, tokens: int, device: torch.device) -> Tensor:
     """Return `Chunk.positions` on a device, int64 [tokens, batch or 1]; cached, as all layers ask for the same."""
     with torch.inference_mode(False):
         return to_device(chunk.positions(tokens), device)
+
+
+@lru_cache(maxsize=8)
+def first_tokens(chunk: Chunk, tokens: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first `count` tokens of each document in a call: their places, rows and positions, [found] int64 each.
+
+    Cached, as all layers ask for the same.
+    """
+    positions = np.broadcast_to(chunk.positions(tokens), (tokens, chunk.rows))
+    at, rows = np.nonzero((positions >= 0) & (positions < count))
+    with torch.inference_mode(False):
+        return to_device(at, device), to_device(rows, device), to_device(positions[at, rows], device)
 
 
 def row_rotary_tables(chunk: Chunk, tokens: int, width: int, theta: float, like: Tensor) -> RotaryTables:
