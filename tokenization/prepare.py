@@ -7,7 +7,9 @@ from typing import Literal
 
 from megamem.files import require_space
 from tokenization import corpus, sources
-from tokenization.shards import write_shards
+from tokenization.parts import Part
+from tokenization.readers import InputFile
+from tokenization.shards import files_of, write_shards
 from tokenization.tokenizer import Tokenizer, check_unused
 from tokenization.train import train
 
@@ -17,15 +19,17 @@ SPLITS = ("train", "validation", "test")
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Shows progress: called with a label and the total of bytes, it gives a context with the function that advances it."""
-Part = Literal["corpus", "tokenizer", "shards"]
+Product = Literal["corpus", "tokenizer", "shards"]
 
 
-def train_on_files(inputs: Sequence[Path], folder: Path, vocab_size: int, progress: Progress) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on files or folders of text and write it to `folder`; see `train`.
+def train_on_files(
+    inputs: Sequence[str | Path], folder: Path, vocab_size: int, progress: Progress, field: str = "text"
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on files, folders or patterns of text and write it to `folder`; see `train`.
 
     Raises: ConfigError or DataError naming what is wrong.
     """
-    files = sources.input_files(inputs)
+    files = sources.input_files(inputs, field)
     check_unused(folder)  # before the corpus is read
     require_space(folder, TOKENIZER_BYTES)
 
@@ -34,28 +38,37 @@ def train_on_files(inputs: Sequence[Path], folder: Path, vocab_size: int, progre
             yield document.text
             advance(document.source_bytes)
 
-    with progress("reading", sum(file.path.stat().st_size for file in files)) as advance:
+    with progress("reading", sum(file.size for file in files)) as advance:
         return train(texts(advance), vocab_size, folder)
 
 
 def write_from_files(
-    inputs: Sequence[Path],
+    inputs: Sequence[str | Path],
     tokenizer: Path,
     folder: Path,
     progress: Progress,
     workers: int = 1,
     shard_text_bytes: int | None = None,
+    part: Part | None = None,
+    field: str = "text",
 ) -> None:
-    """Tokenize files or folders of text into shards in `folder`; see `write_shards`. Raises DataError."""
-    total = sum(file.path.stat().st_size for file in sources.input_files(inputs))
+    """Tokenize files, folders or patterns of text into shards in `folder`; see `write_shards`.
+
+    Raises: ConfigError or DataError naming what is wrong.
+    """
+    files: Sequence[InputFile] = sources.input_files(inputs, field)
+    total = sum(file.size for file in (files_of(part, files) if part else files))
     with progress("tokenizing", total) as advance:
-        write_shards(inputs, tokenizer, folder, workers=workers, shard_text_bytes=shard_text_bytes, on_progress=advance)
+        write_shards(
+            inputs, tokenizer, folder, workers=workers, shard_text_bytes=shard_text_bytes, part=part, field=field,
+            on_progress=advance,
+        )  # fmt: skip
 
 
 def prepare(
     folder: Path, corpus_name: str, vocab_size: int, workers: int, progress: Progress
-) -> Iterator[tuple[Part, Path]]:
-    """Make corpus/, tokenizer/ and shards/SPLIT in `folder`, and yield each part with its folder when it is there.
+) -> Iterator[tuple[Product, Path]]:
+    """Make corpus/, tokenizer/ and shards/SPLIT in `folder`, and yield each with its folder when it is there.
 
     What is there already is checked and kept. Raises: MegamemError naming what is wrong.
     """

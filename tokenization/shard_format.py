@@ -4,6 +4,8 @@ A folder holds `shard-000000.tar`, ... (uncompressed webdataset tars), `index.js
 and `index.npy`, one `DOCUMENT` record per document. In a tar each document is one sample: `KEY.tokens`, its
 little-endian tokens, the last of which is eos, and `KEY.json`, its name, sizes and text hash. `KEY` is the
 document's number within the folder. Nothing is compressed, so a document's tokens lie at a known byte offset.
+Where shards were written in parts (tokenization/parts.py), each part is such a folder inside, and the outer one holds
+an index over all.
 """
 
 import hashlib
@@ -53,6 +55,8 @@ class ShardHeader:
     """Hash over the input files' names and sizes."""
     shard_text_bytes: int
     """A shard is closed when it holds this much text."""
+    part: str | None = None
+    """`K/N` where the folder is part K of N; `inputs_sha256` is that of all parts' inputs then."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class ShardIndex:
     """Number of tokens, the end of each document included."""
     text_bytes: int
     """UTF-8 bytes of all texts."""
+    first_documents: tuple[int, ...] = (0,)
+    """The number of each part's first document; in the tars of a part, documents are counted from there."""
     format_version: int = FORMAT_VERSION
     """Version of the format."""
 
@@ -98,7 +104,8 @@ class ShardIndex:
             header = ShardHeader(**value.pop("header"))
             shards = tuple(FileRecord(**record) for record in value.pop("shards"))
             documents_file = FileRecord(**value.pop("documents_file"))
-            return cls(header=header, shards=shards, documents_file=documents_file, **value)
+            first = tuple(value.pop("first_documents", (0,)))
+            return cls(header=header, shards=shards, documents_file=documents_file, first_documents=first, **value)
         except (TypeError, KeyError, AttributeError):
             raise DataError(f"{where}: damaged index of token shards") from None
 

@@ -25,9 +25,12 @@ from tarfile import TarFile, TarInfo
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from megamem.errors import DataError
 from megamem.files import read_json, require_space, sha256_file, write_bytes, write_json
+from tokenization.parts import Part
+from tokenization.readers import Document, InputFile, expansion
 from tokenization.shard_format import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -39,7 +42,7 @@ from tokenization.shard_format import (
     key_of,
     token_dtype,
 )
-from tokenization.sources import Document, InputFile, documents, expansion, input_files
+from tokenization.sources import documents, input_files
 from tokenization.tokenizer import Tokenizer
 
 WRITING_FILE = "writing.json"
@@ -49,6 +52,8 @@ RECORDS = "records"
 
 TableEntries = list[list[int]]
 """Entries of the document table: the fields of `DOCUMENT` for each document."""
+FinishedShard = tuple[FileRecord, npt.NDArray[np.void]]
+"""A shard's file and its part of the document table, in the table's own type: a list takes ten times the memory."""
 T = TypeVar("T")
 
 
@@ -90,12 +95,14 @@ class ShardRecord:
 
 
 def write_shards(
-    inputs: Sequence[Path],
+    inputs: Sequence[str | Path],
     tokenizer_folder: Path,
     folder: Path,
     *,
     workers: int = 1,
     shard_text_bytes: int | None = None,
+    part: Part | None = None,
+    field: str = "text",
     on_progress: Callable[[int], None] = lambda source_bytes: None,
 ) -> ShardIndex:
     """Tokenize every document of `inputs` into `folder`, each ended by eos, and return the index.
@@ -104,35 +111,41 @@ def write_shards(
     as it is.
 
     Args:
-        inputs: files and folders of text.
+        inputs: files, folders and patterns of text, local or URLs.
         tokenizer_folder: the tokenizer.
-        folder: where the shards go.
+        folder: where the shards go; those of a part into a folder inside.
         workers: processes that tokenize.
         shard_text_bytes: bytes of text that close a shard; 1/64 of the inputs, between 1 and 32 MiB, if not given.
+        part: takes this share of the input files only; all if not given.
+        field: the field or column that holds the text.
         on_progress: called with the bytes of the input files as they are done.
 
     Raises:
+        ConfigError: more parts than input files.
         DataError: an empty corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
     """
-    files = input_files(inputs)
+    files = all_files = input_files(inputs, field)
+    if part:
+        folder, files = folder / part.folder, files_of(part, files)
     tokenizer = Tokenizer.load(tokenizer_folder)
-    shard_text_bytes = shard_text_bytes or min(max(_text_bytes(files) // 64, 1 << 20), 1 << 25)
+    shard_text_bytes = shard_text_bytes or min(max(_text_bytes(all_files) // 64, 1 << 20), 1 << 25)
     header = ShardHeader(
         dtype=token_dtype(tokenizer.vocab_size),
         tokenizer_sha256=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
-        inputs_sha256=_inputs_digest(files),
+        inputs_sha256=_inputs_digest(all_files),
         shard_text_bytes=shard_text_bytes,
+        part=str(part) if part else None,
     )
     if finished := _open_folder(folder, header):
-        on_progress(sum(file.path.stat().st_size for file in files))
+        on_progress(sum(file.size for file in files))
         return finished
     require_space(folder, _space_needed(files, folder, header))
     try:
         write_json(folder / WRITING_FILE, asdict(header))
-        records = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
-        return _finish(folder, header, records)
+        finished_shards = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
+        return _finish(folder, header, finished_shards)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
     except BrokenProcessPool:
@@ -140,6 +153,11 @@ def write_shards(
             f"{folder}: a worker process died, perhaps for lack of memory; "
             f"run the same command again to continue, with fewer workers"
         ) from None
+
+
+def files_of(part: Part, files: Sequence[InputFile]) -> Sequence[InputFile]:
+    """Return the files of a part; the parts hold about equally much text. Raises ConfigError for too few files."""
+    return part.share(files, [_text_bytes([file]) for file in files])
 
 
 def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
@@ -177,15 +195,16 @@ def _write_all(
     workers: int,
     shard_text_bytes: int,
     on_progress: Callable[[int], None],
-) -> list[ShardRecord]:
-    """Write all shards and return their records in order; at most two plans per worker are in memory."""
+) -> list[FinishedShard]:
+    """Write all shards and return them in order; at most two plans per worker are in memory."""
     (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-    records: list[ShardRecord] = []
+    finished: list[FinishedShard] = []
     waiting: deque[tuple[ShardPlan, Future[ShardRecord]]] = deque()
 
     def collect() -> None:
         plan, future = waiting.popleft()
-        records.append(future.result())
+        record = future.result()
+        finished.append((record.tar, np.array([tuple(row) for row in record.entries], dtype=DOCUMENT)))
         on_progress(sum(document.source_bytes for document in plan.documents))
 
     with _executor(workers, tokenizer_folder) as executor:
@@ -195,9 +214,9 @@ def _write_all(
                 collect()
         while waiting:
             collect()
-    if not records:
+    if not finished:
         raise DataError(f"{', '.join(sorted({file.name for file in files})[:3])}: empty corpus, no text found")
-    return records
+    return finished
 
 
 def _plans(files: Sequence[InputFile], shard_text_bytes: int) -> Iterator[ShardPlan]:
@@ -313,16 +332,16 @@ def _add(tar: TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, BytesIO(data))
 
 
-def _finish(folder: Path, header: ShardHeader, records: Sequence[ShardRecord]) -> ShardIndex:
+def _finish(folder: Path, header: ShardHeader, finished: Sequence[FinishedShard]) -> ShardIndex:
     """Write the document table and the index; then the folder is complete."""
-    table = np.array([tuple(row) for record in records for row in record.entries], dtype=DOCUMENT)
+    table = np.concatenate([documents for _, documents in finished])
     data = BytesIO()
     np.save(data, table, allow_pickle=False)
     write_bytes(folder / DOCUMENTS_FILE, data.getvalue())
     digest = hashlib.sha256(data.getvalue()).hexdigest()
     index = ShardIndex(
         header=header,
-        shards=tuple(record.tar for record in records),
+        shards=tuple(record for record, _ in finished),
         documents_file=FileRecord(DOCUMENTS_FILE, len(data.getvalue()), digest),
         documents=len(table),
         tokens=int(table["tokens"].sum()),
@@ -335,14 +354,14 @@ def _finish(folder: Path, header: ShardHeader, records: Sequence[ShardRecord]) -
 
 
 def _inputs_digest(files: Sequence[InputFile]) -> str:
-    """Return a SHA-256 over names and sizes of the input files."""
-    listing = [[file.name, file.path.stat().st_size] for file in files]
+    """Return a SHA-256 over names and sizes of the input files, and the field where it is not `text`."""
+    listing = [[file.name, file.size] if file.field == "text" else [file.name, file.size, file.field] for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def _text_bytes(files: Sequence[InputFile]) -> int:
     """Return roughly the bytes of text in `files`."""
-    return sum(file.path.stat().st_size * expansion(file.path) for file in files)
+    return sum(file.size * expansion(file.name) for file in files)
 
 
 def _space_needed(files: Sequence[InputFile], folder: Path, header: ShardHeader) -> int:

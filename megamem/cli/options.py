@@ -18,5 +18,10 @@ TrainedModel = Annotated[Path, typer.Argument(help="checkpoint (step-NNNNNNNN), 
 Precision = Annotated[str, typer.Option("--dtype", help="fp32 or bf16")]
 Device = Annotated[str | None, typer.Option(help="cuda where there is one if not given")]
 TextInputs = Annotated[
-    list[Path], typer.Argument(help="files or folders of .txt, .jsonl(.gz/.zst) or .parquet with a text column")
+    list[str],
+    typer.Argument(
+        help="files, folders or patterns (*), local or URLs, of .txt, .jsonl(.gz/.zst), .parquet, .arrow or .tar "
+        "(webdataset)"
+    ),
 ]
+TextField = Annotated[str, typer.Option(help="field or column that holds the text")]

@@ -1,4 +1,4 @@
-"""`megamem shards`: write, verify and describe token shards."""
+"""`megamem shards`: write, merge, verify and describe token shards."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megamem.cli.options import TextInputs
+from megamem.cli.options import TextField, TextInputs
 from megamem.cli.output import print_facts, progress_bar, write_line
 from megamem.errors import DataError
 
 if TYPE_CHECKING:
     from tokenization.shard_format import ShardIndex
 
-shards_app = typer.Typer(help="Write, verify and describe token shards.", no_args_is_help=True)
+shards_app = typer.Typer(help="Write, merge, verify and describe token shards.", no_args_is_help=True)
 
 ShardFolder = Annotated[Path, typer.Argument(help="folder of token shards")]
 
@@ -30,13 +30,29 @@ def write(
         float | None,
         typer.Option(min=0.001, help="MiB of text that close a shard; 1/64 of the inputs, 1 to 32, if not given"),
     ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help="K/N: only the K-th of N shares of the input files, into a folder inside; then `merge`"),
+    ] = None,
+    text_field: TextField = "text",
 ) -> None:
     """Tokenize documents into shards. Run the same command again to continue after an interruption."""
+    from tokenization.parts import Part
     from tokenization.prepare import write_from_files
 
     shard_text_bytes = int(shard_mib * 2**20) if shard_mib else None
-    write_from_files(inputs, tokenizer, output, progress_bar, workers, shard_text_bytes)
-    describe_shards(output)
+    share = Part.parse(part) if part else None
+    write_from_files(inputs, tokenizer, output, progress_bar, workers, shard_text_bytes, share, text_field)
+    describe_shards(output / share.folder if share else output)
+
+
+@shards_app.command("merge")
+def merge(folder: Annotated[Path, typer.Argument(help="folder that holds all parts")]) -> None:
+    """Write one index over the parts of a folder, so that it reads like any other. No shard is copied."""
+    from tokenization.parts import merge_parts
+
+    merge_parts(folder)
+    describe_shards(folder)
 
 
 @shards_app.command("verify")

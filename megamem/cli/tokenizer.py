@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megamem.cli.options import TextInputs
+from megamem.cli.options import TextField, TextInputs
 from megamem.cli.output import print_facts, progress_bar, write_line
 
 tokenizer_app = typer.Typer(help="Train or import a tokenizer.", no_args_is_help=True)
@@ -20,11 +20,12 @@ def train(
     inputs: TextInputs,
     output: OutputFolder,
     vocab_size: Annotated[int, typer.Option(help="tokens, the 256 bytes and the end of document included")] = 32000,
+    text_field: TextField = "text",
 ) -> None:
     """Train a byte-level BPE tokenizer."""
     from tokenization.prepare import train_on_files
 
-    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar)
+    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar, text_field)
     describe_tokenizer(output)
     if tokenizer.vocab_size < vocab_size:
         write_line(f"The text holds pairs for {tokenizer.vocab_size:,} tokens only, not for {vocab_size:,}.")

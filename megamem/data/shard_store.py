@@ -4,6 +4,7 @@ import io
 import json
 import os
 import resource
+from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
 from tarfile import TarError, TarInfo
@@ -151,7 +152,9 @@ class ShardStore:
             found = (member.name, member.size)
         except TarError:
             found = ("", 0)
-        if found != (f"{key_of(document)}.tokens", length * self.dtype.itemsize):
+        parts = self.index.first_documents
+        number = document - parts[bisect_right(parts, document) - 1]
+        if found != (f"{key_of(number)}.tokens", length * self.dtype.itemsize):
             raise DataError(f"{path}: foreign shard: document {document} of {INDEX_FILE} is not in its place")
 
 

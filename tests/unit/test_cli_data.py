@@ -47,6 +47,33 @@ def test_from_text_to_shards(tmp_path, corpus):
     assert f"{index['text_bytes']:,} bytes" in run("shards", "info", shards)
 
 
+def test_parts_are_written_and_merged(tmp_path, corpus):
+    tokenizer, shards = tmp_path / "tokenizer", tmp_path / "shards"
+    make_tokenizer(tokenizer)
+    for part in ("1/2", "2/2"):
+        written = run("shards", "write", corpus, "-t", tokenizer, "-o", shards, "--workers", 1, "--part", part)
+        assert f"part-000{part[0]}-of-0002" in written
+        if part == "1/2":
+            with pytest.raises(MegamemError, match="part 2/2 is missing"):
+                run("shards", "merge", shards)
+    output = run("shards", "merge", shards)
+    index = json.loads((shards / "index.json").read_text())
+    assert (index["documents"], index["first_documents"]) == (3, [0, 2])
+    assert f"{index['tokens']:,} (uint16)" in output
+    assert "2 shards are whole" in run("shards", "verify", shards)
+
+
+def test_text_under_another_name(tmp_path):
+    lines = [json.dumps({"content": text_of(50, seed)}) + "\n" for seed in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    tokenizer, field = tmp_path / "tokenizer", ("--text-field", "content")
+    run("tokenizer", "train", tmp_path / "a.jsonl", "-o", tokenizer, "--vocab-size", 280, *field)
+    write = ("shards", "write", tmp_path / "a.jsonl", "-t", tokenizer, "-o", tmp_path / "shards", "--workers", 1)
+    run(*write, *field)
+    with pytest.raises(MegamemError, match="written with another inputs_sha256"):
+        run(*write)
+
+
 def test_a_smaller_vocabulary_than_asked_for_is_said(tmp_path, corpus):
     output = run("tokenizer", "train", corpus, "-o", tmp_path / "tokenizer", "--vocab-size", 5000)
     assert "not for 5,000" in output

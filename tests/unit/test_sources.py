@@ -1,16 +1,25 @@
 """Documents of every input format."""
 
+import functools
 import gzip
 import hashlib
+import http.server
+import io
 import json
+import sys
+import tarfile
+import threading
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import webdataset
 import zstandard
 
-from megamem.errors import DataError
-from tokenization.sources import documents, expansion, input_files
+from megamem.errors import DataError, DependencyError
+from tokenization.readers import expansion
+from tokenization.sources import documents, input_files
 
 TEXTS = ["first text\n", "zweiter Text: äöü", "third 🙂\r\nline"]
 
@@ -19,6 +28,12 @@ def write(path, texts=TEXTS):
     lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
     if path.name.endswith(".parquet"):
         pq.write_table(pa.table({"id": list(range(len(texts))), "text": texts}), path)
+    elif path.name.endswith(".arrow"):
+        write_arrow(path, texts)
+    elif path.name.endswith(".tar"):
+        with webdataset.TarWriter(str(path)) as tar:
+            for i, text in enumerate(texts, start=1):
+                tar.write({"__key__": str(i), "json": {"text": text, "id": i}})
     elif path.name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines))
     elif path.name.endswith(".zst"):
@@ -28,14 +43,25 @@ def write(path, texts=TEXTS):
         path.write_bytes(lines)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def write_arrow(path, texts, kind=pa.ipc.new_stream, batch=2):
+    table = pa.table({"id": list(range(len(texts))), "text": texts})
+    with kind(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch)
+
+
+FORMATS = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.tar"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats_with_many_documents(tmp_path, name):
     write(tmp_path / name)
     found = list(documents(input_files([tmp_path / name])))
     assert [document.text for document in found] == TEXTS
     assert [document.name for document in found] == [f"{name}:{i}" for i in (1, 2, 3)]
     size = (tmp_path / name).stat().st_size
-    assert size - 2 <= sum(document.source_bytes for document in found) <= size
+    # Arrow and tar end with a mark, and are read in blocks
+    slack = {"a.arrow": 16, "a.tar": size}.get(name, 2)
+    assert size - slack <= sum(document.source_bytes for document in found) <= size
 
 
 def test_text_files_are_read_recursively_in_order_of_name(tmp_path):
@@ -70,6 +96,9 @@ def test_empty_documents_and_blank_lines_are_left_out(tmp_path):
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: damaged"),
         ("a.jsonl.zst", b"no zstandard", r"a\.jsonl\.zst: damaged"),
         ("a.parquet", b"no parquet", r"a\.parquet: not a readable parquet file"),
+        ("a.arrow", b"no arrow", r"a\.arrow: not a readable Arrow file"),
+        ("a.arrow", b"ARROW1 no arrow", r"a\.arrow: not a readable Arrow file"),
+        ("a.tar", b"no tar" * 200, r"a\.tar: damaged"),
     ],
 )
 def test_unreadable_files_are_named_in_one_line(tmp_path, name, data, message):
@@ -138,5 +167,162 @@ def test_missing_and_empty_inputs(tmp_path):
         input_files([tmp_path])
 
 
-def test_expansion_is_larger_for_compressed_files(tmp_path):
-    assert [expansion(tmp_path / name) for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet")] == [1, 1, 4, 4]
+def test_expansion_is_larger_for_compressed_files():
+    assert [expansion(name) for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet")] == [1, 1, 4, 4]
+
+
+def test_arrow_files_are_read_like_streams(tmp_path):
+    """`datasets` writes streams, other tools files with a footer."""
+    write_arrow(tmp_path / "a.arrow", TEXTS, pa.ipc.new_file)
+    found = list(documents(input_files([tmp_path])))
+    assert [document.text for document in found] == TEXTS
+    assert 0 < sum(document.source_bytes for document in found) <= (tmp_path / "a.arrow").stat().st_size
+
+
+def test_arrow_damage_is_named_in_one_line(tmp_path):
+    write_arrow(tmp_path / "a.arrow", TEXTS * 1000, batch=500)
+    data = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"a\.arrow: damaged \(") as caught:
+        list(documents(input_files([tmp_path])))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_without_the_column_are_refused(tmp_path, suffix):
+    write(tmp_path / f"a.{suffix}")
+    message = rf"a\.{suffix}: no column 'content' \(columns: id, text\)"
+    with pytest.raises(DataError, match=message):
+        list(documents(input_files([tmp_path], "content")))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_text_may_have_another_name(tmp_path, name):
+    write(tmp_path / name)
+    if name.endswith(".parquet"):
+        pq.write_table(pq.read_table(tmp_path / name).rename_columns(["text", "content"]), tmp_path / name)
+        assert [document.text for document in documents(input_files([tmp_path], "content"))] == TEXTS
+    else:
+        with pytest.raises(DataError, match=r"no (string field|column) 'content'"):
+            list(documents(input_files([tmp_path], "content")))
+
+
+def test_webdataset_samples_of_text(tmp_path):
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as tar:
+        for i, text in enumerate(TEXTS):
+            tar.write({"__key__": f"page/{i}", "txt": text, "json": {"url": "https://example.org"}, "jpg": b"x"})
+    found = list(documents(input_files([tmp_path])))
+    assert [(document.name, document.text) for document in found] == [
+        (f"{tmp_path.name}/a.tar:page/{i}", text) for i, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"1.jpg": b"x"}, r"a\.tar:1: neither a \.txt nor a \.json in the sample"),
+        ({"1.json": b'{"caption": "x"}'}, r"a\.tar:1\.json: no string field 'text'"),
+        ({"1.txt": b"ab\xff"}, r"a\.tar:1\.txt: not UTF-8 at byte 2"),
+    ],
+)
+def test_webdataset_samples_without_text_are_named(tmp_path, members, message):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(DataError, match=message):
+        list(documents(input_files([tmp_path])))
+
+
+def test_truncated_tars_are_named(tmp_path):
+    write(tmp_path / "a.tar", ["x" * 5000] * 20)
+    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:50_000])
+    with pytest.raises(DataError, match=r"a\.tar: damaged \("):
+        list(documents(input_files([tmp_path])))
+
+
+def test_tars_ask_for_the_library(tmp_path, monkeypatch):
+    write(tmp_path / "a.tar")
+    monkeypatch.setitem(sys.modules, "webdataset.tariterators", None)
+    with pytest.raises(DependencyError, match=r"a tar needs the package webdataset; pip install webdataset"):
+        list(documents(input_files([tmp_path])))
+
+
+# Patterns and URLs
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Two languages with a file of every format, and one that is no text."""
+    for language in ("de", "en"):
+        folder = tmp_path / "web" / language
+        folder.mkdir(parents=True)
+        for name in FORMATS:
+            write(folder / name)
+        (folder / "README.md").write_text("no text to train on")
+    return tmp_path / "web"
+
+
+def read(*inputs):
+    return [(document.name, document.text) for document in documents(input_files(inputs))]
+
+
+def test_patterns_of_local_files(corpus):
+    found = read(f"{corpus}/*/a.parquet")
+    assert [text for _, text in found] == TEXTS * 2
+    assert [name for name, _ in found][::3] == ["web/de/a.parquet:1", "web/en/a.parquet:1"]
+    assert read(f"{corpus}/**/*.jsonl.zst") == read(f"{corpus}/*/*.jsonl.zst")
+    with pytest.raises(DataError, match=r"\*\.warc: no such file or folder"):
+        read(f"{corpus}/*.warc")
+
+
+@pytest.fixture(params=["memory", "file", "http"])
+def url(request, corpus):
+    """URL of the corpus in stores of several kinds."""
+    if request.param == "file":
+        yield f"file://{corpus}"
+    elif request.param == "memory":
+        store = fsspec.filesystem("memory")
+        store.put(str(corpus), "/bucket/web", recursive=True)
+        yield "memory://bucket/web"
+        store.rm("/bucket", recursive=True)
+    else:
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(corpus.parent))
+        handler.func.log_message = lambda *arguments: None
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_port}/web"
+            server.shutdown()
+
+
+def test_remote_inputs_read_like_local_ones(corpus, url):
+    """Folder, pattern and single file: same names, texts and sizes, in the same order."""
+    # the server of the standard library sends no ranges, so columns are not read through it
+    formats = ["a.jsonl", "a.jsonl.zst"] if url.startswith("http:") else FORMATS
+    if len(formats) == len(FORMATS):
+        assert read(url) == read(corpus)
+        assert [f.size for f in input_files([url])] == [f.size for f in input_files([corpus])]
+    for name in formats:
+        assert read(f"{url}/*/{name}") == read(f"{corpus}/*/{name}")
+        assert read(f"{url}/de/{name}") == read(corpus / "de" / name)
+    with pytest.raises(DataError, match=r"nowhere.*: no such file or folder"):
+        read(f"{url}/nowhere/*.parquet")
+    with pytest.raises(DataError, match=r"nowhere\.parquet: no such file or folder"):
+        read(f"{url}/nowhere.parquet")
+
+
+def test_stores_that_fail_are_named_in_one_line(corpus, monkeypatch):
+    with pytest.raises(DataError, match=r"unknown://x/\*\.parquet: cannot be listed \(ValueError: Protocol not known"):
+        read("unknown://x/*.parquet")
+    store = fsspec.filesystem("memory")
+    store.put(str(corpus / "de" / "a.jsonl"), "/bucket/a.jsonl")
+
+    def broken(*arguments, **options):
+        raise ConnectionError("reset by peer\nand more")
+
+    files = input_files(["memory://bucket/a.jsonl"])
+    monkeypatch.setattr(type(store), "_open", broken)
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(ConnectionError: reset by peer\)$"):
+        list(documents(files))
+    store.rm("/bucket", recursive=True)

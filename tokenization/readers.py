@@ -1,0 +1,226 @@
+"""The readers of input files, one for each format: they yield documents from local and remote files alike."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from megamem.errors import DataError, DependencyError
+
+PARQUET_ROWS = 64
+"""Rows of a parquet file that are read at a time; a row may be a whole book."""
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()))
+"""Types of a parquet or Arrow column of strings; the last is that of categories."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of an input file."""
+
+    name: str
+    """Its name within the corpus."""
+    text: str
+    """Its text."""
+    source_bytes: int
+    """Bytes of its file that were read for it."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of documents."""
+
+    path: str
+    """Where it lies: a local path or a URL."""
+    name: str
+    """What the names of its documents begin with."""
+    size: int
+    """Its bytes."""
+    field: str = "text"
+    """The field or column that holds the text."""
+
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """Open it for reading; a remote one is streamed."""
+        if "://" in self.path:
+            return cast(AbstractContextManager[BinaryIO], fsspec.open(self.path, "rb"))
+        return Path(self.path).open("rb")
+
+
+Reader = Callable[[InputFile], Iterator[Document]]
+
+
+def reader_of(name: str) -> Reader | None:
+    """Return the function that reads files of this name's suffix; None for other files."""
+    return next((reader for suffix, reader in READERS.items() if name.endswith(suffix)), None)
+
+
+def expansion(name: str) -> int:
+    """Return roughly how many bytes of text a byte of a file of this name holds."""
+    return 4 if name.endswith((".gz", ".zst", ".parquet")) else 1
+
+
+def _text_file(file: InputFile) -> Iterator[Document]:
+    """Yield the file as one document."""
+    with file.open() as raw:
+        data = raw.read()
+    yield Document(file.name, _decoded(data, file.path), len(data))
+
+
+def _decoded(data: bytes, where: str) -> str:
+    """Return UTF-8 as text. Raises DataError naming `where`."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}; convert it first") from None
+
+
+def _json_lines(file: InputFile) -> Iterator[Document]:
+    """Yield the text field of each line."""
+    with file.open() as raw, _decompressed(raw, file.path) as stream:
+        consumed = 0
+        try:
+            for number, line in enumerate(stream, start=1):
+                position = raw.tell()
+                if line.strip():
+                    text = _text_field(line, file.field, f"{file.path}:{number}")
+                    yield Document(f"{file.name}:{number}", text, position - consumed)
+                    consumed = position
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise DataError(f"{file.path}: damaged ({error})") from None
+
+
+def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
+    """Return the stream behind a compressed file's suffix."""
+    if path.endswith(".gz"):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if path.endswith(".zst"):
+        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader)))
+    return raw
+
+
+def _text_field(line: bytes, field: str, where: str) -> str:
+    """Return a field of an object in JSON. Raises DataError naming `where`."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise DataError(f"{where}: not valid JSON") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f"{where}: no string field {field!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = json.dumps(text[error.start])
+        raise DataError(f"{where}: field {field!r} holds {half}, half a character that UTF-8 cannot write") from None
+    return text
+
+
+def _parquet(file: InputFile) -> Iterator[Document]:
+    """Yield the text column row by row."""
+    with file.open() as raw:
+        try:
+            table = pq.ParquetFile(raw)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+        _check_column(table.schema_arrow, file)
+        share = file.size // max(table.metadata.num_rows, 1)
+        batches = table.iter_batches(batch_size=PARQUET_ROWS, columns=[file.field])
+        texts = (text for batch in _undamaged(batches, file) for text in _texts(batch, file))
+        for row, text in enumerate(texts, start=1):
+            yield Document(f"{file.name}:{row}", text, share)
+
+
+def _arrow(file: InputFile) -> Iterator[Document]:
+    """Yield the text column row by row, of a stream or a file in Arrow's IPC format."""
+    with file.open() as raw:
+        is_file = raw.read(6) == b"ARROW1"
+        raw.seek(0)
+        try:
+            reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file.path}: not a readable Arrow file ({str(error).splitlines()[0]})") from None
+        _check_column(reader.schema, file)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+        row, consumed = 0, 0
+        for batch in _undamaged(batches, file):
+            for text in _texts(batch.select([file.field]), file):
+                row, position = row + 1, max(raw.tell(), consumed)
+                yield Document(f"{file.name}:{row}", text, position - consumed)
+                consumed = position
+
+
+def _check_column(schema: pa.Schema, file: InputFile) -> None:
+    """Raise DataError unless a table has the text column, and it holds strings."""
+    if file.field not in schema.names:
+        raise DataError(f"{file.path}: no column {file.field!r} (columns: {', '.join(schema.names)})")
+    if (kind := schema.field(file.field).type) not in TEXT_TYPES:
+        raise DataError(f"{file.path}: column {file.field!r} holds {kind}, not strings")
+
+
+def _undamaged(batches: Iterable[Any], file: InputFile) -> Iterator[Any]:  # pyarrow ships no types
+    """Yield the batches of a table. Raises DataError where the file is damaged."""
+    try:
+        yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file.path}: damaged ({str(error).splitlines()[0]})") from None
+
+
+def _texts(batch: Any, file: InputFile) -> list[str]:
+    """Return the texts of a batch of one column; an empty one where there is none."""
+    try:
+        return [text or "" for text in batch.column(0).to_pylist()]
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{file.path}: damaged ({str(error).splitlines()[0]})") from None
+
+
+def _webdataset(file: InputFile) -> Iterator[Document]:
+    """Yield the member `.txt` of each sample of a tar, or the text field of its member `.json`."""
+    try:
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+    except ImportError:
+        raise DependencyError(f"{file.path}: a tar needs the package webdataset; pip install webdataset") from None
+    with file.open() as raw:
+        consumed = 0
+        for sample in _whole_samples(group_by_keys(tar_file_expander([{"url": file.path, "stream": raw}])), file):
+            where = f"{file.path}:{sample['__key__']}"
+            if "txt" in sample:
+                text = _decoded(sample["txt"], f"{where}.txt")
+            elif "json" in sample:
+                text = _text_field(sample["json"], file.field, f"{where}.json")
+            else:
+                raise DataError(f"{where}: neither a .txt nor a .json in the sample")
+            position = raw.tell()
+            yield Document(f"{file.name}:{sample['__key__']}", text, position - consumed)
+            consumed = position
+
+
+def _whole_samples(samples: Iterator[dict[str, Any]], file: InputFile) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a tar. Raises DataError where it is damaged."""
+    try:
+        yield from samples
+    except Exception as error:  # the library passes on what tarfile and its own checks raise
+        raise DataError(
+            f"{file.path}: damaged ({str(error.args[0] if error.args else error).splitlines()[0]})"
+        ) from None
+
+
+READERS: dict[str, Reader] = {
+    ".txt": _text_file,
+    ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".jsonl.zst": _json_lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".tar": _webdataset,
+}
+"""The reader of each suffix."""
