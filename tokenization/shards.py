@@ -124,7 +124,8 @@ def write_shards(
         ConfigError: more parts than input files.
         DataError: an empty corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
     """
-    files = all_files = input_files(inputs, field)
+    all_files = input_files(inputs, field)
+    files: Sequence[InputFile] = all_files
     if part:
         folder, files = folder / part.folder, files_of(part, files)
     tokenizer = Tokenizer.load(tokenizer_folder)

@@ -19,6 +19,7 @@ from megamem.data.shard_store import ShardStore
 from megamem.data.verify import verify_shards
 from megamem.errors import DataError
 from tokenization import shards
+from tokenization.parts import Part
 from tokenization.shard_format import ShardIndex
 from tokenization.shards import write_shards
 from tokenization.tokenizer import Tokenizer
@@ -115,13 +116,15 @@ def test_a_finished_folder_is_left_as_it_is(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
 
 
-def writer(corpus, tokenizer, folder, workers):
+def writer(corpus, tokenizer, folder, workers, part):
     """The writer in a process group of its own."""
     code = (
-        "import sys, time; from pathlib import Path; from tokenization.shards import write_shards\n"
+        "import sys, time; from pathlib import Path\n"
+        "from tokenization.parts import Part; from tokenization.shards import write_shards\n"
         "if __name__ == '__main__':\n"
         "    corpus, tokenizer, folder = map(Path, sys.argv[1:4])\n"
         "    write_shards([corpus], tokenizer, folder, workers=int(sys.argv[4]), shard_text_bytes=13_000,\n"
+        f"                 part={part!r},\n"
         "                 on_progress=lambda done: time.sleep(0.05))\n"  # time enough to be killed
     )
     script = folder.with_suffix(".py")
@@ -140,12 +143,13 @@ def group_ends(group, seconds):
     return False
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers):
+@pytest.mark.parametrize(("workers", "part"), [(1, None), (2, None), (2, Part(2, 2))], ids=["1", "2", "2, a part"])
+def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers, part):
     corpus = write_corpus(tmp_path / "text", [2000] * 30)
     make_tokenizer(tmp_path / "tokenizer")
-    folder = tmp_path / "shards"
-    process = writer(corpus, tmp_path / "tokenizer", folder, workers)
+    output, whole = tmp_path / "shards", tmp_path / "whole"
+    process = writer(corpus, tmp_path / "tokenizer", output, workers, part)
+    folder, whole_folder = (path / part.folder if part else path for path in (output, whole))
     while len(list(folder.glob("records/*.json"))) < 3:
         assert process.poll() is None, "the writer ended before it could be killed"
         time.sleep(0.002)
@@ -159,10 +163,10 @@ def test_killed_writer_continues_and_the_result_is_the_same(tmp_path, workers):
     with pytest.raises(DataError, match=r"index\.json: missing"):
         ShardStore(str(folder))
     (folder / ".shard-000099.tar.1").write_bytes(b"left behind")
-    options = {"shard_text_bytes": 13_000}
-    write_shards([corpus], tmp_path / "tokenizer", folder, **options)
-    write_shards([corpus], tmp_path / "tokenizer", tmp_path / "whole", **options)
-    assert contents(folder) == contents(tmp_path / "whole")
+    options = {"shard_text_bytes": 13_000, "part": part}
+    write_shards([corpus], tmp_path / "tokenizer", output, **options)
+    write_shards([corpus], tmp_path / "tokenizer", whole, **options)
+    assert contents(folder) == contents(whole_folder)
     assert {name: (folder / name).stat().st_mtime_ns for name in kept} == kept
 
 
