@@ -188,7 +188,7 @@ def _webdataset(file: InputFile) -> Iterator[Document]:
     try:
         from webdataset.tariterators import group_by_keys, tar_file_expander
     except ImportError:
-        raise DependencyError(f"{file.path}: a tar needs the package webdataset; pip install webdataset") from None
+        raise DependencyError(f"{file.path}: a tar needs webdataset; pip install 'megamem[webdataset]'") from None
     with file.open() as raw:
         consumed = 0
         for sample in _whole_samples(group_by_keys(tar_file_expander([{"url": file.path, "stream": raw}])), file):

@@ -245,7 +245,7 @@ def test_truncated_tars_are_named(tmp_path):
 def test_tars_ask_for_the_library(tmp_path, monkeypatch):
     write(tmp_path / "a.tar")
     monkeypatch.setitem(sys.modules, "webdataset.tariterators", None)
-    with pytest.raises(DependencyError, match=r"a tar needs the package webdataset; pip install webdataset"):
+    with pytest.raises(DependencyError, match=r"a tar needs webdataset; pip install 'megamem\[webdataset\]'"):
         list(documents(input_files([tmp_path])))
 
 
