@@ -12,7 +12,8 @@ class SourceConfig(ConfigModel):
     """One source of training documents and its share of the training tokens."""
 
     path: str = Field(min_length=1)
-    """Folder of token shards or its fsspec URL, prefix of a Megatron `.bin`/`.idx` pair, or a task's `.yaml`."""
+    """Folder of token shards or its fsspec URL, prefix of a Megatron `.bin`/`.idx` pair, `.npy` file of tokens or \
+folder of such files, or a task's `.yaml`."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Share of the training sequences drawn from this source, relative to the other sources' weights."""
 
@@ -47,8 +48,10 @@ together with others (`pack`) or left out and counted (`drop`). Streams take `jo
     """Whether a document that begins inside a row starts with a fresh memory (`join` only). `none`: attention and \
 memory run on across documents. `exact`: each starts fresh, at any token."""
     end_of_document: int | None = Field(default=None, ge=0)
-    """Token that ends the documents of Megatron files, which do not state it, for `join`; the tokenizer's if not \
-given."""
+    """Token that ends the documents of Megatron files (for `join`) and of `.npy` files, which do not state it; the \
+tokenizer's if not given."""
+    raw_tokens: Literal["uint16", "uint32"] | None = None
+    """Type of the tokens in `.npy` files without NumPy's header, as OLMo writes them."""
     allow_padding: bool = False
     """Train even where more than half of all positions are padding, which is refused otherwise."""
     seed: int = Field(default=0, ge=0)
@@ -57,7 +60,7 @@ given."""
     """Shuffle within groups of this many randomly chosen shards; 0 shuffles a whole source at once. Needed \
 where remote shards do not all fit into the cache."""
     cache_folder: Path = Path("runs/shard_cache")
-    """Where copies of remote shards are kept."""
+    """Where copies of remote shards are kept, and where the documents of `.npy` files begin."""
     cache_gib: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     """Bound of the cache of remote shards, in GiB. The least recently used shards are deleted first."""
     prefetch: int = Field(default=4, ge=1)

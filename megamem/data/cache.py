@@ -54,7 +54,7 @@ class ShardCache:
         path = self.folder / f"{hashlib.sha256(f'{url} {record.sha256}'.encode()).hexdigest()[:24]}.shard"
         part = path.with_suffix(".part")
         while True:
-            with _locked(self.folder / "lock"):
+            with locked(self.folder / "lock"):
                 if path.exists():
                     _mark_used(path)
                     # opened under the lock: it may be deleted right after
@@ -72,7 +72,7 @@ class ShardCache:
                     fcntl.flock(file, fcntl.LOCK_EX)
                     continue
                 _download(url, record, part)
-                with _locked(self.folder / "lock"):
+                with locked(self.folder / "lock"):
                     _mark_used(part)
                     part.replace(path)
 
@@ -123,7 +123,7 @@ def _copy(source: BinaryIO, target: BinaryIO) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED, Batch, EvaluationDocument
 from megamem.data.cache import ShardCache
 from megamem.data.global_rows import GlobalRows, LaneRows, SequenceRows
-from megamem.data.open_store import open_store
+from megamem.data.open_store import BareTokens, open_store
 from megamem.data.prefetch import Prefetcher
 from megamem.data.rows import DocumentSlice, Row, fill_row
 from megamem.data.shard_store import ShardStore
@@ -206,18 +206,19 @@ def evaluation_documents(
     )
 
 
-def open_stores(config: DataConfig, paths: Sequence[str], end_of_document: int | None = None) -> list[DocumentStore]:
-    """Open sources, remote ones through the configuration's cache of shards. See `open_store`."""
+def open_stores(config: DataConfig, paths: Sequence[str], join: bool = False) -> list[DocumentStore]:
+    """Open sources, remote ones through the configuration's cache of shards; join: documents are joined."""
     cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
-    return [open_store(path, cache, end_of_document) for path in paths]
+    end = config.end_of_document
+    if end is None and config.tokenizer is not None:
+        end = load_meta(config.tokenizer).eos_id
+    return [open_store(path, cache, BareTokens(end, join, config.raw_tokens)) for path in paths]
 
 
 def _open_training(config: DataConfig) -> list[DocumentStore]:
     """Open the training sources. Raises DataError for one whose documents cannot be cut or joined as configured."""
-    join, end = config.documents == "join", config.end_of_document
-    if end is None and config.tokenizer is not None:
-        end = load_meta(config.tokenizer).eos_id
-    stores = open_stores(config, [source.path for source in config.sources], end if join else None)
+    join = config.documents == "join"
+    stores = open_stores(config, [source.path for source in config.sources], join)
     for store in stores:
         length = store.config.length if isinstance(store, TaskStore) else 0
         if join and length:
