@@ -28,7 +28,8 @@ from megamem.errors import FINAL, STOPPED
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command
 
-WORLD, STEPS, EVERY = 2, 40, 2
+WORLD, SAVES, EVERY = 2, 40, 2
+"""Ranks, checkpoints of a run, steps between them."""
 
 
 def slow_command(pause_s: float, *arguments: str) -> None:
@@ -76,7 +77,7 @@ def newest(folder: Path) -> int:
 def torment(data: Path, folder: Path, kills: int, seed: int, layout: dict[str, Any]) -> list[Life]:
     """Kill the job `kills` times, then let it end; asserts that each life began where it should."""
     chance = random.Random(seed)
-    steps = EVERY * max(STEPS, 2 * kills)
+    steps = EVERY * max(SAVES, 2 * kills)
     sections = {
         "training": {"steps": steps}, "checkpoint": {"every": EVERY}, "evaluation": {"every": 0},
         "logging": {"every": 1}, **layout,

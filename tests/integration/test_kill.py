@@ -2,9 +2,23 @@
 
 import pytest
 
-from tests.integration.kill import torment
+from tests.integration.commands import CHUNK
+from tests.integration.kill import EVERY, SAVES, torment
+
+STEPS = EVERY * SAVES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+
+LONGER_FROM = 1
+LONGER = {
+    "parallel": {"tp": 2},
+    "training": {
+        "steps": STEPS, "batch_tokens": 8 * CHUNK, "micro_batch_size": 4,
+        "phases": [{"from_step": LONGER_FROM, "sequence_length": 8 * CHUNK, "micro_batch_size": 1}],
+    },
+    "data": {"documents": "join", "reset": "exact", "sequence_length": 2 * CHUNK, "validation": []},
+}  # fmt: skip
+"""Sequences of joined documents, four times as long after the first step."""
 
 
 @pytest.mark.parametrize(
@@ -23,3 +37,11 @@ def test_kills_at_random_moments(data, tmp_path, layout, seed):
     assert (len(killed), len(lives)) == (3, 4)
     assert sum(life.in_save for life in killed) >= 1, "every second kill is aimed at a save"
     assert lives[-1].newest > 0, "some save was completed"
+
+
+def test_kills_in_a_phase_with_longer_sequences(data, tmp_path):
+    lives = torment(data, tmp_path, 3, 3, LONGER)
+    assert any(life.signal == "SIGKILL" and life.newest > LONGER_FROM for life in lives), (
+        "killed inside the second phase"
+    )
+    assert any(life.went_on_from > LONGER_FROM for life in lives), "and went on inside of it"
