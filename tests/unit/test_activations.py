@@ -1,12 +1,12 @@
 """Bytes of activations: counted, carried over to other shares, and put together to a step's peak."""
 
-import numpy as np
 import pytest
 import torch
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.memory.base import Chunk
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.ops import rotary
@@ -164,8 +164,8 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
             states = stage.initial_states(rows, torch.device("cpu"), torch.float32)
             for first in range(0, CHUNKS, bptt_chunks):
                 part = slice(first * size, (first + bptt_chunks) * size)
-                starts = np.repeat(np.arange(first, first + bptt_chunks)[:, None] * size, rows, axis=1)
-                loss, _, states = window(tokens[part], tokens[part], starts, states, torch.tensor(1.0))
+                places = [Chunk((chunk * size,) * rows) for chunk in range(first, first + bptt_chunks)]
+                loss, _, states = window(tokens[part], tokens[part], places, states, torch.tensor(1.0))
                 loss.backward()
     assert 0.99 < planned.total / max(count.live_after) < 1.08
 

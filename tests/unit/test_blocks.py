@@ -11,26 +11,36 @@ from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible,
 CPU = torch.device("cpu")
 
 
+def position_of(chunk, row, at):
+    """Position in its document of the call's token `at`, by walking there."""
+    position = chunk.starts[row]
+    for place in range(1, at + 1):
+        position = 0 if place in chunk.borders[row] else position + 1
+    return position
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     starts=st.lists(st.integers(-20, 40), min_size=1, max_size=4),
+    borders=st.lists(st.sets(st.integers(1, 39), max_size=4), min_size=4, max_size=4),
     tokens=st.integers(1, 40),
     block=st.integers(1, 9),
 )
-def test_block_slices_tile_the_call_and_no_row_crosses_a_border(starts, tokens, block):
-    found = block_slices(tuple(starts), tokens, block)
+def test_block_slices_tile_the_call_and_no_row_crosses_a_border(starts, borders, tokens, block):
+    chunk = Chunk(tuple(starts), borders=tuple(tuple(sorted(row)) for row in borders[: len(starts)]))
+    found = block_slices(chunk, tokens, block)
     assert [block_slice.begin for block_slice in found] == [0, *(block_slice.end for block_slice in found[:-1])]
     assert found[-1].end == tokens
     cuts = {0, tokens}
     for block_slice in found:
         assert block_slice.begin < block_slice.end
-        for row, start in enumerate(starts):
-            positions = range(start + block_slice.begin, start + block_slice.end)
-            assert block_slice.starts[row] == positions[0]
-            assert block_slice.ends[row] == positions[-1] + 1
+        for row in range(len(starts)):
+            positions = [position_of(chunk, row, at) for at in range(block_slice.begin, block_slice.end)]
+            assert positions == list(range(block_slice.starts[row], block_slice.ends[row]))
             assert len({p // block for p in positions}) == 1
-    for start in starts:
-        cuts |= {at for at in range(1, tokens) if (start + at) % block == 0}
+    for row in range(len(starts)):
+        begun = {at for at in chunk.borders[row] if at < tokens}
+        cuts |= begun | {at for at in range(1, tokens) if position_of(chunk, row, at) % block == 0}
     # and it is cut nowhere else
     assert {block_slice.begin for block_slice in found} == cuts - {tokens}
 
@@ -45,7 +55,7 @@ def test_the_open_buffer_holds_each_row_s_unfinished_block(first, sizes, block):
     """Runs the bookkeeping over several calls, with a list of (row, position) in place of tensors."""
     starts, buffer = tuple(first), []
     for tokens in sizes:
-        for block_slice in block_slices(starts, tokens, block):
+        for block_slice in block_slices(Chunk(starts), tokens, block):
             open_tokens = len(buffer)
             positions = positions_in_block(block_slice, open_tokens, CPU).expand(-1, len(starts))
             visible = open_visible(block_slice, open_tokens, CPU)
@@ -109,6 +119,18 @@ def test_a_row_that_starts_afresh_sees_nothing_of_the_buffer():
 )
 def test_calls_are_cut_where_left_padding_ends(starts, tokens, parts):
     assert [(part.start, part.stop) for part in Chunk(starts).padding_splits(tokens)] == parts
+
+
+def test_chunk_knows_where_documents_begin_inside():
+    chunk = Chunk((4, -2), borders=((3, 5), ()))
+    assert chunk.begins_inside
+    assert chunk.positions(7).T.tolist() == [[4, 5, 6, 0, 1, 0, 1], [-2, -1, 0, 1, 2, 3, 4]]
+    assert chunk.after(3) == Chunk((0, 1), borders=((2,), ()))
+    assert chunk.after(7) == Chunk((2, 5), borders=((), ()))
+    assert chunk.part(2, 5) == Chunk((6, 0), borders=((1,), ()))
+    assert [(part.start, part.stop) for part in chunk.document_splits(5)] == [(0, 3), (3, 5)]
+    assert not Chunk((4, 4), borders=((), ())).begins_inside
+    assert Chunk((4, 4)).positions(2).tolist() == [[4], [5]]
 
 
 def test_chunk_counts_positions_and_fresh_rows():

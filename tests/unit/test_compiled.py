@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk
 from megamem.model.compiled import compile_pointwise, restore_pointwise
 from megamem.model.norm import rms_norm
 from megamem.model.objectives.next_token import NextToken
@@ -39,10 +40,10 @@ def run(stage: Stage, first: int = 0) -> tuple[torch.Tensor, dict[str, torch.Ten
     """Loss and gradients of one window of 8 chunks; `first` is the document position of its first token."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(64, (2, CHUNKS * CHUNK, ROWS), generator=generator)
-    starts = (first + torch.arange(0, CHUNKS * CHUNK, CHUNK))[:, None].repeat(1, ROWS).numpy()
+    places = [Chunk((first + start,) * ROWS) for start in range(0, CHUNKS * CHUNK, CHUNK)]
     states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
     stage.zero_grad()
-    loss, _, _ = Window(stage, NextToken(stage.config))(tokens, labels, starts, states, torch.tensor(1e-2))
+    loss, _, _ = Window(stage, NextToken(stage.config))(tokens, labels, places, states, torch.tensor(1e-2))
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in stage.named_parameters()}
 

@@ -50,7 +50,7 @@ def test_each_block_adds_its_entries_and_the_oldest_leave() -> None:
     for chunk, state in enumerate(states):
         with torch.no_grad():
             entries = mixer._normed(mixer.long_entries(state["memory"]))
-            added.append(mixer._heads(mixer.key, entries))
+            added.append(mixer.keys(entries))
         expected = torch.cat(added)[-5:]
         torch.testing.assert_close(state["long_keys"][-len(expected) :], expected, rtol=0, atol=1e-14)
         assert not state["long_keys"][: -len(expected)].any(), chunk
