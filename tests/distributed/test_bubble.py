@@ -58,7 +58,7 @@ class SleepingStage(nn.Module):
         declared = {"memory": TensorSpec((1, "batch", "hidden"))}
         self.model_memories = {"memory": ModelMemory(declared, {"hidden": 1})} if spanning else {}
 
-    def read_chunk(self, x, states, chunk):
+    def read_documents(self, x, states, chunk):
         hidden = x[..., None] * self.weight if self.first else x
         if self.first and states:
             hidden = hidden + 0.0 * states["memory"]["memory"]
