@@ -72,6 +72,7 @@ def merge_parts(folder: Path) -> ShardIndex:
         DataError: a part is missing, unfinished, damaged, or of other inputs or another tokenizer than the first.
     """
     parts = _parts(folder)
+    require_parts_only(folder)
     indexes = [_finished(folder, part) for part in parts]
     header = indexes[0].header
     for part, index in zip(parts, indexes, strict=True):
@@ -100,6 +101,12 @@ def merge_parts(folder: Path) -> ShardIndex:
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
     return merged
+
+
+def require_parts_only(folder: Path) -> None:
+    """Raise DataError if a folder for parts holds shards of its own, whose index a merge would replace."""
+    if next(folder.glob("shard-*.tar"), None):
+        raise DataError(f"{folder}: holds shards that are in no part; choose another folder for parts")
 
 
 def _parts(folder: Path) -> list[Part]:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from megamem.errors import DataError
 from megamem.files import read_json, require_space, sha256_file, write_bytes, write_json
-from tokenization.parts import Part
+from tokenization.parts import Part, require_parts_only
 from tokenization.readers import Document, InputFile, expansion
 from tokenization.shard_format import (
     DOCUMENT,
@@ -127,6 +127,7 @@ def write_shards(
     all_files = input_files(inputs, field)
     files: Sequence[InputFile] = all_files
     if part:
+        require_parts_only(folder)
         folder, files = folder / part.folder, files_of(part, files)
     tokenizer = Tokenizer.load(tokenizer_folder)
     shard_text_bytes = shard_text_bytes or min(max(_text_bytes(all_files) // 64, 1 << 20), 1 << 25)

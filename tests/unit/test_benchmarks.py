@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cpu, document_resets, gpu, kv_reconstruction, mechanisms, streaming
+from benchmarks import cpu, document_resets, gpu, kv_reconstruction, mechanisms, streaming, web_text
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
@@ -209,3 +209,14 @@ def test_every_mechanism_is_timed(tmp_path, capsys, one_thread):
     assert set(record["over_full"]) == set(record["over_local"]) >= {"full attention", "infini"}
     assert all(record["profile_seconds"]["infini"][part] > 0 for part in ("memory retrieval", "memory update"))
     assert "| melodi |" in capsys.readouterr().out
+
+
+def test_web_text_measures_both_formats(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a text of some words, again and again. " * 2000)
+    web_text.main([str(tmp_path), "--vocab-size", "300"])
+    rows = dict(line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    for name in ("web.parquet", "web.jsonl.zst"):
+        assert int(rows[f"`{name}`: tokens/s of a core, from file to shards"].replace(",", "")) > 0
+        # two bytes each, headers and names besides
+        assert float(rows[f"`{name}`: bytes of a token in the shards"]) > 2
+    assert int(rows["documents"]) > 5

@@ -173,6 +173,16 @@ def test_a_folder_of_parts_is_not_written_to_as_a_whole(root, tmp_path):
         write_shards([root / "text"], root / "tokenizer", tmp_path / "parts", **OPTIONS)
 
 
+def test_parts_are_not_written_into_a_folder_of_shards(root, tmp_path):
+    """A merge would replace its index."""
+    folder = shutil.copytree(root / "whole", tmp_path / "whole")
+    with pytest.raises(DataError, match="whole: holds shards that are in no part; choose another folder for parts"):
+        write_part(root, Part(1, 3), folder)
+    shutil.copytree(root / "parts" / "part-0001-of-0003", folder / "part-0001-of-0001")
+    with pytest.raises(DataError, match="holds shards that are in no part"):
+        merge_parts(folder)
+
+
 @pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "a/b", "1/0", "-1/2", "1/2/3"])
 def test_parts_are_written_as_k_of_n(text):
     with pytest.raises(ConfigError, match=r"not K/N with K from 1 to N, such as 3/8"):
