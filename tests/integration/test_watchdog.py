@@ -131,13 +131,14 @@ def asleep_in_step_3(*arguments: str) -> None:
 
     backward, count = WindowEngine.backward, 0
 
-    def sleepy(self, batches, watch=None):
+    def sleepy(self, *arguments):
         nonlocal count
         count += 1
         if count == 3 and os.environ["RANK"] == "1":
+            watch = arguments[-1]
             watch("a nap")
             time.sleep(600)
-        return backward(self, batches, watch)
+        return backward(self, *arguments)
 
     WindowEngine.backward = sleepy
     command(*arguments)
