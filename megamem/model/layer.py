@@ -9,6 +9,7 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, State
 from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
+from megamem.model.stage import add_losses
 from megamem.parallel.linears import Linears
 
 
@@ -59,7 +60,7 @@ class Layer(nn.Module):
             outputs.append(output)
             # each is a mean over the tokens of its call
             share = output.shape[0] / hidden.shape[0]
-            losses = {name: losses.get(name, 0) + loss * share for name, loss in of_part.items()}
+            losses = add_losses(losses, {name: loss * share for name, loss in of_part.items()})
         return torch.cat(outputs), state, losses
 
     def _beside_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

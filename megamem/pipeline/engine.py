@@ -61,6 +61,7 @@ class WindowEngine(TrainingEngine):
         sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
+        places = [chunk_places(batch) for batch in batches]
         passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
@@ -73,7 +74,7 @@ class WindowEngine(TrainingEngine):
             loss, losses, current = self.engine(
                 batch.tokens[tokens],
                 batch.labels[tokens],
-                chunk_places(batch)[window.first : window.last + 1],
+                places[window.micro_batch][window.first : window.last + 1],
                 current,
                 scale,
             )

@@ -100,6 +100,7 @@ class StageExecutor:
         """
         self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
         self._begin, self._keep = states, keep_states
+        self._places = [chunk_places(batch) for batch in batches]
         self._states: dict[int, States] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
@@ -152,7 +153,7 @@ class StageExecutor:
     def _forward(self, action: Action, entered: Tensor) -> Tensor:
         """Run a chunk and keep what its backward needs; entered and returned: [tokens, batch, hidden] (or ids)."""
         micro_batch, batch, tokens = action.micro_batch, self._batches[action.micro_batch], self._tokens(action)
-        chunk = chunk_places(batch)[action.chunk]
+        chunk = self._places[action.micro_batch][action.chunk]
         if action.chunk == 0:
             self._states[micro_batch] = detach(self._begin(micro_batch))
         unit = Unit(entered, None, [])
