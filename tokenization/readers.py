@@ -19,6 +19,8 @@ from megamem.errors import DataError, DependencyError
 
 PARQUET_ROWS = 64
 """Rows of a parquet file that are read at a time; a row may be a whole book."""
+ZSTD_BYTES = 1 << 17
+"""Bytes of a zstd file that are read at a time."""
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()))
 """Types of a parquet or Arrow column of strings; the last is that of categories."""
 
@@ -103,9 +105,37 @@ def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
     if path.endswith(".gz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if path.endswith(".zst"):
-        reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader)))
+        return cast(BinaryIO, io.BufferedReader(_ZstdFrames(raw), ZSTD_BYTES))
     return raw
+
+
+class _ZstdFrames(io.RawIOBase):
+    """What the frames of a zstd file hold. zstandard's own reader takes a file that ends within a frame for whole."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        """Read from `raw`."""
+        self._raw, self._decompressor = raw, zstandard.ZstdDecompressor()
+        self._frame: Any = None  # the frame that is being read; zstandard's type of it has no public name
+        self._rest, self._found = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the start of a writable buffer and return the bytes; 0 at the end. Raises EOFError within a frame."""
+        while not self._found:
+            data = self._rest or self._raw.read(ZSTD_BYTES)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            frame = self._frame or self._decompressor.decompressobj()
+            self._found = memoryview(frame.decompress(data))
+            self._frame, self._rest = (None, frame.unused_data) if frame.eof else (frame, b"")
+        count = min(len(buffer), len(self._found))
+        buffer[:count], self._found = self._found[:count], self._found[count:]
+        return count
 
 
 def _text_field(line: bytes, field: str, where: str) -> str:

@@ -31,7 +31,7 @@ def branch(
 
         if steps is not None:
             raise ConfigError("branch: give either --steps or --tokens")
-        steps = steps_of(load_config(RunConfig, run / "config.yaml"), tokens)
+        steps = steps_of(load_config(RunConfig, run / "config.yaml", overrides or []), tokens)
     config = make_branch(run, at, steps=steps, name=name, overrides=overrides or [])
     path = config.run_folder / "config.yaml"
     if as_json:

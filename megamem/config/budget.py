@@ -9,7 +9,7 @@ NONE, HALF = Fraction(0), Fraction(1, 2)
 """Shares of padding: without any, and the largest that a run takes unless `data.allow_padding` says so."""
 
 
-def steps_for(tokens: int, positions: int, padding: Fraction = NONE) -> int:
+def steps_for(tokens: int | Fraction, positions: int, padding: Fraction = NONE) -> int:
     """Return the optimizer steps that are expected to train on `tokens` tokens, rounded up.
 
     Args:

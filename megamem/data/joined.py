@@ -18,7 +18,7 @@ PLACES = 128
 PIECE = 1 << 14
 """Documents that are put into order at a time: arrays of so many stay in the processor's cache."""
 BLOCKS = 256
-"""Blocks of `PLACES` documents that are kept at hand, for lanes that read at different places."""
+"""Blocks of `PLACES` documents of all groups that are kept at hand, for lanes that read at different places."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class JoinedText:
         """Tokens of an epoch."""
         self.epoch = lru_cache(2)(self._make_epoch)
         """From an epoch's number to its order."""
+        self.block = lru_cache(BLOCKS)(_block)
+        """From a group of documents and a block's number to the block; see `Group.make_block`."""
 
     def read(self, epoch: int, start: int, stop: int) -> Stretch:
         """Return tokens `start` to `stop` - 1 of an epoch's text."""
@@ -108,20 +110,21 @@ class Epoch:
         return found
 
     def _make_group(self, number: int) -> "Group":
-        return Group(self.text.store, np.sort(self.groups[number]), (*self.seed, number))
+        return Group(self.text, np.sort(self.groups[number]), (*self.seed, number))
 
 
 class Group:
     """The order of the documents of some shards."""
 
-    def __init__(self, store: DocumentStore, shards: Int64, seed: tuple[int, ...]) -> None:
+    def __init__(self, text: JoinedText, shards: Int64, seed: tuple[int, ...]) -> None:
         """Sum up the tokens in order.
 
         Args:
-            store: the source.
+            text: that of the source.
             shards: numbers of the shards, ascending.
             seed: the numbers the order is drawn from.
         """
+        self.text, store = text, text.store
         self.lengths = store.lengths
         first_documents, sizes = store.shard_borders[shards], np.diff(store.shard_borders)[shards]
         self.shard_ends = np.cumsum(sizes)
@@ -140,14 +143,13 @@ class Group:
                 np.add.at(sums, blocks + 1, self.lengths[at : at + len(documents)].copy())
         self.sums = np.cumsum(sums)
         """[blocks + 1] tokens before each block of `PLACES` places, and all tokens."""
-        self.block = lru_cache(BLOCKS)(self._make_block)
 
     def slices(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """See `Epoch.slices`; tokens are counted from the start of the group."""
         number = int(np.searchsorted(self.sums, start, side="right")) - 1
         found: list[tuple[int, int, int]] = []
         while start < stop:
-            documents, ends = self.block(number)
+            documents, ends = self.text.block(self, number)
             # documents of which nothing is read, empty ones among them, are outside of this range
             for place in range(bisect_right(ends, start), min(bisect_left(ends, stop) + 1, len(documents))):
                 begin = ends[place - 1] if place else int(self.sums[number])
@@ -158,9 +160,14 @@ class Group:
             number += 1
         return found
 
-    def _make_block(self, number: int) -> tuple[list[int], list[int]]:
+    def make_block(self, number: int) -> tuple[list[int], list[int]]:
         """Return documents of a block and the number of the token after each, both [documents of the block]."""
         places = np.arange(number * PLACES, min((number + 1) * PLACES, self.documents))
         members = self.order(places)
         documents = members + self.offsets[np.searchsorted(self.shard_ends, members, side="right")]
         return documents.tolist(), (self.sums[number] + np.cumsum(self.lengths[documents])).tolist()
+
+
+def _block(group: Group, number: int) -> tuple[list[int], list[int]]:
+    """See `Group.make_block`. Groups share one bound on what is remembered: over an epoch there are many."""
+    return group.make_block(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,7 @@ def whole_readings(documents: Sequence[EvaluationDocument], size: int) -> list[R
 
 def first_slots(documents: Sequence[EvaluationDocument], size: int) -> list[int]:
     """Return the number of chunks before each document."""
-    chunks = [len(document.tokens) // size for document in documents]
-    return [sum(chunks[:i]) for i in range(len(chunks))]
+    return list(accumulate((len(document.tokens) // size for document in documents), initial=0))[:-1]
 
 
 def cut_documents(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from megamem.config.auto import value_at
 from megamem.config.run import RunConfig
 from megamem.errors import LayoutError
@@ -12,6 +14,7 @@ from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine, machine
 from megamem.planning.search import Candidate, Search
 from megamem.planning.show import GIB, layout_overrides
+from megamem.planning.step_time import Layout
 
 KEPT_FREE = 0.05
 """Share of a device's usable bytes that a chosen layout leaves, as plans are not exact."""
@@ -33,7 +36,7 @@ def resolve_auto(
 
     Of the layouts that fit and are predicted to be about as fast as the fastest, the simplest is taken: fewest stages,
     tensor-parallel ranks and ZeRO stages, without recomputation, most rows of a micro-batch. Of a run in phases the one
-    with the longest sequences decides, and the others must divide.
+    with the longest sequences decides, among layouts into which the batches of all divide.
 
     Args:
         devices: ranks of the whole job.
@@ -47,10 +50,10 @@ def resolve_auto(
     roomy = replace(machine, reserve=machine.reserve + KEPT_FREE * machine.usable)
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
     activations = activations and activations.in_sequences(longest.chunks)
-    search = Search(longest, devices, roomy, activations=activations, fields=config.auto.fields)
+    search = _search(config, longest, devices, roomy, activations)
     found = search.simplest() or (None if must_fit else search.smallest)
     if found is None:
-        raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(search)}")
+        raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(config, search)}")
     return _chosen(config, found.layout.config, devices)
 
 
@@ -71,10 +74,10 @@ def divided(config: RunConfig, devices: int) -> RunConfig:
     """
     if not is_open(config, devices):
         return config
-    search = Search(config, devices, machine("h100", devices), fields=config.auto.fields)
-    layout = next(search.layouts(), None)
+    search = _search(config, config, devices, machine("h100", devices))
+    layout = next(filter(search.valid, search.layouts()), None)
     if layout is None:
-        raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(search)}")
+        raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(config, search)}")
     return _chosen(config, layout.config, devices)
 
 
@@ -82,7 +85,10 @@ def chosen_before(config: RunConfig, saved: RunConfig, devices: int) -> RunConfi
     """Return the run with the values that `saved` holds, if these were chosen for the same on as many devices."""
     if saved.auto != config.auto.model_copy(update={"devices": devices}):
         return None
-    found = _chosen(config, saved, devices)
+    try:
+        found = _chosen(config, saved, devices)
+    except ValidationError:
+        return None  # the batch or the model is another one now
     same = all(getattr(found, section) == getattr(saved, section) for section in ("model", "data", "parallel"))
     lengths = ("batch_tokens", "bptt_chunks", "precision")
     same = same and all(getattr(found.training, name) == getattr(saved.training, name) for name in lengths)
@@ -99,12 +105,33 @@ def _chosen(config: RunConfig, layout: RunConfig, devices: int) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def _why(search: Search) -> str:
-    """Return why a search has found nothing."""
-    config, devices = search.config, search.devices
+def _search(
+    config: RunConfig, part: RunConfig, devices: int, machine: Machine, activations: Activations | None = None
+) -> Search:
+    """Return a search over the `auto` fields of a run, by the bytes and the time of `part` of it: a phase, or all."""
+
+    def divides_phases(layout: Layout) -> bool:
+        if not config.training.phases:
+            return True
+        try:
+            whole = _chosen(config, layout.config, devices)
+            for phase in whole.phases:
+                phase.accumulation_steps(layout.dp_size)
+        except ValueError:
+            return False
+        return True
+
+    fields = config.auto.fields
+    return Search(part, devices, machine, activations=activations, fields=fields, accept=divides_phases)
+
+
+def _why(config: RunConfig, search: Search) -> str:
+    """Return why a search has found nothing for a run."""
+    devices = search.devices
     if not search.tried:
+        rows = " and ".join(dict.fromkeys(str(phase.global_rows) for phase in config.phases))
         return (
-            f"no layout divides the model and the {config.global_rows} sequences of a step (training.batch_tokens) on "
+            f"no layout divides the model and the {rows} sequences of a step (training.batch_tokens) on "
             f"{devices} devices; use another number of devices or another batch"
         )
     return f"no layout fits into {devices} x {search.machine.name}: {least(search.smallest, search)}"

@@ -122,9 +122,15 @@ class Search:
         efficiency: float = EFFICIENCY,
         activations: Activations | None = None,
         fields: Collection[str] = SEARCHED,
+        accept: Callable[[Layout], bool] = lambda layout: True,
     ) -> None:
-        """Remember what is searched; see `make_plan`. fields: those that may change."""
+        """Remember what is searched; see `make_plan`.
+
+        fields: those that may change.
+        accept: whether a layout that the configuration allows is to be considered.
+        """
         self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
+        self.accept = accept
         self.activations = activations or Activations(config.model, config.training.precision, config.chunks)
         self.fields = fields
         self.tried = 0
@@ -179,7 +185,7 @@ class Search:
                 break
             # more rows take more bytes: where fewer did not fit, these will not
             key, rows = _without_rows(layout), layout.config.training.micro_batch_size
-            if rows >= too_large.get(key, rows + 1) or not self._valid(layout):
+            if rows >= too_large.get(key, rows + 1) or not self.valid(layout):
                 continue
             time = self._time(layout, simulated=True)
             if key in fit and fit[key].time.total <= time.total:
@@ -267,10 +273,10 @@ class Search:
         training = layout.config.training
         return -layout.config.bptt_chunks, self._time(layout, simulated=False).total, -training.micro_batch_size
 
-    def _valid(self, layout: Layout) -> bool:
-        """Return whether the configuration allows the layout."""
+    def valid(self, layout: Layout) -> bool:
+        """Return whether the configuration allows the layout, and it is to be considered."""
         try:
             RunConfig.model_validate(layout.config.model_dump())
         except ValidationError:
             return False
-        return True
+        return self.accept(layout)

@@ -113,9 +113,19 @@ def with_steps(config: RunConfig, feeders: Sequence[Feeder]) -> RunConfig:
 
 
 def steps_of(config: RunConfig, tokens: int) -> int:
-    """Return the number of steps that a budget of tokens takes of the run's data, which is opened. Raises DataError."""
-    feeder = open_feeder(config, dp_rank=0, dp_size=1)
-    return steps_for(tokens, config.training.batch_tokens, feeder.padding)
+    """Return the number of steps that a budget of tokens takes of the data of the run's phases, the last one as long as
+    it takes. The data are opened.
+
+    Raises: DataError or ConfigError as `open_feeder`.
+    """
+    left, phases = Fraction(tokens), phases_of(config)
+    for phase in phases:
+        feeder, positions = open_feeder(phase.config, 0, 1, phase.first_sample), phase.config.training.batch_tokens
+        steps = steps_for(left, positions, feeder.padding)
+        if steps <= phase.steps:
+            break
+        left -= phase.steps * positions * (1 - feeder.padding)
+    return phase.first_step + steps
 
 
 def padding_warnings(feeders: Sequence[Feeder]) -> list[str]:

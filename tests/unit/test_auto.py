@@ -153,6 +153,8 @@ def test_a_run_that_goes_on_keeps_its_numbers(tmp_path: Path) -> None:
     assert settle(config, 4).auto.devices == 4, "other devices: chosen anew"
     wider = config.model_copy(update={"training": config.training.model_copy(update={"batch_tokens": 131072})})
     assert chosen_before(wider, other, 2) is None, "another batch: chosen anew"
+    narrower = config.model_copy(update={"training": config.training.model_copy(update={"batch_tokens": 2048})})
+    assert chosen_before(narrower, other, 2) is None, "a batch that the numbers do not even divide, too"
 
 
 def test_a_folder_that_cannot_be_read_is_no_choice(tmp_path: Path) -> None:
@@ -177,6 +179,26 @@ def test_any_layout_stands_for_what_is_not_chosen_yet() -> None:
     assert divided(demo("parallel=auto", "training.micro_batch_size=8"), 8).parallel.tp == 2, "4 rows a rank at TP 1"
     config = demo()
     assert divided(config, 3) is config
+
+
+def in_two_phases(*overrides: str) -> RunConfig:
+    """3 sequences of a step, then 4 longer ones: only micro-batches of one sequence on one rank divide both."""
+    later = "training.phases=[{from_step: 3, sequence_length: 4096, batch_tokens: 16384}]"
+    return demo("parallel.tp=1", "training.batch_tokens=6144", "training.micro_batch_size=auto", later, *overrides)
+
+
+def test_what_is_chosen_divides_the_batches_of_all_phases() -> None:
+    """Of the 4 longer sequences alone 4 would be read at once, or one on each of 4 devices."""
+    config = in_two_phases()
+    assert [phase.global_rows for phase in config.phases] == [3, 4]
+    h100 = machine("h100", 4)
+    for found in (divided(config, 1), resolve_auto(config, 1, h100)):
+        assert found.training.micro_batch_size == 1
+    for found in (divided(in_two_phases("parallel=auto"), 4), resolve_auto(in_two_phases("parallel=auto"), 4, h100)):
+        assert found.parallel.tp * found.parallel.pp == 4
+    with pytest.raises(LayoutError, match=r"no layout divides the model and the 3 and 4 sequences of a step") as caught:
+        resolve_auto(config, 2, h100)
+    assert "\n" not in str(caught.value)
 
 
 # the command

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import weakref
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from megamem.data.batch import IGNORED
 from megamem.errors import DataError
 from megamem.evaluation.evaluator import Evaluator
-from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, perplexity
+from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, first_slots, perplexity
 from megamem.evaluation.reading import bucket_edges, share_out
 from tests.unit.evaluation_helpers import (
     CHUNK,
@@ -293,3 +294,14 @@ def test_documents_that_are_not_read_are_not_kept():
     assert kept.tokens.untyped_storage().nbytes() == CHUNK * kept.tokens.element_size()
     assert len(alive) == 100 + 1
     assert most <= 3
+
+
+def test_the_chunks_before_each_of_many_documents():
+    """Held-out web text has 100,000 documents: a sum over all documents before each would take a minute."""
+    assert first_slots([], CHUNK) == []
+    few = documents(*LENGTHS)
+    chunks = [len(text.tokens) // CHUNK for text in few]
+    assert first_slots(few, CHUNK) == [sum(chunks[:i]) for i in range(len(chunks))]
+    begun = time.process_time()
+    assert first_slots([few[0]] * 100_000, CHUNK)[-1] == chunks[0] * 99_999
+    assert time.process_time() - begun < 5

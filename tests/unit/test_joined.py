@@ -6,7 +6,7 @@ from data_helpers import ArrayStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megamem.data.joined import JoinedText
+from megamem.data.joined import BLOCKS, PLACES, JoinedText
 from megamem.data.joined_rows import JoinedSequences, JoinedStreams
 from megamem.data.rows import Row
 from megamem.errors import DataError
@@ -77,6 +77,21 @@ def test_groups_of_shards_follow_one_another():
         assert len(set(shards[:20].tolist())) == 2
         found.append(shards.tolist())
     assert found[0] != found[1]
+
+
+def test_what_is_remembered_of_an_epoch_is_bounded_however_many_groups_it_has():
+    """Blocks are kept for all groups together: an epoch of 100 million documents has hundreds of groups."""
+    shards, blocks = 8, BLOCKS // 4
+    text = JoinedText(
+        CodedStore([1] * (shards * blocks * PLACES), np.repeat(np.arange(shards), blocks * PLACES)), (0, 0), 1
+    )
+    for start in range(0, text.tokens, PLACES):
+        text.read(0, start, start + 1)
+    groups = [text.epoch(0).group(number) for number in range(shards)]
+    assert len({id(group) for group in groups}) == shards
+    assert text.block.cache_info().currsize == BLOCKS < shards * blocks
+    kept = [value for group in groups for value in vars(group).values() if isinstance(value, np.ndarray)]
+    assert sum(value.nbytes for value in kept if value is not text.store.lengths) < 200 * shards * blocks
 
 
 @settings(max_examples=60, deadline=None)

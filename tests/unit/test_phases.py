@@ -8,6 +8,7 @@ from megamem.config.load import dump_yaml, parse_config
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError
+from megamem.training.checks import steps_of
 from megamem.training.phases import phase_after, phases_of, samples_after
 from tests.unit.data_helpers import make_shards
 
@@ -83,6 +84,17 @@ def test_a_larger_batch_reads_on_where_the_smaller_ones_ended(tmp_path):
     assert batch.tokens.tolist() == [
         [*one, *two] for one, two in zip(both[0].tokens.tolist(), both[1].tokens.tolist(), strict=True)
     ]
+
+
+def test_a_budget_of_tokens_is_counted_phase_by_phase(tmp_path):
+    source = str(make_shards(tmp_path, (200, 300, 250), name="train", seed=0))
+    larger, padded = {"from_step": 2, "batch_tokens": 128}, {"from_step": 5, "batch_tokens": 64}
+    model = {"layers": 2, "hidden_size": 8, "heads": 2, "vocab_size": 512, "chunk_size": 4}
+    run = config(larger, padded, data={"sources": [source]}, model=model)
+    # 2 steps of 64, 3 of 128, then 64 each, as long as it takes
+    assert [steps_of(run, tokens) for tokens in (1, 64, 65, 128, 129, 256, 257, 512, 513, 512 + 64 * 20)] == [
+        1, 1, 2, 2, 3, 3, 4, 5, 6, 25,
+    ]  # fmt: skip
 
 
 REFUSALS = {

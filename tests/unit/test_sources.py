@@ -114,6 +114,18 @@ def test_truncated_gzip_is_named(tmp_path):
         list(documents(input_files([tmp_path])))
 
 
+@pytest.mark.parametrize("cut", [1, 3, 200])
+@pytest.mark.parametrize("frames", [1, 2])
+def test_truncated_zstd_is_named_wherever_it_ends(tmp_path, frames, cut):
+    """Also where the lines before are whole: what is left of the last frame holds none, as after its first 3 bytes."""
+    frame = zstandard.compress(b"".join(b'{"text": "%d"}\n' % (i**3) for i in range(1000)))
+    (tmp_path / "a.jsonl.zst").write_bytes(frame * (frames - 1) + frame[:cut])
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst: damaged \(it ends within a frame\)"):
+        list(documents(input_files([tmp_path])))
+    (tmp_path / "a.jsonl.zst").write_bytes(frame * frames)
+    assert len(list(documents(input_files([tmp_path])))) == 1000 * frames
+
+
 def write_many(path):
     """A file of which most bytes are those of texts."""
     write(path, [f"{i:06d} {hashlib.sha256(bytes([i % 251])).hexdigest()}{i * i}" for i in range(5000)])
