@@ -112,7 +112,9 @@ class ShardStore:
 
     def _read(self, shard: int, offset: int, size: int) -> bytes:
         """Read bytes of a shard. A call per document is cheaper than the page faults of mapped files."""
-        data = os.pread(self._open(shard).fileno(), size, offset)
+        # named: a file that other threads' reads push out meanwhile would be closed, and its number another file's
+        file = self._open(shard)
+        data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
             raise DataError(f"{self.path}/{self.index.shards[shard].file}: truncated while it was open")
         return data

@@ -1,5 +1,6 @@
 """Opening and reading token shards, remote ones through the cache, and Megatron's files."""
 
+import io
 import json
 import multiprocessing
 import shutil
@@ -12,6 +13,7 @@ from data_helpers import make_shards
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megamem.data import cache as cache_module
+from megamem.data import shard_store
 from megamem.data.cache import ShardCache
 from megamem.data.megatron import MegatronStore
 from megamem.data.open_store import open_store
@@ -69,6 +71,14 @@ def test_the_table_of_documents_is_mapped(shards, cache, where):
     assert isinstance(store.table.base, np.memmap)
     assert np.shares_memory(store.lengths, store.table)
     assert not store.lengths.flags.writeable
+
+
+def test_a_shard_stays_open_while_it_is_read(shards, monkeypatch):
+    """As where another thread opens so many that this one is forgotten at once: the number of its file is free then."""
+    monkeypatch.setattr(shard_store, "_open_local", io.FileIO)
+    expected = ShardStore(str(shards)).tokens(4, 3, 9)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(ShardStore(str(shards)).tokens(4, 3, 9), expected)
 
 
 def test_missing_shard(copy):
