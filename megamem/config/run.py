@@ -358,6 +358,21 @@ class RunConfig(ConfigModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _lanes_fit(self) -> RunConfig:
+        """Raise ValueError where a memory would keep every chunk of lanes that are never reset."""
+        data = self.data
+        if (data.feeding, data.documents, data.reset) != ("streams", "join", "none"):
+            return self
+        for layer in range(self.model.layers):
+            mixer = self.model.mixer_at(layer)
+            if any(getattr(spec, "limit", 0) is None for spec in mixer.state_specs(self.model.layer_model).values()):
+                raise ValueError(
+                    f"data.feeding streams with data.reset none: {mixer.kind} (model layer {layer}) would keep every "
+                    "chunk of an epoch; bound its max_chunks, or set data.reset exact"
+                )
+        return self
+
     def accumulation_steps(self, dp_size: int) -> int:
         """Return the micro-batches of a rank per step. Raises ValueError if the batch cannot be split so."""
         per_pass = self.training.micro_batch_size * dp_size

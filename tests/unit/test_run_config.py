@@ -99,6 +99,16 @@ REFUSALS = {
         },
         ["data.reset exact with the 4 rows", "needs training.micro_batch_size 1, parallel.pp 1", "data.documents pack"],
     ),
+    "streams that never forget": (
+        {
+            "model": {"memory": [{"layers": [1], "mixer": {"kind": "full_attention"}}]},
+            "data": {"feeding": "streams", "documents": "join"},
+        },
+        [
+            "data.feeding streams with data.reset none: full_attention (model layer 1) would keep every chunk of an",
+            "bound its max_chunks, or set data.reset exact",
+        ],
+    ),
     "ZeRO 3 recomputing streams": (
         {"parallel": {"zero_stage": 3}, "training": {"recompute": True}, "data": {"feeding": "streams"}},
         ["parallel.zero_stage 3", "training.recompute true", "use zero_stage 2 or recompute false"],
