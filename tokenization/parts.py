@@ -16,7 +16,15 @@ import numpy as np
 
 from megamem.errors import ConfigError, DataError
 from megamem.files import sha256_file, write_json
-from tokenization.shard_format import DOCUMENT, DOCUMENTS_FILE, INDEX_FILE, FileRecord, ShardHeader, ShardIndex
+from tokenization.shard_format import (
+    DOCUMENT,
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    FileRecord,
+    ShardHeader,
+    ShardIndex,
+    difference,
+)
 
 T = TypeVar("T")
 _NAME = re.compile(r"part-(\d{4,})-of-(\d{4,})")
@@ -138,7 +146,8 @@ def _require_same(folder: Path, header: ShardHeader, first: ShardHeader, first_p
     for name, expected in vars(first).items():
         found = getattr(header, name)
         if name != "part" and found != expected:
-            raise DataError(f"{folder}: written with another {name} ({found}) than part {first_part} ({expected})")
+            what, this, other = difference(name, found, expected)
+            raise DataError(f"{folder}: written with {what} ({this}) than part {first_part} ({other})")
 
 
 def _merge_tables(folder: Path, parts: Sequence[Part], indexes: Sequence[ShardIndex]) -> FileRecord:

@@ -59,6 +59,15 @@ class ShardHeader:
     """`K/N` where the folder is part K of N; `inputs_sha256` is that of all parts' inputs then."""
 
 
+_IN_WORDS = {"tokenizer_sha256": "another tokenizer", "inputs_sha256": "other input files or another --text-field"}
+"""Fields of a header whose names say little on the command line."""
+
+
+def difference(name: str, *values: object) -> tuple[str, ...]:
+    """Return in words that a field of two headers differs, and its values, hashes cut to 12 digits."""
+    return _IN_WORDS.get(name, f"another {name}"), *(str(value)[:12] for value in values)
+
+
 @dataclass(frozen=True)
 class ShardIndex:
     """Contents of `index.json`."""

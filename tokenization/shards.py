@@ -39,6 +39,7 @@ from tokenization.shard_format import (
     FileRecord,
     ShardHeader,
     ShardIndex,
+    difference,
     key_of,
     token_dtype,
 )
@@ -172,7 +173,9 @@ def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
         writing_file.unlink(missing_ok=True)
         return index
     if writing_file.exists():
-        _require_same(folder, read_json(writing_file), header)
+        # a call that failed before its first shard, over a wrong --text-field say, left nothing to mix with
+        if next((folder / RECORDS).glob("*.json"), None):
+            _require_same(folder, read_json(writing_file), header)
         for leftover in folder.glob(".shard-*"):
             leftover.unlink()
     elif folder.exists() and any(path.name != writing_file.name for path in folder.glob("[!.]*")):
@@ -184,10 +187,8 @@ def _require_same(folder: Path, found: Mapping[str, object], header: ShardHeader
     """Raise DataError unless a folder was begun under the same header."""
     for key, value in asdict(header).items():
         if found.get(key) != value:
-            raise DataError(
-                f"{folder}: holds shards written with another {key} ({found.get(key)}, now {value}); "
-                f"choose another folder"
-            )
+            what, before, now = difference(key, found.get(key), value)
+            raise DataError(f"{folder}: holds shards written with {what} ({before}, now {now}); choose another folder")
 
 
 def _write_all(

@@ -164,6 +164,10 @@ class Tokenizer:
 
 def load_meta(folder: Path) -> TokenizerMeta:
     """Read `meta.json` of a tokenizer folder. Raises DataError where it is missing or of another version."""
+    if not (folder / META).exists():
+        raise DataError(
+            f"{folder / META}: missing; not a tokenizer folder, which `megamem tokenizer train` or `import` writes"
+        )
     value = read_json(folder / META)
     version = value.get("format_version")
     if version != FORMAT_VERSION:

@@ -54,6 +54,10 @@ def _compiling_later() -> Iterator[None]:
         torch.compile = compile_now
 
 
+def _say_nothing(message: str, force: bool = False) -> None:
+    """Take the place of DeepSpeed's `see_memory_usage`."""
+
+
 def prepare_libraries() -> None:
     """Import both once, quietly.
 
@@ -72,4 +76,7 @@ def prepare_libraries() -> None:
         with suppress(ImportError):
             # every engine asks for this optimizer, which compiles at its import: two seconds where torch.compile loads
             import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.bf16_optimizer
+    # prints the memory of the process a dozen times while a BF16 engine is built; log lines have what matters of it
+    deepspeed.runtime.bf16_optimizer.see_memory_usage = _say_nothing
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -10,7 +10,7 @@ from megamem.config.budget import HALF, steps_for
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.data.feeder import Feeder
-from megamem.errors import ConfigError, DependencyError
+from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.ops.attention.softmax import check_backend
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
@@ -65,8 +65,16 @@ def check_run(config: RunConfig, processes: int) -> None:
 
 
 def open_feeders(config: RunConfig, dp_rank: int, dp_size: int) -> list[Feeder]:
-    """Open the data of each phase of a run; see `open_feeder`."""
-    return [open_feeder(phase.config, dp_rank, dp_size, phase.first_sample) for phase in phases_of(config)]
+    """Open the data of each phase of a run; see `open_feeder`. An error names the phase."""
+    feeders = []
+    for number, phase in enumerate(phases_of(config)):
+        try:
+            feeders.append(open_feeder(phase.config, dp_rank, dp_size, phase.first_sample))
+        except (ConfigError, DataError) as error:
+            if not number:
+                raise
+            raise type(error)(f"training.phases.{number - 1}: {error}") from None
+    return feeders
 
 
 def open_feeder(config: RunConfig, dp_rank: int, dp_size: int, first_sample: int = 0) -> Feeder:

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from megamem.parallel.libraries import quiet
+from megamem.parallel.libraries import prepare_libraries, quiet
 
 
 def test_functions_decorated_meanwhile_are_compiled_when_called(monkeypatch) -> None:
@@ -40,3 +40,12 @@ def test_what_torch_says_of_a_missing_device_is_left_out_meanwhile(caplog) -> No
         extensions.warning("No CUDA runtime is found")
     extensions.warning("later")
     assert caplog.messages == ["later"]
+
+
+def test_a_bf16_engine_prints_nothing_of_the_memory_it_finds(capsys) -> None:
+    """DeepSpeed's optimizer calls this with `force` before and after each group of parameters, on every start."""
+    prepare_libraries()
+    from deepspeed.runtime import bf16_optimizer
+
+    bf16_optimizer.see_memory_usage("before initializing group 0", force=True)
+    assert capsys.readouterr().out == ""

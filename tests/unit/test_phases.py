@@ -7,8 +7,8 @@ import pytest
 from megamem.config.load import dump_yaml, parse_config
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
-from megamem.errors import ConfigError
-from megamem.training.checks import steps_of
+from megamem.errors import ConfigError, DataError
+from megamem.training.checks import open_feeders, steps_of
 from megamem.training.phases import phase_after, phases_of, samples_after
 from tests.unit.data_helpers import make_shards
 
@@ -141,3 +141,11 @@ def test_refusals(case):
         config(*phases, **sections)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_missing_data_of_a_phase_are_said_to_be_its(tmp_path):
+    source = str(make_shards(tmp_path, (200, 300, 250), name="train", seed=0))
+    phases = [{"from_step": 4, "sequence_length": 32}, {"from_step": 6, "sources": [f"{tmp_path}/books"]}]
+    run = config(*phases, data={"sources": [source]}, model=tree()["model"] | {"vocab_size": 4096})
+    with pytest.raises(DataError, match=r"^training\.phases\.1: .*/books: no such shard folder"):
+        open_feeders(run, dp_rank=0, dp_size=1)

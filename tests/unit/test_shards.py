@@ -205,12 +205,12 @@ def test_shards_of_another_run_are_refused(tmp_path, monkeypatch, finished):
     folder = make_shards(tmp_path) if finished else interrupted(tmp_path, monkeypatch)
     make_tokenizer(tmp_path / "other", seed=5)
     corpus = tmp_path / "shards-text"
-    with pytest.raises(DataError, match=r"shards: holds shards written with another tokenizer_sha256"):
+    with pytest.raises(DataError, match=r"shards: holds shards written with another tokenizer \("):
         write_shards([corpus], tmp_path / "other", folder, shard_text_bytes=4000)
     with pytest.raises(DataError, match=r"another shard_text_bytes \(4000, now 9\)"):
         write_shards([corpus], tmp_path / "tokenizer", folder, shard_text_bytes=9)
     (corpus / "more.txt").write_text("more text")
-    with pytest.raises(DataError, match=r"another inputs_sha256"):
+    with pytest.raises(DataError, match=r"other input files"):
         write_shards([corpus], tmp_path / "tokenizer", folder, shard_text_bytes=4000)
 
 

@@ -106,7 +106,7 @@ def test_a_tokenizer_is_never_overwritten(tmp_path):
 
 
 def test_damaged_folders_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"meta\.json: missing"):
+    with pytest.raises(DataError, match=r"meta\.json: missing; not a tokenizer folder"):
         Tokenizer.load(tmp_path)
     make_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
