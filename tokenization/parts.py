@@ -77,7 +77,8 @@ def merge_parts(folder: Path) -> ShardIndex:
     """Write the index over all parts in `folder` and return it; then the folder reads like any other of shards.
 
     Raises:
-        DataError: a part is missing, unfinished, damaged, or of other inputs or another tokenizer than the first.
+        DataError: a part is missing, unfinished, damaged, or of other inputs or another tokenizer than the first; or
+            no part holds a document.
     """
     parts = _parts(folder)
     require_parts_only(folder)
@@ -85,6 +86,8 @@ def merge_parts(folder: Path) -> ShardIndex:
     header = indexes[0].header
     for part, index in zip(parts, indexes, strict=True):
         _require_same(folder / part.folder, index.header, header, parts[0])
+    if not any(index.documents for index in indexes):
+        raise DataError(f"{folder}: empty corpus, no part holds a document")
     shards = [
         replace(record, file=f"{part.folder}/{record.file}")
         for part, index in zip(parts, indexes, strict=True)

@@ -123,7 +123,8 @@ def write_shards(
 
     Raises:
         ConfigError: more parts than input files.
-        DataError: an empty corpus, inputs that cannot be read, a folder of other shards, or too little disk space.
+        DataError: an empty corpus (a part may be empty), inputs that cannot be read, a folder of other shards, or too
+            little disk space.
     """
     all_files = input_files(inputs, field)
     files: Sequence[InputFile] = all_files
@@ -148,6 +149,10 @@ def write_shards(
     try:
         write_json(folder / WRITING_FILE, asdict(header))
         finished_shards = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
+        # the files of a part may have no text; merging looks at all parts together
+        if not finished_shards and part is None:
+            names = sorted({file.name for file in files})
+            raise DataError(f"{', '.join(names[:3])}: empty corpus, no text found")
         return _finish(folder, header, finished_shards)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
@@ -217,8 +222,6 @@ def _write_all(
                 collect()
         while waiting:
             collect()
-    if not finished:
-        raise DataError(f"{', '.join(sorted({file.name for file in files})[:3])}: empty corpus, no text found")
     return finished
 
 
@@ -337,7 +340,7 @@ def _add(tar: TarFile, name: str, data: bytes) -> None:
 
 def _finish(folder: Path, header: ShardHeader, finished: Sequence[FinishedShard]) -> ShardIndex:
     """Write the document table and the index; then the folder is complete."""
-    table = np.concatenate([documents for _, documents in finished])
+    table = np.concatenate([np.empty(0, DOCUMENT), *(documents for _, documents in finished)])
     data = BytesIO()
     np.save(data, table, allow_pickle=False)
     write_bytes(folder / DOCUMENTS_FILE, data.getvalue())

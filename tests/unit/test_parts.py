@@ -112,6 +112,37 @@ def test_an_interrupted_part_continues_with_the_same_bytes(root, tmp_path, monke
     assert contents(folder) == contents(root / "parts" / part.folder)
 
 
+def test_parts_without_text_are_parts_all_the_same(root, tmp_path):
+    """Files of empty documents and files without any, in the first, a middle and the last part."""
+    (tmp_path / "text").mkdir()
+    kept = (root / "text" / "2.jsonl").read_text(), (root / "text" / "5.jsonl").read_text()
+    empty = json.dumps({"text": ""}) + "\n"
+    for number, text in enumerate((100 * empty, kept[0], "", kept[1], empty)):
+        (tmp_path / "text" / f"{number}.jsonl").write_text(text)
+    write_shards([tmp_path / "text"], root / "tokenizer", tmp_path / "whole", **OPTIONS)
+    counts = []
+    for number in range(1, 6):
+        part = Part(number, 5)
+        index = write_shards([tmp_path / "text"], root / "tokenizer", tmp_path / "parts", part=part, **OPTIONS)
+        counts.append((index.documents, bool(index.shards)))
+    assert counts == [(0, False), (5, True), (0, False), (5, True), (0, False)]
+    assert merge_parts(tmp_path / "parts").documents == 10
+    whole, merged = ShardStore(str(tmp_path / "whole")), ShardStore(str(tmp_path / "parts"))
+    assert all_documents(merged) == all_documents(whole)
+    assert verify_shards(tmp_path / "parts").tokens == whole.index.tokens
+
+
+def test_parts_that_are_all_empty_are_an_empty_corpus(root, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in (1, 2):
+        (tmp_path / "text" / f"{number}.jsonl").write_text(json.dumps({"text": ""}) + "\n")
+    for number in (1, 2):
+        write_shards([tmp_path / "text"], root / "tokenizer", tmp_path / "parts", part=Part(number, 2))
+    with pytest.raises(DataError, match=r"parts: empty corpus, no part holds a document$"):
+        merge_parts(tmp_path / "parts")
+    assert not (tmp_path / "parts" / "index.json").exists()
+
+
 def test_missing_and_unfinished_parts_are_named(parts):
     (parts / "part-0002-of-0003" / "index.json").unlink()
     with pytest.raises(DataError, match=r"part 2/3 is not finished; run `megamem shards write` with --part 2/3$"):
