@@ -224,10 +224,13 @@ def remove_folder(folder: Location, marker: str) -> None:
         shutil.rmtree(folder)
 
 
-def check_store(folder: ObjectPath) -> None:
-    """Write, read and remove a tiny object. Raises CheckpointError with URL and reason where that does not work."""
+def check_folder(folder: Location) -> None:
+    """Write, read and remove a tiny file. Raises CheckpointError with the folder and a reason where that does not work.
+
+    A local folder that is not there is not made: its nearest parent is tried.
+    """
     token = uuid4().hex
-    trial = folder / f".probe-{token}"
+    trial = (_nearest(folder) if isinstance(folder, Path) else folder) / f".probe-{token}"
     try:
         trial.write_bytes(token.encode())
         read = trial.read_text("ascii")
@@ -235,7 +238,12 @@ def check_store(folder: ObjectPath) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
     if read != token:
-        raise CheckpointError(f"{folder}: checkpoints cannot be kept there (an object reads otherwise than written)")
+        raise CheckpointError(f"{folder}: checkpoints cannot be kept there (a file reads otherwise than written)")
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest of its parents that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _reason(error: Exception) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO, TypedDict
 
 from checkpoints.folder import begun_from, checkpoints_in
-from checkpoints.location import ObjectPath, check_store, run_checkpoints
+from checkpoints.location import check_folder, run_checkpoints
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import RunFolderError
+from megamem.errors import CheckpointError, RunFolderError
 from megamem.runs.result import RESULT
 
 RESULTS = (RESULT, "model.safetensors")
@@ -111,11 +111,14 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
 
     Raises:
         RunFolderError: the folder holds a run that cannot be resumed, cannot be written, or its disk has no room.
-        CheckpointError: the object store that is to hold the checkpoints cannot be written.
+        CheckpointError: `checkpoint.folder`, local or in an object store, cannot be written.
     """
     folder, checkpoints = config.run_folder, run_checkpoints(config)
-    if isinstance(checkpoints, ObjectPath):
-        check_store(checkpoints)
+    if config.checkpoint.folder is not None:
+        try:
+            check_folder(checkpoints)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.folder {error}") from None
     if (folder / "config.yaml").exists() and not can_resume(config):
         raise RunFolderError(_taken(config))
     if folder.exists() and not folder.is_dir():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from checkpoints.folder import Checkpoint, RunFacts, SavedRun
-from checkpoints.location import ObjectPath, check_store, run_checkpoints
+from checkpoints.location import check_folder, run_checkpoints
 from checkpoints.resume import all_agree, check_identity, choose_checkpoint, load_training_state, run_identity
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
@@ -45,19 +45,18 @@ def on_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
     return result  # type: ignore[return-value]  # what rank 0's `work` returned, pickled and read again
 
 
-def check_store_everywhere(config: RunConfig, group: ProcessGroup) -> None:
-    """Check that every rank can write checkpoints to the store that is to hold them, if it is one.
+def check_folder_everywhere(config: RunConfig, group: ProcessGroup) -> None:
+    """Check that every rank can write checkpoints where `checkpoint.folder` says, if it does.
 
     A collective call of all ranks of `group`. Raises CheckpointError with the first rank that cannot, and why.
     """
-    folder = run_checkpoints(config)
-    if not isinstance(folder, ObjectPath):
+    if config.checkpoint.folder is None:
         return
     error = None
     try:
-        check_store(folder)
+        check_folder(run_checkpoints(config))
     except CheckpointError as caught:
-        error = f"rank {group.rank()} on {platform.node()}: {caught}"
+        error = f"rank {group.rank()} on {platform.node()}: checkpoint.folder {caught}"
     all_agree(error, group)
 
 

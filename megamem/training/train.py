@@ -45,7 +45,7 @@ from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
 from megamem.training.callbacks.objective_terms import ObjectiveTerms
 from megamem.training.checkpointing import (
     Checkpoints,
-    check_store_everywhere,
+    check_folder_everywhere,
     cpu_group,
     on_rank_0,
     placed_as_before,
@@ -101,7 +101,7 @@ def _train_in_folder(
     fingerprints = [feeder.fingerprint() for feeder in feeders]
     facts = run_facts(config, fingerprints, tokenizer.hash if tokenizer else None)
 
-    check_store_everywhere(config, group)
+    check_folder_everywhere(config, group)
     checkpoint, skipped = resume_point(config, facts, group)
     on_rank_0(lambda: create_run_folder(config), group)
     if checkpoint is not None and (result := _finished(config, checkpoint)):

@@ -214,7 +214,7 @@ def test_a_store_that_cannot_be_used_ends_the_run_before_it_begins(data, server,
         tmp_path / "job", 1, with_environment, {**server.environment, **alone, **change}, "train", str(config)
     ) as job:
         assert job.codes(90) == [CheckpointError.exit_code]
-        line = rf"megamem: {RUNS}/run: checkpoints cannot be kept there \({reason}.*\)\n"
+        line = rf"megamem: checkpoint\.folder {RUNS}/run: checkpoints cannot be kept there \({reason}.*\)\n"
         assert re.fullmatch(line, job.output(0)), job.output(0)
     assert not (tmp_path / "runs").exists(), "nothing was begun"
 

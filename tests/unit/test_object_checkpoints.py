@@ -14,7 +14,7 @@ from checkpoints import target as targets
 from checkpoints import tensor_objects
 from checkpoints.find import checkpoints_folder, find_checkpoint
 from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, prune, share, verify
-from checkpoints.location import ObjectPath, check_store, location, recorded_checkpoints, run_checkpoints
+from checkpoints.location import ObjectPath, check_folder, location, recorded_checkpoints, run_checkpoints
 from checkpoints.resume import choose_checkpoint
 from checkpoints.storage import TensorFiles, data_file
 from checkpoints.target import ObjectTarget, target
@@ -338,10 +338,10 @@ class TestFailures:
 
     def test_an_unknown_store_or_package_is_one_line(self):
         with pytest.raises(CheckpointError, match=r"nosuch://x/y: checkpoints cannot be kept there \(.*nosuch.*\)$"):
-            check_store(ObjectPath("nosuch://x/y"))
+            check_folder(ObjectPath("nosuch://x/y"))
 
     def test_a_probe_leaves_nothing(self, folder):
-        check_store(folder)
+        check_folder(folder)
         assert folder.entries() == {}
 
     def test_outages_are_not_taken_for_missing_files(self, folder, monkeypatch):

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
-from megamem.errors import RunFolderError
+from megamem.errors import CheckpointError, RunFolderError
 from megamem.runs.folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
+from megamem.training.checkpointing import check_folder_everywhere
 
 
 @pytest.fixture
@@ -41,6 +44,31 @@ def test_an_empty_folder_is_accepted(config):
     config.run_folder.mkdir(parents=True)
     check_run_folder(config, 1000)
     assert contents(config.run_folder) == []
+
+
+def with_checkpoints_in(config, folder):
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"folder": str(folder)})})
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_written_is_named_before_the_run(tmp_path, config):
+    """Where nothing can be made, and a file in the folder's place; one that can be made is not made yet."""
+    (tmp_path / "file").write_text("x")
+    for folder, reason in (("/proc/x", "No such file or directory"), (tmp_path / "file", "Not a directory")):
+        with pytest.raises(CheckpointError) as caught:
+            check_run_folder(with_checkpoints_in(config, folder), 1000)
+        expected = f"checkpoint.folder {folder}/case: checkpoints cannot be kept there ({reason})"
+        assert str(caught.value) == expected
+    check_run_folder(with_checkpoints_in(config, tmp_path / "a" / "b"), 1000)
+    assert [str(path) for path in contents(tmp_path)] == ["file"]
+
+
+def test_every_rank_tries_the_folder_of_checkpoints(monkeypatch, config):
+    """The one that cannot write to it may be on another node than the command."""
+    monkeypatch.setattr(dist, "all_gather_object", lambda errors, mine, group: errors.__setitem__(2, mine))
+    group = SimpleNamespace(rank=lambda: 2, size=lambda: 3)
+    check_folder_everywhere(config, group)
+    with pytest.raises(CheckpointError, match=r"^rank 2 on .*: checkpoint\.folder /proc/x/case: checkpoints cannot be"):
+        check_folder_everywhere(with_checkpoints_in(config, "/proc/x"), group)
 
 
 def test_what_is_needed_to_repeat_the_run_is_written(config):
