@@ -106,7 +106,8 @@ class ObjectTarget(Target):
 
         Args:
             final: the checkpoint's name.
-            retry_s: seconds from a first failure in which the store is tried again.
+            retry_s: seconds from a first failure in which the store is tried again, while other ranks may wait: for one
+                file, or for those that complete a checkpoint.
             report: told in one line when that begins.
         """
         self.final, self.retry_s, self.report = final, retry_s, report
@@ -131,9 +132,15 @@ class ObjectTarget(Target):
 
     def complete(self, files: Mapping[str, FileEntry]) -> None:
         """See `Target.complete`."""
-        text = manifest_text(files)
-        self.write_text(MANIFEST, text)
-        self.write_text(MARKER, hashlib.sha256(text.encode("utf-8")).hexdigest() + "\n")
+        text = manifest_text(files).encode("utf-8")
+        marker = hashlib.sha256(text).hexdigest() + "\n"
+
+        def both() -> None:
+            self._upload(MANIFEST, [memoryview(text)])
+            self._upload(MARKER, [memoryview(marker.encode("ascii"))])
+
+        # tried again as one: the other ranks wait for both at once, and no longer than `retry_s` allows for
+        self._patiently(both)
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Do `work`, again and again while it fails, for `retry_s` seconds; raise the last OSError after them."""

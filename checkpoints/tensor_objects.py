@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,17 @@ class _Stored(NamedTuple):
     """Place of its first byte in the file."""
 
 
+def _stored(facts: Mapping[str, Any], data_start: int) -> _Stored:
+    """Return what a header says of one tensor. Raises ValueError, KeyError or TypeError where no header says it so.
+
+    data_start: place of the first tensor's first byte in the file.
+    """
+    dtype, shape, (start, end) = _TORCH_DTYPES[facts["dtype"]], facts["shape"], facts["data_offsets"]
+    if end - start != prod(shape) * dtype.itemsize or start < 0 or min(shape, default=0) < 0:
+        raise ValueError
+    return _Stored(dtype, shape, data_start + start)
+
+
 class TensorObject:
     """A safetensors file in a store; reads like what `safetensors.safe_open` returns."""
 
@@ -91,24 +102,30 @@ class TensorObject:
 
         Args:
             path: the file.
-            entry: what the manifest says of it. One that was written to a disk, and copied, has no hashes of extents.
+            entry: what the manifest says of it. One that was written to a disk, and copied, has no hashes of extents:
+                `verify` hashes it whole, and of what changes after that only sizes and places are looked at.
 
         Raises:
-            DamagedError: an extent is not as it was written; so does all that reads.
+            DamagedError: an extent is not as it was written, or no file of tensors can be; so does all that reads.
             CheckpointError: the store does not answer; so does all that reads.
         """
         self.path, self.entry = path, entry
         self.extent_bytes = entry.get("extent_bytes", EXTENT_BYTES)
         self._cache: dict[int, bytes] = {}
         length = int.from_bytes(self._read(0, 8), "little")
-        header = json.loads(self._read(8, 8 + length))
-        self._tensors = {
-            key: _Stored(_TORCH_DTYPES[facts["dtype"]], facts["shape"], 8 + length + facts["data_offsets"][0])
-            for key, facts in header.items()
-        }
+        text = self._read(8, 8 + length)
+        try:
+            self._tensors = {key: _stored(facts, 8 + length) for key, facts in json.loads(text).items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise self._damaged("its header does not say where tensors lie") from None
+
+    def _damaged(self, why: str) -> DamagedError:
+        return DamagedError(f"{self.path}: is damaged ({why})")
 
     def get_slice(self, key: str) -> TensorSlice:
         """Return a tensor of which nothing is read yet, to be indexed."""
+        if key not in self._tensors:
+            raise self._damaged(f"{key} is missing")
         return TensorSlice(self, self._tensors[key])
 
     def get_tensor(self, key: str) -> Tensor:
@@ -117,6 +134,8 @@ class TensorObject:
 
     def _read(self, start: int, stop: int) -> bytearray:
         """Return the bytes from `start` to before `stop`, of extents that are as they were written."""
+        if stop > self.entry["bytes"]:
+            raise self._damaged("its header names bytes beyond its end")
         size, found = self.extent_bytes, bytearray(stop - start)
         extents = range(start // size, -(-stop // size))
         for first in range(0, len(extents), REQUESTS):
@@ -137,9 +156,11 @@ class TensorObject:
             found = self.path.read_ranges(ranges) if ranges else []
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
-        for extent, data in zip(missing, found, strict=True):
+        for extent, (begin, end), data in zip(missing, ranges, found, strict=True):
             if hashes is not None and hashlib.sha256(data).hexdigest() != hashes[extent]:
-                raise DamagedError(f"{self.path}: is damaged (the SHA-256 of extent {extent} is not the manifest's)")
+                raise self._damaged(f"the SHA-256 of extent {extent} is not the manifest's")
+            if len(data) != end - begin:
+                raise self._damaged(f"it has ended within extent {extent}")
             self._cache[extent] = data
 
 
@@ -153,6 +174,8 @@ class TensorSlice:
     def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
         """Read a rectangle, one slice per axis; an empty tuple reads everything."""
         dtype, shape, start = self.stored
+        if region and (len(region) != len(shape) or any(s.stop > size for s, size in zip(region, shape, strict=True))):
+            raise self.file._damaged(f"a tensor of it has shape {shape}, the checkpoint's index names more")
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)[region]
         if not region:

@@ -163,7 +163,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _batch_fits(self) -> RunConfig:
-        """Raise ValueError where lengths, batch, windows or recorded steps do not fit each other."""
+        """Raise ValueError where lengths, batch or windows do not fit each other."""
         training, length, chunk = self.training, self.data.sequence_length, self.model.chunk_size
         if training.steps is None and training.tokens is None:
             raise ValueError("training: give either steps or tokens")
@@ -196,18 +196,6 @@ class RunConfig(ConfigModel):
                     f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
                     f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
                 )
-        profile = self.logging.profile_steps
-        if profile and not profile[0] <= profile[1] <= self.steps:
-            raise ValueError(
-                f"logging.profile_steps {list(profile)} must be a first and a last step of the {self.steps} of the run"
-            )
-        record = self.logging.record_step
-        if record and self.parallel.pp == 1:
-            raise ValueError(f"logging.record_step {record} needs a pipeline, but parallel.pp is 1")
-        if record and record > self.steps:
-            raise ValueError(f"logging.record_step {record} is beyond the {self.steps} steps of the run")
-        if beyond := [step for step in self.checkpoint.keep_steps if step > self.steps]:
-            raise ValueError(f"checkpoint.keep_steps: {beyond[0]} is beyond the {self.steps} steps of the run")
         stride = self.evaluation.sliding_stride
         if stride and chunk % stride:
             raise ValueError(f"evaluation.sliding_stride {stride} does not divide model.chunk_size {chunk}")
@@ -223,15 +211,35 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
-    def _learning_rate_fits(self) -> RunConfig:
-        """Raise ValueError where warm-up and decay take more steps than the run has."""
-        warmup = self.optimizer.warmup(self.steps)
-        decay = self.optimizer.decay(self.steps) if self.optimizer.schedule == "wsd" else 0
-        if warmup + decay > self.steps:
-            raise ValueError(
-                f"optimizer: {warmup} steps of warm-up and {decay} of decay are more than the {self.steps} of the run"
-            )
+    def _steps_fit(self) -> RunConfig:
+        """Raise ValueError for steps beyond the last one; `check_steps` does so once data says how many there are."""
+        first, last = self.logging.profile_steps or (1, 1)
+        if first > last:
+            raise ValueError(f"logging.profile_steps {[first, last]} must be a first and a last step")
+        if (record := self.logging.record_step) and self.parallel.pp == 1:
+            raise ValueError(f"logging.record_step {record} needs a pipeline, but parallel.pp is 1")
+        if self.training.steps is not None:
+            self.check_steps()
         return self
+
+    def check_steps(self) -> None:
+        """Raise ValueError where recorded or kept steps, warm-up or decay lie beyond the steps of the run."""
+        steps = self.steps
+        kept = (("checkpoint.keep_steps:", step) for step in self.checkpoint.keep_steps)
+        recorded = ("logging.record_step", self.logging.record_step or 0)
+        for name, step in (recorded, *kept):
+            if step > steps:
+                raise ValueError(f"{name} {step} is beyond the {steps} steps of the run")
+        if (profile := self.logging.profile_steps) and profile[1] > steps:
+            raise ValueError(
+                f"logging.profile_steps {list(profile)} must be a first and a last step of the {steps} of the run"
+            )
+        warmup = self.optimizer.warmup(steps)
+        decay = self.optimizer.decay(steps) if self.optimizer.schedule == "wsd" else 0
+        if warmup + decay > steps:
+            raise ValueError(
+                f"optimizer: {warmup} steps of warm-up and {decay} of decay are more than the {steps} of the run"
+            )
 
     @model_validator(mode="after")
     def _objective_fits(self) -> RunConfig:

@@ -106,7 +106,8 @@ def with_steps(config: RunConfig, feeders: Sequence[Feeder]) -> RunConfig:
     have no such budget.)
 
     Raises:
-        ConfigError: it names both steps and tokens, and the tokens take another number of steps.
+        ConfigError: it names both steps and tokens, and the tokens take another number of steps; or it names steps
+            beyond the last one.
     """
     training = config.training
     if training.tokens is None:
@@ -117,7 +118,12 @@ def with_steps(config: RunConfig, feeders: Sequence[Feeder]) -> RunConfig:
             f"training: steps {training.steps:,} and tokens {training.tokens:,} do not agree: that many tokens of this "
             f"data take {steps:,} steps; give either steps or tokens"
         )
-    return config.model_copy(update={"training": training.model_copy(update={"steps": steps})})
+    resolved = config.model_copy(update={"training": training.model_copy(update={"steps": steps})})
+    try:
+        resolved.check_steps()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return resolved
 
 
 def steps_of(config: RunConfig, tokens: int) -> int:

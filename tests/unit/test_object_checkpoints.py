@@ -5,20 +5,19 @@ The store is fsspec's in memory; tests/integration/test_object_store.py has a re
 
 import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoints import target as targets
-from checkpoints import tensor_objects
 from checkpoints.find import checkpoints_folder, find_checkpoint
 from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, prune, share, verify
 from checkpoints.location import ObjectPath, check_folder, location, recorded_checkpoints, run_checkpoints
 from checkpoints.resume import choose_checkpoint
 from checkpoints.storage import TensorFiles, data_file
 from checkpoints.target import ObjectTarget, target
-from checkpoints.tensor_objects import TensorObject, regrouped, safetensors_stream
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
@@ -197,86 +196,6 @@ def test_a_branch_begins_with_a_copy_that_the_store_makes(folder, tmp_path):
         share(copy, tmp_path)
 
 
-class TestRanges:
-    @pytest.fixture(autouse=True)
-    def small_extents(self, monkeypatch):
-        monkeypatch.setattr(tensor_objects, "EXTENT_BYTES", 64)
-        monkeypatch.setattr(targets, "EXTENT_BYTES", 64)
-        monkeypatch.setattr(targets, "PART_BYTES", 256)
-
-    @pytest.fixture
-    def written(self, folder):
-        tensors = {
-            "wide@0,0": torch.arange(64 * 32, dtype=torch.float64).view(64, 32),
-            "half@0": torch.arange(50).to(torch.bfloat16),
-            "bytes@0": torch.arange(77, dtype=torch.uint8),
-            "none@0": torch.empty(0, 3),
-            "one@": torch.tensor(3.5),
-        }
-        into = target(folder / folder_name(1))
-        into.write_tensors(data_file(0), tensors)
-        return tensors, into.final / data_file(0), into.written()[data_file(0)]
-
-    def test_every_tensor_comes_back(self, written):
-        tensors, path, entry = written
-        file = TensorObject(path, entry)
-        for key, value in tensors.items():
-            assert torch.equal(file.get_tensor(key), value)
-            assert file.get_tensor(key).dtype == value.dtype
-
-    def test_it_is_the_format_that_safetensors_reads(self, written, tmp_path):
-        from safetensors.torch import load_file
-
-        tensors, path, _ = written
-        with path._store() as (store, name):
-            (tmp_path / "file").write_bytes(store.cat_file(name))
-        found = load_file(tmp_path / "file")
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[key], value) for key, value in tensors.items())
-
-    def test_a_part_costs_the_bytes_of_its_blocks(self, written, monkeypatch):
-        tensors, path, entry = written
-        file, asked = TensorObject(path, entry), []
-        read = ObjectPath.read_ranges
-        monkeypatch.setattr(ObjectPath, "read_ranges", lambda self, ranges: asked.extend(ranges) or read(self, ranges))
-        rows = file.get_slice("wide@0,0")[slice(16, 24), slice(4, 8)]
-        assert torch.equal(rows, tensors["wide@0,0"][16:24, 4:8])
-        # 8 rows of 256 bytes, and the rest of the extents at both ends
-        assert 8 * 256 <= sum(stop - start for start, stop in asked) <= 8 * 256 + 2 * 64
-        assert all(stop - start == 64 for start, stop in asked)
-
-    def test_a_damaged_block_hurts_only_those_who_read_it(self, written):
-        tensors, path, entry = written
-        flip(path)  # in the middle of the wide tensor
-        file = TensorObject(path, entry)
-        assert torch.equal(file.get_slice("wide@0,0")[slice(0, 8), slice(0, 32)], tensors["wide@0,0"][:8])
-        with pytest.raises(DamagedError, match="is damaged"):
-            file.get_slice("wide@0,0")[slice(24, 40), slice(0, 32)]
-
-    def test_a_checkpoint_that_was_copied_from_a_disk_is_read_too(self, written):
-        """Its manifest has no hashes of extents: `verify` hashes the whole file."""
-        tensors, path, entry = written
-        plain = {"bytes": entry["bytes"], "sha256": entry["sha256"]}
-        assert torch.equal(TensorObject(path, plain).get_tensor("half@0"), tensors["half@0"])
-
-
-def test_streams_are_regrouped_without_a_byte_lost():
-    data = bytes(range(256)) * 5
-    for size in (1, 7, 100, 256, 1280, 5000):
-        for step in (1, 9, 300):
-            pieces = [memoryview(data[at : at + step]) for at in range(0, len(data), step)]
-            parts = [bytes(part) for part in regrouped(pieces, size)]
-            assert b"".join(parts) == data
-            assert {len(part) for part in parts[:-1]} <= {size}
-
-
-def test_a_stream_is_the_tensors_own_memory():
-    value = torch.zeros(4)
-    _, data = safetensors_stream({"value": value})
-    value[0] = 1.0
-    assert bytes(data[:4]) == torch.ones(1).numpy().tobytes()
-
-
 class TestFailures:
     def failing(self, monkeypatch, times, error=None):
         """Make the first `times` writes fail."""
@@ -306,6 +225,33 @@ class TestFailures:
         with pytest.raises(OSError, match="Could not connect") as caught:
             ObjectTarget(folder / "a", 0.05, lambda line: None).write_text("x", "text")
         assert caught.value.filename == f"{folder}/a/x"
+
+    def test_files_for_which_others_wait_together_share_the_time(self, folder, monkeypatch):
+        """The manifest takes 40 s of 60; the marker has the 20 s that are left."""
+        clock, wanted = [0.0], {"manifest.json": 40.0, MARKER: 80.0}
+        monkeypatch.setattr(targets, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=self.advancing(clock)))
+        upload = ObjectTarget._upload
+
+        def unwilling(self, name, pieces, extents=False):
+            if clock[0] < wanted[name]:
+                raise OSError(errno.EIO, "busy", name)
+            return upload(self, name, pieces, extents)
+
+        monkeypatch.setattr(ObjectTarget, "_upload", unwilling)
+        with pytest.raises(OSError, match="busy"):
+            ObjectTarget(folder / "a", 60.0, lambda line: None).complete({})
+        assert clock[0] == 60
+        assert not (folder / "a" / MARKER).is_file()
+        clock[0], wanted[MARKER] = 0.0, 58.0
+        ObjectTarget(folder / "a", 60.0, lambda line: None).complete({})
+        assert (folder / "a" / MARKER).is_file()
+
+    @staticmethod
+    def advancing(clock):
+        def sleep(seconds):
+            clock[0] += seconds
+
+        return sleep
 
     @pytest.mark.parametrize("size", [None, 3])
     def test_what_arrives_otherwise_than_it_was_sent_is_no_success(self, folder, monkeypatch, size):

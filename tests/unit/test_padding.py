@@ -124,6 +124,41 @@ class TestBudget:
         again = parse_config(RunConfig, resolved.model_dump(mode="json"), "config.yaml of a run folder")
         assert with_steps(again, [feeder]) == resolved
 
+    @pytest.mark.parametrize(
+        ("sections", "said"),
+        [
+            ({"checkpoint": {"keep_steps": [0]}}, "checkpoint.keep_steps: {0} is beyond the {1} steps of the run"),
+            ({"logging": {"profile_steps": [1, 0]}}, "logging.profile_steps [1, {0}] must be a first and a last step"),
+            ({"logging": {"record_step": 0}, "parallel": {"pp": 2}}, "logging.record_step {0} is beyond the {1} steps"),
+            (
+                {"optimizer": {"warmup_steps": 0}},
+                "optimizer: {0} steps of warm-up and 0 of decay are more than the {1} of the run",
+            ),
+        ],
+        ids=str,
+    )
+    def test_steps_that_padding_adds_are_steps_of_the_run(self, root, sections, said):
+        """The last step of a padded budget may be named, the one after it may not: known once data is open."""
+        settings = config(root, ("even", 1), tokens=5000)
+        feeder = feeder_of(settings)
+        steps = with_steps(settings, [feeder]).steps
+        assert steps > settings.steps, "the data is padded"
+
+        def naming(step):
+            tree = settings.model_dump(mode="json")
+            for section, values in sections.items():
+                ((key, value),) = values.items()
+                value = [part or step for part in value] if isinstance(value, list) else value or step
+                tree[section][key] = value
+            # two layers, for two stages
+            tree["model"]["layers"] = 2
+            return parse_config(RunConfig, tree, "file")
+
+        assert with_steps(naming(steps), [feeder]).steps == steps
+        with pytest.raises(ConfigError) as caught:
+            with_steps(naming(steps + 1), [feeder])
+        assert str(caught.value).startswith(said.format(steps + 1, steps))
+
     def test_steps_stay(self, root):
         settings = config(root, ("even", 1), steps=7)
         assert with_steps(settings, [feeder_of(settings)]) is settings
