@@ -128,6 +128,17 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
             )
 
 
+def check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
+    """Raise CheckpointError for a run that wants other weights to start from: it is another run than the saved one."""
+    wanted = config.training.init_from
+    begun_with = saved["config"]["training"].get("init_from")
+    if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
+        raise CheckpointError(
+            f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "
+            "start a new one"
+        )
+
+
 def _begun(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> dict[str, PhaseIdentity]:
     """Return the phases that had begun at a checkpoint; those that come later may still change."""
     return {

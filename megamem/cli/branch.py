@@ -25,14 +25,13 @@ def branch(
     from megamem.config.run import RunConfig
     from megamem.errors import ConfigError
     from megamem.runs.branch import make_branch
+    from megamem.training.checks import data_identity, steps_of
 
     if tokens is not None:
-        from megamem.training.checks import steps_of
-
         if steps is not None:
             raise ConfigError("branch: give either --steps or --tokens")
         steps = steps_of(load_config(RunConfig, run / "config.yaml", overrides or []), tokens)
-    config = make_branch(run, at, steps=steps, name=name, overrides=overrides or [])
+    config = make_branch(run, at, steps=steps, name=name, overrides=overrides or [], data_identity=data_identity)
     path = config.run_folder / "config.yaml"
     if as_json:
         write_json({"config": str(path), "at": at, "steps": config.steps})

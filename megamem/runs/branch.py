@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpoints.find import checkpoints_folder
 from checkpoints.folder import Checkpoint, checkpoints_in, share, verify
 from checkpoints.location import run_checkpoints
+from checkpoints.resume import check_identity, check_weights, run_identity
 from megamem.config.load import Tree, apply_override, merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError, RunFolderError
@@ -18,6 +20,7 @@ def make_branch(
     run: Path,
     at: int,
     *,
+    data_identity: Callable[[RunConfig], tuple[list[str], str | None]],
     steps: int | None = None,
     name: str | None = None,
     overrides: Sequence[str] = (),
@@ -29,22 +32,26 @@ def make_branch(
     Args:
         run: folder of a run with `optimizer.schedule` wsd.
         at: a step of its stable part that has a checkpoint.
+        data_identity: opens the data of a run and returns the fingerprints of each phase and the tokenizer's hash; not
+            called where the branch reads what `run` reads.
         steps: steps of the branch, those before `at` included; if not given, so many that the decay is
             `optimizer.decay_ratio` of them.
         name: of the new run; `RUN-STEPS` if not given. Its folder lies beside that of `run`.
         overrides: `section.key=value`, applied last.
 
     Raises:
-        ConfigError: `run` has no configuration or is not stable at that step, or the branch would end before it.
-        CheckpointError: there is no checkpoint of that step, or it is damaged.
+        ConfigError: `run` has no configuration, it or the branch is not stable up to that step, or the branch would end
+            before it.
+        CheckpointError: there is no checkpoint of that step, it is damaged, or the branch could not go on with it.
         RunFolderError: there is a folder of that name.
     """
     run = run if run.name else run.resolve()  # the folder beside it is named
     tree = read_yaml(run / "config.yaml")
     origin = parse_config(RunConfig, tree, str(run / "config.yaml"))
-    _check_stable(run, origin, at)
+    _check_stable(str(run), origin, at)
     checkpoint = checkpoint_at(run, at)
     config = _branched(tree, origin, run, at, steps or _usual_steps(origin, at), name, overrides)
+    _check_goes_on(run, origin, config, checkpoint, data_identity)
     verify(checkpoint)
     checkpoints = run_checkpoints(config)
     if config.checkpoint.folder is not None and checkpoints_in(checkpoints):
@@ -53,7 +60,11 @@ def make_branch(
         config.run_folder.mkdir(parents=True)
     except FileExistsError:
         raise RunFolderError(f"{config.run_folder}: exists already; give the branch another --name") from None
-    share(checkpoint, checkpoints)
+    try:
+        share(checkpoint, checkpoints)
+    except (CheckpointError, OSError):
+        shutil.rmtree(config.run_folder)
+        raise
     # last: a folder without a configuration is never taken for a run
     create_run_folder(config)
     return config
@@ -68,16 +79,48 @@ def checkpoint_at(run: Path, step: int) -> Checkpoint:
     return found[step]
 
 
-def _check_stable(run: Path, origin: RunConfig, at: int) -> None:
-    """Raise ConfigError unless the learning rate of a run is at its peak until after step `at`."""
+def _check_stable(where: str, origin: RunConfig, at: int) -> None:
+    """Raise ConfigError unless the learning rate of a run is at its peak until after step `at`.
+
+    where: the run's name in messages.
+    """
     optimizer, steps = origin.optimizer, origin.steps
     if optimizer.schedule != "wsd":
         raise ConfigError(
-            f"{run}: optimizer.schedule is {optimizer.schedule}, which has no stable part to branch off; train with wsd"
+            f"{where}: optimizer.schedule is {optimizer.schedule}, which has no stable part to branch off; train with "
+            "wsd"
         )
     first, last = optimizer.warmup(steps), steps - optimizer.decay(steps)
     if not first <= at <= last:
-        raise ConfigError(f"{run}: step {at} is not in its stable part, which lies between steps {first} and {last}")
+        raise ConfigError(f"{where}: step {at} is not in its stable part, which lies between steps {first} and {last}")
+
+
+def _check_goes_on(
+    run: Path,
+    origin: RunConfig,
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    data_identity: Callable[[RunConfig], tuple[list[str], str | None]],
+) -> None:
+    """Raise ConfigError or CheckpointError where training would refuse a branch, or its decay not begin at its start.
+
+    Args:
+        run: the folder of its origin.
+        origin: the configuration there.
+        config: the branch's.
+        checkpoint: that it begins with.
+        data_identity: as in `make_branch`.
+    """
+    _check_stable(f"branch of {run}", config, checkpoint.step)
+    saved = checkpoint.run()
+    fingerprints = [saved["data_fingerprint"], *(phase["data_fingerprint"] for phase in saved.get("phases", []))]
+    tokenizer = saved["tokenizer_sha256"]
+    # data need not be there to branch; they are looked at where they may be others
+    before, now = ([phase.data for phase in one.phases] for one in (origin, config))
+    if now != before[: len(now)] or len(fingerprints) < len(now):
+        fingerprints, tokenizer = data_identity(config)
+    check_identity(checkpoint, saved, run_identity(config, fingerprints[: len(now)], tokenizer))
+    check_weights(config, checkpoint, saved)
 
 
 def _usual_steps(origin: RunConfig, at: int) -> int:

@@ -14,7 +14,14 @@ from torch.distributed import ProcessGroup
 
 from checkpoints.folder import Checkpoint, RunFacts, SavedRun
 from checkpoints.location import check_folder, run_checkpoints
-from checkpoints.resume import all_agree, check_identity, choose_checkpoint, load_training_state, run_identity
+from checkpoints.resume import (
+    all_agree,
+    check_identity,
+    check_weights,
+    choose_checkpoint,
+    load_training_state,
+    run_identity,
+)
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
@@ -79,7 +86,7 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
         if checkpoint is not None:
             saved = checkpoint.run()
             check_identity(checkpoint, saved, facts)
-            _check_weights(config, checkpoint, saved)
+            check_weights(config, checkpoint, saved)
         elif config.origin is not None:
             raise CheckpointError(
                 f"{config.run_folder}: a branch of {config.origin.run} at step {config.origin.step}, but it has no "
@@ -88,17 +95,6 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
         return checkpoint, skipped
 
     return on_rank_0(chosen, group)
-
-
-def _check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
-    """Raise CheckpointError for a run that wants other weights to start from: it is another run than the saved one."""
-    wanted = config.training.init_from
-    begun_with = saved["config"]["training"].get("init_from")
-    if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
-        raise CheckpointError(
-            f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "
-            "start a new one"
-        )
 
 
 def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunConfig:

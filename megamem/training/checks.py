@@ -17,6 +17,7 @@ from megamem.parallel.topology import data_parallel_size
 from megamem.planning.auto import divided
 from megamem.runs.folder import check_run_folder
 from megamem.training.phases import phases_of
+from tokenization.tokenizer import Tokenizer
 
 MUCH_PADDING, REFUSED_PADDING = Fraction(1, 10), HALF
 """Shares of padding among all positions above which a run warns, and above which it does not start."""
@@ -140,6 +141,15 @@ def steps_of(config: RunConfig, tokens: int) -> int:
             break
         left -= phase.steps * positions * (1 - feeder.padding)
     return phase.first_step + steps
+
+
+def data_identity(config: RunConfig) -> tuple[list[str], str | None]:
+    """Return the fingerprints of the data of each phase, and the tokenizer's hash. The data are opened.
+
+    Raises: DataError or ConfigError as `open_feeder`.
+    """
+    tokenizer = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
+    return [feeder.fingerprint() for feeder in open_feeders(config, 0, 1)], tokenizer.hash if tokenizer else None
 
 
 def padding_warnings(feeders: Sequence[Feeder]) -> list[str]:

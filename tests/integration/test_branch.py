@@ -118,11 +118,11 @@ def test_phases_that_a_branch_reaches_are_its_own_too(runs, tmp_path):
     shutil.copytree(runs / "stable", tmp_path / "stable")
     path = tmp_path / "stable" / "config.yaml"
     tree = yaml.safe_load(path.read_text())
-    tree["training"]["phases"] = [{"from_step": step, "batch_tokens": 1024 * step} for step in (2, 7, 9)]
+    tree["training"]["phases"] = [{"from_step": step, "batch_tokens": 1024 * step} for step in (6, 7, 9)]
     write_config(path, tree)
     branch(tmp_path / "stable", "--at", 6, "--steps", 8, "--name", "phased")
     config = load_config(RunConfig, tmp_path / "phased" / "config.yaml")
-    assert [phase.from_step for phase in config.training.phases] == [2, 7]
+    assert [phase.from_step for phase in config.training.phases] == [6, 7]
 
 
 REFUSALS = {
@@ -134,6 +134,34 @@ REFUSALS = {
     "in the warm-up": (["--at", 1], ConfigError, "step 1 is not in its stable part"),
     "too short": (["--at", 6, "--steps", 6], ConfigError, "would end after step 6 already; give it more than 6 steps"),
     "twice": (["--at", 6, "--steps", 8], RunFolderError, "stable-8: exists already; give the branch another --name"),
+    "another batch": (
+        ["--at", 6, "--steps", 9, "training.batch_tokens=1024"], CheckpointError,
+        "batch_tokens was 512 and is 1024; a run cannot go on with another",
+    ),
+    "another model": (
+        ["--at", 6, "--steps", 9, "model.norm_eps=0.1"], CheckpointError, "model.norm_eps was ",
+    ),
+    "other data": (["--at", 6, "--steps", 9, "data.seed=5"], CheckpointError, "data_fingerprint was "),
+    "another beginning": (
+        ["--at", 6, "--steps", 9, "training.init_from=other.safetensors"], CheckpointError,
+        "the run did not start from training.init_from other.safetensors",
+    ),
+    "a phase that has begun otherwise": (
+        ["--at", 6, "--steps", 9, "training.phases=[{from_step: 3, batch_tokens: 1024}]"], CheckpointError,
+        "phases.after_step_3 was None and is ",
+    ),
+    "no decay": (
+        ["--at", 6, "--steps", 9, "optimizer.schedule=cosine"], ConfigError,
+        "optimizer.schedule is cosine, which has no stable part to branch off; train with wsd",
+    ),
+    "a decay that has begun": (
+        ["--at", 6, "--steps", 9, "optimizer.decay_steps=5"], ConfigError,
+        "step 6 is not in its stable part, which lies between steps 2 and 4",
+    ),
+    "in a store": (
+        ["--at", 6, "--steps", 9, "checkpoint.retry_minutes=0", "checkpoint.folder=memory://branches"], CheckpointError,
+        "leave checkpoint.folder as it was",
+    ),
     "two lengths": (["--at", 6, "--steps", 8, "--tokens", 9], ConfigError, "give either --steps or --tokens"),
 }  # fmt: skip
 
