@@ -164,7 +164,8 @@ class Tokenizer:
 
 def load_meta(folder: Path) -> TokenizerMeta:
     """Read `meta.json` of a tokenizer folder. Raises DataError where it is missing or of another version."""
-    if not (folder / META).exists():
+    # of a file in the place of the folder, reading says what is wrong
+    if not folder.is_file() and not (folder / META).exists():
         raise DataError(
             f"{folder / META}: missing; not a tokenizer folder, which `megamem tokenizer train` or `import` writes"
         )
