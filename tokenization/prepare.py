@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
+from megamem.errors import ConfigError
 from megamem.files import require_space
 from tokenization import corpus, sources
 from tokenization.parts import Part
@@ -12,6 +13,7 @@ from tokenization.readers import InputFile
 from tokenization.shards import files_of, write_shards
 from tokenization.tokenizer import Tokenizer, check_unused
 from tokenization.train import train
+from tokenization.words import train_words
 
 TOKENIZER_BYTES = 32 << 20
 """Room that a tokenizer may need on disk: the largest in use take about 20 MB."""
@@ -20,15 +22,27 @@ SPLITS = ("train", "validation", "test")
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Shows progress: called with a label and the total of bytes, it gives a context with the function that advances it."""
 Product = Literal["corpus", "tokenizer", "shards"]
+TrainedKind = Literal["bpe", "word"]
+"""Tokenizers that are trained here: byte-level BPE and word-level."""
+BPE_TOKENS = 32_000
+"""Vocabulary of a BPE where none is asked for."""
 
 
 def train_on_files(
-    inputs: Sequence[str | Path], folder: Path, vocab_size: int, progress: Progress, field: str = "text"
+    inputs: Sequence[str | Path],
+    folder: Path,
+    vocab_size: int | None,
+    progress: Progress,
+    field: str = "text",
+    kind: TrainedKind = "bpe",
+    min_count: int | None = None,
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on files, folders or patterns of text and write it to `folder`; see `train`.
+    """Train a tokenizer on files, folders or patterns of text and write it to `folder`; see `train`, `train_words`.
 
     Raises: ConfigError or DataError naming what is wrong.
     """
+    if kind == "bpe" and min_count is not None:
+        raise ConfigError(f"--min-count {min_count}: counts words, and a BPE learns parts of them; give --kind word")
     files = sources.input_files(inputs, field)
     check_unused(folder)  # before the corpus is read
     require_space(folder, TOKENIZER_BYTES)
@@ -39,7 +53,9 @@ def train_on_files(
             advance(document.source_bytes)
 
     with progress("reading", sum(file.size for file in files)) as advance:
-        return train(texts(advance), vocab_size, folder)
+        if kind == "word":
+            return train_words(texts(advance), folder, vocab_size, min_count or 1)
+        return train(texts(advance), BPE_TOKENS if vocab_size is None else vocab_size, folder)
 
 
 def write_from_files(

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -61,8 +62,14 @@ Reader = Callable[[InputFile], Iterator[Document]]
 
 
 def reader_of(name: str) -> Reader | None:
-    """Return the function that reads files of this name's suffix; None for other files."""
-    return next((reader for suffix, reader in READERS.items() if name.endswith(suffix)), None)
+    """Return the function that reads files of this name; None for other files."""
+    last = name.rpartition("/")[2]
+    return next((reader for pattern, reader in READERS.items() if fnmatchcase(last, _glob(pattern))), None)
+
+
+def _glob(pattern: str) -> str:
+    """Return a pattern of whole names; a suffix stands for all names that end in it."""
+    return f"*{pattern}" if pattern.startswith(".") else pattern
 
 
 def expansion(name: str) -> int:
@@ -83,6 +90,37 @@ def _decoded(data: bytes, where: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}; convert it first") from None
+
+
+def _wikitext(file: InputFile) -> Iterator[Document]:
+    """Yield the articles of a file of WikiText; laid end to end, they are the file."""
+    lines: list[bytes] = []
+    begun, number, after_empty = False, 0, True
+
+    def article() -> Document:
+        data = b"".join(lines)
+        where = f"{file.path}, article {number}"
+        return Document(f"{file.name}:{number}", _decoded(data, where), len(data))
+
+    with file.open() as raw:
+        for line in raw:
+            # what stands before the first title belongs to the first article where it is empty lines only
+            if begun and after_empty and _is_title(line):
+                number += 1
+                yield article()
+                lines, begun = [], False
+            lines.append(line)
+            after_empty = not line.strip()
+            begun = begun or not after_empty
+    if lines:
+        number += 1
+        yield article()
+
+
+def _is_title(line: bytes) -> bool:
+    """Return whether a line of WikiText is an article's title, ` = Title = `; ` = = Section = = ` is none."""
+    words = line.split()
+    return len(words) > 2 and words[0] == words[-1] == b"=" and b"=" not in (words[1], words[-2])
 
 
 def _json_lines(file: InputFile) -> Iterator[Document]:
@@ -252,5 +290,7 @@ READERS: dict[str, Reader] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
     ".tar": _webdataset,
+    "wiki.*.tokens": _wikitext,
+    "wiki.*.raw": _wikitext,
 }
-"""The reader of each suffix."""
+"""The reader of each suffix, or of each pattern of names."""

@@ -21,7 +21,9 @@ FORMAT_VERSION = 1
 PART_CHARACTERS = 1 << 18
 """Longer texts are encoded in parts where that changes nothing: the library needs 100 bytes per character."""
 
-Kind = Literal["byte-level-bpe", "hugging-face", "sentencepiece"]
+Kind = Literal["byte-level-bpe", "word-level", "hugging-face", "sentencepiece"]
+END_OF_LINE = "ĠĊ"
+"""Piece of a line's end in a word-level tokenizer: a space and a line break in the byte-level alphabet."""
 
 # A word after exactly one space is where every GPT-type pre-tokenizer cuts anyway.
 _CUT = re.compile(r"(?<=\w)(?= [^\W\d_])")
@@ -106,7 +108,7 @@ class FastBackend:
 
 
 class Tokenizer:
-    """Encodes and decodes text. Made by `Tokenizer.load`, `train.train` and `importing.import_tokenizer`."""
+    """Encodes and decodes text. Made by `Tokenizer.load`, `train.train`, `words.train_words` and `importing`."""
 
     def __init__(self, backend: Backend, meta: TokenizerMeta) -> None:
         """Put a library's tokenizer and its description together."""
@@ -245,7 +247,8 @@ def _same_in_parts(backend: Backend, text: str) -> bool:
 
 def _decodes_bytes(backend: Backend) -> bool:
     """Return whether pieces are in the byte-level alphabet, in which a space is spelt Ġ."""
-    return "Ġ" in backend.pieces()
+    # a word-level tokenizer has no piece of a space alone
+    return not {"Ġ", END_OF_LINE}.isdisjoint(backend.pieces())
 
 
 def _sentencepiece_bytes(piece: str) -> int:

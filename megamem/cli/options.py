@@ -20,8 +20,8 @@ Device = Annotated[str | None, typer.Option(help="cuda where there is one if not
 TextInputs = Annotated[
     list[str],
     typer.Argument(
-        help="files, folders or patterns (*), local or URLs, of .txt, .jsonl(.gz/.zst), .parquet, .arrow or .tar "
-        "(webdataset)"
+        help="files, folders or patterns (*), local or URLs, of .txt, .jsonl(.gz/.zst), .parquet, .arrow, .tar "
+        "(webdataset) or wiki.*.tokens/.raw (WikiText)"
     ),
 ]
 TextField = Annotated[str, typer.Option(help="field or column that holds the text")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,16 +19,27 @@ OutputFolder = Annotated[Path, typer.Option("--output", "-o", help="folder to wr
 def train(
     inputs: TextInputs,
     output: OutputFolder,
-    vocab_size: Annotated[int, typer.Option(help="tokens, the 256 bytes and the end of document included")] = 32000,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="tokens, special ones included; if not given, 32000 of a BPE, all words of a word-level one"),
+    ] = None,
     text_field: TextField = "text",
+    kind: Annotated[
+        Literal["bpe", "word"], typer.Option(help="byte-level BPE, or the words between white space")
+    ] = "bpe",
+    min_count: Annotated[
+        int | None, typer.Option(min=1, help="times that a word must occur, with --kind word; 1 if not given")
+    ] = None,
 ) -> None:
-    """Train a byte-level BPE tokenizer."""
-    from tokenization.prepare import train_on_files
+    """Train a byte-level BPE tokenizer, or a word-level one."""
+    from tokenization.prepare import BPE_TOKENS, train_on_files
 
-    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar, text_field)
+    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar, text_field, kind, min_count)
     describe_tokenizer(output)
-    if tokenizer.vocab_size < vocab_size:
-        write_line(f"The text holds pairs for {tokenizer.vocab_size:,} tokens only, not for {vocab_size:,}.")
+    asked = BPE_TOKENS if vocab_size is None and kind == "bpe" else vocab_size
+    if asked is not None and tokenizer.vocab_size < asked:
+        what = "pairs" if kind == "bpe" else "words"
+        write_line(f"The text holds {what} for {tokenizer.vocab_size:,} tokens only, not for {asked:,}.")
 
 
 @tokenizer_app.command("import")
