@@ -33,7 +33,7 @@ class Task(Protocol):
         """SHA-256 of the tokenizer's file, if there is one."""
 
     def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
-        """Return tokens and labels of one example, both [length].
+        """Return tokens and labels of one example, both [length], or as many as `TaskConfig.lengths` says.
 
         `labels[t]` is to be predicted after `tokens[t]`; `IGNORED` where nothing is.
 
@@ -47,11 +47,19 @@ class TaskConfig(ConfigModel):
     kind: str
     """Name of the task."""
     length: PositiveInt = 256
-    """Tokens of an example."""
+    """Tokens of an example; of the longest one where they differ."""
     examples: PositiveInt = 100_000
     """Examples of an epoch."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the examples."""
+
+    def generator(self, example: int) -> np.random.Generator:
+        """Return the generator of an example: all that is random in it comes from seed and number."""
+        return np.random.default_rng((self.seed, example))
+
+    def lengths(self) -> Int64:
+        """Return the tokens of every example, [examples]: `length`, unless a task makes shorter ones too."""
+        return np.full(self.examples, self.length)
 
     @abstractmethod
     def open(self) -> Task:

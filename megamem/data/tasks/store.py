@@ -33,7 +33,7 @@ class TaskStore:
             self.task: Task = self.config.open()
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
-        self.lengths = np.full(self.config.examples, self.config.length + 1)
+        self.lengths = self.config.lengths() + 1
         self.shard_borders = np.array([0, self.config.examples])
         self.vocab_size: int | None = self.task.vocab_size
         self.tokenizer_hash: str | None = self.task.tokenizer_hash
@@ -59,7 +59,7 @@ class TaskStore:
         return f"{self.config.kind}:{document}"
 
     def _make_example(self, document: int) -> tuple[Int64, Int64]:
-        return self.task.make(np.random.default_rng((self.config.seed, document)))
+        return self.task.make(self.config.generator(document))
 
 
 def read_task(path: Path) -> TaskConfig:
