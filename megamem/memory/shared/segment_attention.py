@@ -1,0 +1,260 @@
+"""Attention of a chunk's tokens to their chunk and to hidden vectors kept before it: segment recurrence.
+
+The base of Transformer-XL and of the memories that stand behind its cache. Keys and values are made of the columns
+
+    [ kept before the cache | cache m | open chunk | tokens of the call ]
+
+of which a query sees those that its row's document has written, up to its own. Each column is one distance further back.
+
+Letters of shapes: T tokens of the call, M columns of the cache, B batch rows, H local heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamem.config.cost import Flops, attention_flops, fixed_product, product
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, to_device
+from megamem.memory.shared.block_attention import AttentionProjections, last_columns
+from megamem.memory.shared.blocks import BlockSlice, block_slices
+from megamem.memory.shared.row_by_row import row_chunk
+from megamem.ops.attention.relative import relative_attention, sinusoids
+from megamem.parallel.linears import Linears, declare, normal
+
+
+def segment_specs(memory_length: int) -> dict[str, TensorSpec]:
+    """Declare the cached hidden vectors, the newest last and zeros where nothing has come yet, and the open chunk's.
+
+    Every rank holds them whole: its own heads' keys and values are made of them each time they are read.
+    """
+    return {
+        "memory": TensorSpec((memory_length, "batch", "hidden")),
+        "open_hidden": TensorSpec(("open", "batch", "hidden"), kind="open"),
+    }
+
+
+def segment_flops(
+    model: ModelConfig, sequence_length: int, causal: bool, memory_length: int, window: int | None
+) -> dict[str, Flops]:
+    """Return the FLOPs per token of attention to the chunk and a cache before it; see `MixerConfig.mixing_flops`.
+
+    The cache is projected again in every chunk and has no gradient itself. Distances are projected once per micro-batch
+    and counted for one of a single row.
+
+    Args:
+        memory_length: columns of the cache.
+        window: keys that a query sees at most; None: all.
+    """
+    segment = min(model.chunk_size, sequence_length)
+    begins = range(0, sequence_length, segment)
+    cached = [min(memory_length, begin) for begin in begins]
+    if causal:
+        keys = sum(min(m + i + 1, window or m + i + 1) for m in cached for i in range(segment)) / len(cached) / segment
+        by_distance = keys
+    else:
+        keys = sum(cached) / len(cached) + segment
+        by_distance = keys + 1
+    heads, kv_heads = (n * model.resolved_head_dim for n in (model.heads, model.resolved_kv_heads))
+    columns = sum(cached) / len(cached) / segment
+    return {
+        "attention": attention_flops(model.heads, model.resolved_head_dim, keys) + product(2 * heads * by_distance),
+        "memory_projection": fixed_product(2 * model.hidden_size * 2 * kv_heads * columns),
+        "distance_projection": fixed_product(2 * model.hidden_size * heads * (columns + 1 + 1 / segment)),
+    }
+
+
+def segment_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of W_r, u and v."""
+    return (model.hidden_size + 2) * model.heads * model.resolved_head_dim
+
+
+class ScoreBiases(nn.Module):
+    """The vectors u and v of each head: what every query asks for, by content and by distance.
+
+    A module of its own, which is called: ZeRO 3 gathers a parameter by hooks of the module that owns it.
+    """
+
+    def __init__(self, heads: int, width: int, std: float) -> None:
+        super().__init__()
+        self.content = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
+        self.distance = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
+
+    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q + u and q + v of a query [T, B, H, D]."""
+        return query + self.content, query + self.distance
+
+
+@lru_cache(maxsize=32)
+def unseen_keys(
+    tokens: int, keys: int, window: int | None, hidden: tuple[int, ...] | None, device: torch.device
+) -> Tensor:
+    """Return which keys a query does not see: those behind it, and what is masked in front. Cached for all layers.
+
+    Args:
+        tokens: number of queries; the last key is the last query's own.
+        keys: number of keys.
+        window: keys that a query sees at most, its own included; None: all.
+        hidden: how many of the first keys each batch row does not see; None: all rows see all.
+        device: where the result lies.
+    Returns: bool [tokens, keys], or [batch, tokens, keys] where rows are masked.
+    """
+    with torch.inference_mode(False):
+        columns = torch.arange(keys, device=device)
+        distances = torch.arange(keys - tokens, keys, device=device)[:, None] - columns
+        unseen = distances < 0
+        if window is not None:
+            unseen = unseen | (distances >= window)
+        return unseen if hidden is None else unseen | (columns < to_device(hidden, device)[:, None, None])
+
+
+class SegmentAttention(AttentionProjections):
+    """Softmax attention with relative positions to the chunk so far and to hidden vectors cached before it."""
+
+    reads_borders = True
+    differentiable_state = False
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        linears: Linears,
+        specs: StateSpec,
+        *,
+        memory_length: int,
+        same_length: bool = False,
+        clamp_length: int | None = None,
+    ) -> None:
+        """Build the projections.
+
+        Args:
+            model: the model as its layers see it.
+            linears: makes the projections.
+            specs: the declared state, with `segment_specs`.
+            memory_length: hidden vectors in the cache.
+            same_length: whether every query sees `memory_length` keys, its own included.
+            clamp_length: distances beyond are taken for this one; None: none.
+        """
+        super().__init__(model, linears, specs)
+        self.segment = model.chunk_size
+        self.memory_length = memory_length
+        self.window = memory_length if same_length else None
+        self.clamp_length = clamp_length
+        init = normal(model.init_std)
+        self.distance_key = linears.column(model.hidden_size, model.heads * self.width, init)
+        self.biases = ScoreBiases(model.heads // linears.tp_size, self.width, model.init_std)
+
+    def columns_before(self, finished_tokens: int) -> int:
+        """Return how many columns a row sees in front of its open chunk, after so many tokens in finished chunks."""
+        return min(finished_tokens, self.memory_length)
+
+    def kept(self, state: State) -> Tensor:
+        """Return all columns of the state in front of the open chunk, the newest last: [columns, B, hidden_size]."""
+        cache: Tensor = state["memory"]
+        return cache
+
+    def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Mixer.forward`."""
+        state = detach(state)
+        x = self.linears.enter(hidden)
+        slices = block_slices(chunk, x.shape[0], self.segment)
+        # columns that no row sees are left out
+        seen = max(self.columns_before(tokens) for tokens in slices[0].finished_tokens)
+        before = torch.cat((last_columns(self.kept(state), seen), state["open_hidden"]))
+        query = self.queries(x)
+        own_keys, own_values = self.local(self.keys(x), self.heads_of(self.value, x))
+        # the columns before the call pass no gradient on; a chunk without any projects none, as ZeRO 3 gathers the
+        # projections from all ranks whenever one uses them
+        keys = torch.cat((self.keys(before), own_keys))
+        values = torch.cat((self.heads_of(self.value, before), own_values))
+        queries = self.biases(self.scaled_query(query))
+        distance_keys = self._distance_keys(keys.shape[0], x)
+        open_tokens = state["open_hidden"].shape[0]
+        if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
+            mixed = self._read(queries, keys, values, distance_keys, slices)
+        else:
+            rows = []
+            for row in range(chunk.rows):
+                of_row = slice(row, row + 1)
+                own = block_slices(row_chunk(chunk, row), x.shape[0], self.segment)
+                # in front of the row's own open columns stand those of other rows
+                foreign = open_tokens - own[0].offsets[0]
+                row_keys, row_values = (_without(y[:, of_row], seen, foreign) for y in (keys, values))
+                row_queries = tuple(y[:, of_row] for y in queries)
+                rows.append(self._read(row_queries, row_keys, row_values, distance_keys, own))
+            mixed = torch.cat(rows, dim=1)
+        return self.output(mixed.flatten(2)), self._written(x.detach(), state, chunk), {}
+
+    def _distance_keys(self, columns: int, like: Tensor) -> Tensor:
+        """Return W_r s_d of the distances columns, ..., 1, 0: [columns + 1, H, D]; like: x [T, B, hidden_size]."""
+        table = sinusoids(columns + 1, self.clamp_length, like.shape[2], like.dtype, like.device)
+        return self.heads_of(self.distance_key, table[:, None])[:, 0]
+
+    def _read(
+        self,
+        queries: tuple[Tensor, ...],
+        keys: Tensor,
+        values: Tensor,
+        distance_keys: Tensor,
+        slices: list[BlockSlice],
+    ) -> Tensor:
+        """Attend slice by slice; all rows are at the same place of their chunks.
+
+        Args:
+            queries: q + u and q + v, [T, B, H, D].
+            keys, values: of the columns before the call and of the call, [columns, B, kv heads, D].
+            distance_keys: `_distance_keys`.
+            slices: `block_slices` of the call.
+        Returns: [T, B, H, D].
+        """
+        before, outputs = keys.shape[0] - queries[0].shape[0], []
+        for part in slices:
+            seen = [self.columns_before(tokens) for tokens in part.finished_tokens]
+            longest = max(seen)
+            first, last = before + part.begin - part.offsets[0] - longest, before + part.end
+            hidden = None if min(seen) == longest else tuple(longest - count for count in seen)
+            unseen = unseen_keys(part.tokens, last - first, self.window, hidden, keys.device)
+            content, distance = (query[part.begin : part.end] for query in queries)
+            of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
+            outputs.append(
+                relative_attention(
+                    content, distance, keys[first:last], values[first:last], of_distances, unseen,
+                    fused=self.backend != "eager",
+                )
+            )  # fmt: skip
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _written(self, x: Tensor, state: State, chunk: Chunk) -> State:
+        """Return the state after the call's tokens x [T, B, hidden_size]."""
+        end = BlockSlice(0, 0, chunk.after(x.shape[0]).starts, self.segment)
+        begin = BlockSlice(0, 0, chunk.starts, self.segment)
+        open_before, open_after = state["open_hidden"].shape[0], max(end.offsets)
+        columns = torch.cat((state["memory"], state["open_hidden"], x))
+        if {*begin.offsets} == {open_before} and {*end.offsets} == {open_after}:
+            memory = columns[: columns.shape[0] - open_after]
+            new = {
+                "memory": last_columns(memory, self.memory_length),
+                "open_hidden": last_columns(columns, open_after),
+            }
+        else:
+            cached, opened = [], []
+            for row, (before, after) in enumerate(zip(begin.offsets, end.offsets, strict=True)):
+                own = _without(columns[:, row : row + 1], self.memory_length, open_before - before)
+                cached.append(last_columns(own[: own.shape[0] - after], self.memory_length))
+                # other rows have more open columns: in front of this row's own stand some that nobody reads
+                opened.append(F.pad(last_columns(own, after), (0, 0, 0, 0, open_after - after, 0)))
+            new = {"memory": torch.cat(cached, dim=1), "open_hidden": torch.cat(opened, dim=1)}
+        if chunk.begins_inside or min(chunk.starts) < 0:
+            # what stands before the document's own tokens is another document's, or padding
+            ages = torch.arange(self.memory_length, 0, -1, device=x.device)[:, None]
+            new["memory"] = new["memory"].where((ages <= to_device(end.finished_tokens, x.device))[..., None], 0.0)
+        # copies: views would keep all columns alive
+        return {name: columns.clone() for name, columns in new.items()}
+
+
+def _without(columns: Tensor, before: int, foreign: int) -> Tensor:
+    """Return columns [columns, B, ...] without the `foreign` ones behind the first `before`."""
+    return torch.cat((columns[:before], columns[before + foreign :])) if foreign else columns
