@@ -95,6 +95,12 @@ class Linears(Protocol):
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width / ranks] that are no tokens of the call: the same on each rank."""
 
+    def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
+        """Project rows x [rows, batch, width] as `column` does, without a gradient for its parameters."""
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x [...], as of terms of a loss; each rank's gradient is that of its own x."""
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
@@ -157,6 +163,15 @@ class PlainLinears:
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.whole`."""
         return cast(Tensor, row(x))
+
+    def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
+        """See `Linears.fixed`."""
+        assert isinstance(column, nn.Linear)
+        return F.linear(x, column.weight.detach(), None if column.bias is None else column.bias.detach())
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """See `Linears.sum_over_ranks`."""
+        return x
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """See `Linears.cross_entropy`; float64 logits stay in float64."""

@@ -37,8 +37,10 @@ def _unused(weight: Tensor) -> None:
 
 
 class _Column(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, inputs] -> [tokens, batch, outputs / ranks]."""
+    def forward(self, x: Tensor, fixed: bool = False) -> Tensor:
+        """[tokens, batch, inputs] -> [tokens, batch, outputs / ranks]; with `fixed` parameters get no gradient."""
+        if fixed:
+            return F.linear(x, self.weight.detach(), None if self.bias is None else self.bias.detach())
         out: Tensor = super().forward(x)[0]
         return out
 
@@ -153,6 +155,16 @@ class MegatronLinears:
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.whole`."""
         out: Tensor = row(x, whole=True)
+        return out
+
+    def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
+        """See `Linears.fixed`; x: [rows, batch, width]."""
+        out: Tensor = column(x, fixed=True)
+        return out
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """See `Linears.sum_over_ranks`; x: [...]."""
+        out: Tensor = reduce_from_tensor_model_parallel_region(x, group=self.group)
         return out
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:

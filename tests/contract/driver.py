@@ -47,7 +47,8 @@ class Alone(nn.Module):
             state = self.mixer.reset(state, here, x.device, x.dtype)
             output, state, extra = self.mixer(x[part], state, here)
             outputs.append(output)
-            losses = add_losses(losses, extra)
+            share = output.shape[0] / x.shape[0]
+            losses = add_losses(losses, {name: loss * share for name, loss in extra.items()})
         return torch.cat(outputs), {"layers.0": state}, losses
 
 
@@ -140,7 +141,7 @@ def every(step: int, tokens: int) -> range:
 def run(
     subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None, inside: bool = False
 ) -> tuple[Tensor, States, Losses]:
-    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, summed losses.
+    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, losses summed over tokens.
 
     With `inside` documents begin inside calls, which otherwise end there too. An architecture whose rows share a grid
     reads them in groups where they do not: then it has one set of states for each group, and none is returned.
@@ -156,7 +157,9 @@ def run(
         place = lanes.place(call) if inside else lanes.chunk(call.start)
         output, states, extra = subject(x[call], states, place)
         outputs.append(output)
-        losses = add_losses(losses, extra)
+        # each is a mean over the call's tokens and rows
+        counted = (call.stop - call.start) * x.shape[1]
+        losses = add_losses(losses, {name: loss * counted for name, loss in extra.items()})
     return torch.cat(outputs), states, losses
 
 

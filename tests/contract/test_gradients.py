@@ -16,15 +16,18 @@ def with_tensors(state, tensors):
     return map_state(lambda _: next(left), state)
 
 
-@pytest.mark.parametrize("seen", [CHUNK, CHUNK + 3], ids=["at_a_border", "inside_a_chunk"])
+@pytest.mark.parametrize("seen", [CHUNK, CHUNK + 3, 2 * CHUNK], ids=["at_a_border", "inside_a_chunk", "third_chunk"])
 def test_gradients_match_finite_differences(case, seen):
-    """With respect to the input, the incoming state and every parameter; the call runs across a chunk border."""
+    """With respect to the input, the incoming state and every parameter; the call runs across a chunk border.
+
+    A loss that trains one submodule alone is compared for that submodule's parameters, and reaches no others.
+    """
     mixer = make(case, "mixer", **TINY).mixer
     x = torch.randn(seen + CHUNK, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     state = mixer.initial_state(1, x.device, x.dtype)
-    for begin, end in ((0, CHUNK), (CHUNK, seen)):
-        if begin < end:
-            state = detach(mixer(x[begin:end], state, Chunk((begin,)))[1])
+    for begin, end in ((0, CHUNK), (CHUNK, 2 * CHUNK)):
+        if begin < min(end, seen):
+            state = detach(mixer(x[begin : min(end, seen)], state, Chunk((begin,)))[1])
     names = [name for name, _ in mixer.named_parameters()]
     arguments = [x[seen:], *state_tensors(state), *mixer.parameters()]
     arguments = [argument.detach().clone() for argument in arguments]
@@ -35,12 +38,28 @@ def test_gradients_match_finite_differences(case, seen):
     def call(*arguments):
         before = with_tensors(state, [arguments[i] for i in states])
         weights = dict(zip(names, arguments[states.stop :], strict=True))
-        hidden, after, losses = torch.func.functional_call(mixer, weights, (arguments[0], before, Chunk((seen,))))
+        return torch.func.functional_call(mixer, weights, (arguments[0], before, Chunk((seen,))))
+
+    def outputs(*arguments):
+        hidden, after, losses = call(*arguments)
         new = [t for t in state_tensors(after) if t.requires_grad and t.numel()]
-        return (hidden, *new, *(losses[name] for name in sorted(losses)))
+        return (hidden, *new, *(losses[name] for name in sorted(losses.keys() - mixer.trained_by.keys())))
 
     # central differences of step 1e-6 in float64 are good to about 1e-9 here; a missing term shows as 1e-2 and more
-    assert torch.autograd.gradcheck(call, arguments, eps=1e-6, atol=1e-7, rtol=1e-6)
+    assert torch.autograd.gradcheck(outputs, arguments, eps=1e-6, atol=1e-7, rtol=1e-6)
+    for loss, module in mixer.trained_by.items():
+        if loss not in call(*arguments)[2]:
+            continue
+        own = {states.stop + i for i, name in enumerate(names) if name.startswith(f"{module}.")}
+        value = call(*arguments)[2][loss]
+        wanted = [argument for argument in arguments if argument.requires_grad]
+        grads = iter(torch.autograd.grad(value, wanted, allow_unused=True))
+        for i, argument in enumerate(arguments):
+            if argument.requires_grad:
+                grad = next(grads)
+                assert i in own or grad is None or not grad.any(), names[i - states.stop]
+        fixed = [a if i in own else a.detach() for i, a in enumerate(arguments)]
+        assert torch.autograd.gradcheck(lambda *a: call(*a)[2][loss], fixed, eps=1e-6, atol=1e-7, rtol=1e-6)
 
 
 def test_gradients_reach_across_a_chunk_border_as_declared(case):
@@ -83,8 +102,8 @@ def test_recomputing_layers_in_the_backward_changes_nothing(case):
         stage = make(case, "stage")
         stage.recompute = recompute
         x = inputs(stage, 3 * CHUNK, 2)
-        output, states, _ = run(stage, x, one_grid(2), every(CHUNK, 3 * CHUNK))
-        stage.token_losses(output, x).sum().backward()
+        output, states, auxiliary = run(stage, x, one_grid(2), every(CHUNK, 3 * CHUNK))
+        (stage.token_losses(output, x).sum() + sum(auxiliary.values())).backward()
         found.append((output, list(state_tensors(states)), [p.grad for p in stage.parameters()]))
     (a, states_a, grads_a), (b, states_b, grads_b) = found
     assert torch.equal(a, b)

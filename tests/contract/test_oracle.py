@@ -31,4 +31,4 @@ def test_equals_the_naive_loop(case, layout):
             expected_losses[name] = expected_losses.get(name, 0) + value
     assert losses.keys() == expected_losses.keys()
     for name, value in expected_losses.items():
-        within("5 oracle: losses", abs(float(losses[name]) - float(value)), TOLERANCE)
+        within("5 oracle: losses", abs(float(losses[name].detach()) - float(value)), TOLERANCE)

@@ -24,6 +24,8 @@ MIXERS = {
     "full attention, bounded": {"kind": "full_attention", "max_chunks": 3},
     "transformer-xl": {"kind": "transformer_xl", "memory_length": 100},
     "transformer-xl, same length": {"kind": "transformer_xl", "same_length": True},
+    "compressive": {"kind": "compressive_transformer", "memory_length": 128, "compressed_length": 40},
+    "compressive, mean": {"kind": "compressive_transformer", "compression": "mean"},
     "infini": {"kind": "infini_attention"},
     "infini, linear": {"kind": "infini_attention", "update": "linear", "block": 32},
     "infini, in blocks, stopped": {"kind": "infini_attention", "block": 16, "stop_gradient": True},

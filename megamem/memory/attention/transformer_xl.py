@@ -52,7 +52,8 @@ class TransformerXLConfig(MixerConfig):
     def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
         """See `MixerConfig.mixing_flops`."""
         length = self.resolved(model)
-        return segment_flops(model, sequence_length, causal, length, length if self.same_length else None)
+        window = length if self.same_length else None
+        return segment_flops(model, sequence_length, causal, lambda begin: min(begin, length), window)
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Count the projection of distances, u and v."""

@@ -72,10 +72,11 @@ class QueryKeyNorm(nn.Module):
         self.linears = linears
         self.weight = declare(nn.Parameter(torch.empty(width)), constant(1.0))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, batch, local heads, head_dim] -> the same."""
+    def forward(self, x: Tensor, fixed: bool = False) -> Tensor:
+        """[tokens, batch, local heads, head_dim] -> the same; with `fixed` the weight gets no gradient."""
         # each tensor-parallel rank normalizes its own heads with the whole weight
-        return F.rms_norm(x, x.shape[-1:], self.linears.shared(self.weight), self.eps)
+        weight = self.weight.detach() if fixed else self.linears.shared(self.weight)
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
 
 class AttentionProjections(Mixer):

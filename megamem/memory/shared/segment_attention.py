@@ -11,6 +11,7 @@ Letters of shapes: T tokens of the call, M columns of the cache, B batch rows, H
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops, attention_flops, fixed_product, product
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, to_device
+from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype, to_device
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns
 from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.memory.shared.row_by_row import row_chunk
@@ -39,7 +40,7 @@ def segment_specs(memory_length: int) -> dict[str, TensorSpec]:
 
 
 def segment_flops(
-    model: ModelConfig, sequence_length: int, causal: bool, memory_length: int, window: int | None
+    model: ModelConfig, sequence_length: int, causal: bool, columns: Callable[[int], int], window: int | None
 ) -> dict[str, Flops]:
     """Return the FLOPs per token of attention to the chunk and a cache before it; see `MixerConfig.mixing_flops`.
 
@@ -47,12 +48,12 @@ def segment_flops(
     and counted for one of a single row.
 
     Args:
-        memory_length: columns of the cache.
+        columns: from the tokens before a chunk to the columns that it sees in front of it.
         window: keys that a query sees at most; None: all.
     """
     segment = min(model.chunk_size, sequence_length)
     begins = range(0, sequence_length, segment)
-    cached = [min(memory_length, begin) for begin in begins]
+    cached = [columns(begin) for begin in begins]
     if causal:
         keys = sum(min(m + i + 1, window or m + i + 1) for m in cached for i in range(segment)) / len(cached) / segment
         by_distance = keys
@@ -60,11 +61,11 @@ def segment_flops(
         keys = sum(cached) / len(cached) + segment
         by_distance = keys + 1
     heads, kv_heads = (n * model.resolved_head_dim for n in (model.heads, model.resolved_kv_heads))
-    columns = sum(cached) / len(cached) / segment
+    per_token = sum(cached) / len(cached) / segment
     return {
         "attention": attention_flops(model.heads, model.resolved_head_dim, keys) + product(2 * heads * by_distance),
-        "memory_projection": fixed_product(2 * model.hidden_size * 2 * kv_heads * columns),
-        "distance_projection": fixed_product(2 * model.hidden_size * heads * (columns + 1 + 1 / segment)),
+        "memory_projection": fixed_product(2 * model.hidden_size * 2 * kv_heads * per_token),
+        "distance_projection": fixed_product(2 * model.hidden_size * heads * (per_token + 1 + 1 / segment)),
     }
 
 
@@ -117,6 +118,8 @@ class SegmentAttention(AttentionProjections):
 
     reads_borders = True
     differentiable_state = False
+    counts_attention = False
+    """Whether `mix` sums up the attention that each column gets."""
 
     def __init__(
         self,
@@ -158,25 +161,31 @@ class SegmentAttention(AttentionProjections):
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
-        state = detach(state)
-        x = self.linears.enter(hidden)
+        mixed, state, _ = self.mix(self.linears.enter(hidden), detach(state), chunk)
+        return self.output(mixed.flatten(2)), state, {}
+
+    def mix(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Tensor | None]:
+        """Attend from the tokens x [T, B, hidden_size] of a call or of a part of one, and write the state.
+
+        Returns: what the heads put out [T, B, H, D]; the new state; where `counts_attention` says so, the attention of
+        all local heads to the cache, [M, B].
+        """
         slices = block_slices(chunk, x.shape[0], self.segment)
         # columns that no row sees are left out
         seen = max(self.columns_before(tokens) for tokens in slices[0].finished_tokens)
+        open_tokens = state["open_hidden"].shape[0]
         before = torch.cat((last_columns(self.kept(state), seen), state["open_hidden"]))
-        query = self.queries(x)
         own_keys, own_values = self.local(self.keys(x), self.heads_of(self.value, x))
-        # the columns before the call pass no gradient on; a chunk without any projects none, as ZeRO 3 gathers the
-        # projections from all ranks whenever one uses them
+        # what came with the state passes no gradient on, so it is projected by itself; where nothing has come too, as
+        # ZeRO 3 gathers the projections from all ranks whenever one uses them
         keys = torch.cat((self.keys(before), own_keys))
         values = torch.cat((self.heads_of(self.value, before), own_values))
-        queries = self.biases(self.scaled_query(query))
+        queries = self.biases(self.scaled_query(self.queries(x)))
         distance_keys = self._distance_keys(keys.shape[0], x)
-        open_tokens = state["open_hidden"].shape[0]
         if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
-            mixed = self._read(queries, keys, values, distance_keys, slices)
+            mixed, received = self._read(queries, keys, values, distance_keys, slices)
         else:
-            rows = []
+            rows, of_rows = [], []
             for row in range(chunk.rows):
                 of_row = slice(row, row + 1)
                 own = block_slices(row_chunk(chunk, row), x.shape[0], self.segment)
@@ -184,9 +193,19 @@ class SegmentAttention(AttentionProjections):
                 foreign = open_tokens - own[0].offsets[0]
                 row_keys, row_values = (_without(y[:, of_row], seen, foreign) for y in (keys, values))
                 row_queries = tuple(y[:, of_row] for y in queries)
-                rows.append(self._read(row_queries, row_keys, row_values, distance_keys, own))
+                row_mixed, row_received = self._read(row_queries, row_keys, row_values, distance_keys, own)
+                rows.append(row_mixed)
+                of_rows.append(row_received)
             mixed = torch.cat(rows, dim=1)
-        return self.output(mixed.flatten(2)), self._written(x.detach(), state, chunk), {}
+            received = torch.cat([row_received[:seen] for row_received in of_rows], dim=1)
+        return mixed, self._written(x, state, chunk), self._of_cache(received[:seen])
+
+    def _of_cache(self, received: Tensor) -> Tensor | None:
+        """Return the attention [columns, B] to columns in front of the open chunk, of the cache alone: [M, B]."""
+        if not self.counts_attention:
+            return None
+        cached = last_columns(received, min(self.memory_length, received.shape[0]))
+        return F.pad(cached, (0, 0, self.memory_length - cached.shape[0], 0))
 
     def _distance_keys(self, columns: int, like: Tensor) -> Tensor:
         """Return W_r s_d of the distances columns, ..., 1, 0: [columns + 1, H, D]; like: x [T, B, hidden_size]."""
@@ -200,7 +219,7 @@ class SegmentAttention(AttentionProjections):
         values: Tensor,
         distance_keys: Tensor,
         slices: list[BlockSlice],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Attend slice by slice; all rows are at the same place of their chunks.
 
         Args:
@@ -208,9 +227,10 @@ class SegmentAttention(AttentionProjections):
             keys, values: of the columns before the call and of the call, [columns, B, kv heads, D].
             distance_keys: `_distance_keys`.
             slices: `block_slices` of the call.
-        Returns: [T, B, H, D].
+        Returns: [T, B, H, D]; the attention to each column [columns, B], zeros unless `counts_attention`.
         """
         before, outputs = keys.shape[0] - queries[0].shape[0], []
+        received = torch.zeros(keys.shape[:2], dtype=state_dtype(keys.dtype), device=keys.device)
         for part in slices:
             seen = [self.columns_before(tokens) for tokens in part.finished_tokens]
             longest = max(seen)
@@ -219,13 +239,14 @@ class SegmentAttention(AttentionProjections):
             unseen = unseen_keys(part.tokens, last - first, self.window, hidden, keys.device)
             content, distance = (query[part.begin : part.end] for query in queries)
             of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
-            outputs.append(
-                relative_attention(
-                    content, distance, keys[first:last], values[first:last], of_distances, unseen,
-                    fused=self.backend != "eager",
-                )
+            output, counted = relative_attention(
+                content, distance, keys[first:last], values[first:last], of_distances, unseen,
+                fused=self.backend != "eager", count=self.counts_attention,
             )  # fmt: skip
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            outputs.append(output)
+            if counted is not None:
+                received[first:last] += counted
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), received
 
     def _written(self, x: Tensor, state: State, chunk: Chunk) -> State:
         """Return the state after the call's tokens x [T, B, hidden_size]."""

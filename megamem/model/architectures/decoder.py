@@ -107,7 +107,9 @@ class Decoder(Stage):
         for part in parts:
             output, states, extra = self.run_layers(hidden[part], states, chunk.part(part.start, part.stop))
             outputs.append(output)
-            losses = add_losses(losses, extra)
+            # each is a mean over the tokens of its call
+            share = (part.stop - part.start) / tokens
+            losses = add_losses(losses, {name: loss * share for name, loss in extra.items()})
         return torch.cat(outputs), states, losses
 
     def _read_with_side_rows(

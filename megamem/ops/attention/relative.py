@@ -52,7 +52,8 @@ def relative_attention(
     distance_key: Tensor,
     unseen: Tensor,
     fused: bool = True,
-) -> Tensor:
+    count: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Attend from each query to the keys that it sees.
 
     Args:
@@ -62,7 +63,9 @@ def relative_attention(
         distance_key: r_d of the distances K, ..., 1, 0: [K + 1, H, D].
         unseen: which keys a query does not see, bool [T, K] or [B, T, K]: at least those behind it.
         fused: False computes in float32 at least, operation by operation (for tests).
-    Returns: [T, B, H, D] in the query's dtype.
+        count: whether to sum up the attention that each key gets.
+    Returns: [T, B, H, D] in the query's dtype; with `count` the attention of all queries and heads to each key, [K, B]
+        in float32 at least and off the graph, else None.
     """
     tokens, batch, heads, width = content_query.shape
     given, compute = content_query.dtype, content_query.dtype
@@ -75,15 +78,18 @@ def relative_attention(
     by_distance = (_heads_first(distance_query).to(compute) * width**-0.5).flatten(1, 2)
     table = by_distance @ distance_key.to(compute).permute(1, 2, 0)  # [H, B T, K + 1]
     bias = table.view(heads, batch, -1)[..., tokens:].unflatten(-1, (tokens, -1))  # [H, B, T, K]
-    if fused and query.is_cuda:
+    received: Tensor | None = None
+    if fused and query.is_cuda and not count:
         bias = bias.masked_fill(unseen, -torch.inf)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=1.0)
     else:
         scores = torch.baddbmm(bias.flatten(0, 1), query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
         scores = scores.unflatten(0, (heads, batch)).masked_fill_(unseen, -torch.inf)
         exact = torch.float64 if compute == torch.float64 else torch.float32
-        out = scores.softmax(dim=-1, dtype=exact).to(compute) @ values
-    return out.permute(2, 1, 0, 3).to(given)
+        shares = scores.softmax(dim=-1, dtype=exact)
+        received = shares.detach().sum((0, 2)).T if count else None
+        out = shares.to(compute) @ values
+    return out.permute(2, 1, 0, 3).to(given), received
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Answer:
     state: dict[str, Any]
     """The state after the last token, in the declared layout with one batch row."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Auxiliary losses by name, summed."""
+    """Auxiliary losses by name, each summed over the tokens."""
 
 
 def heads(hidden: Tensor, weight: Tensor, width: int) -> Tensor:

@@ -21,8 +21,8 @@ def wave(distance: int, width: int) -> Tensor:
     return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
 
 
-def weighted(query: Tensor, head: int, keys: list[Tensor], values: list[Tensor], distances: list[int], weights) -> Tensor:
-    """Return what one head's query [width] reads of keys and values at their distances."""
+def shares(query: Tensor, head: int, keys: list[Tensor], distances: list[int], weights) -> list[float]:
+    """Return how much of its attention one head's query [width] gives to each of keys [width] at their distances."""
     u, v = weights["biases.content"][head], weights["biases.distance"][head]
     of_distances = weights["distance_key.weight"].view(len(weights["biases.content"]), len(query), -1)[head]
     scores = [
@@ -31,7 +31,7 @@ def weighted(query: Tensor, head: int, keys: list[Tensor], values: list[Tensor],
         for key, d in zip(keys, distances, strict=True)
     ]
     total = sum(math.exp(score) for score in scores)
-    return sum(math.exp(score) / total * value for score, value in zip(scores, values, strict=True))
+    return [math.exp(score) / total for score in scores]
 
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
@@ -49,9 +49,8 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         for h in range(model.heads):
             g = h // (model.heads // model.resolved_kv_heads)
             distances = [min(t - j, clamp) for j in seen]
-            mixed.append(
-                weighted(query[t, h], h, [key[j, g] for j in seen], [value[j, g] for j in seen], distances, weights)
-            )
+            p = shares(query[t, h], h, [key[j, g] for j in seen], distances, weights)
+            mixed.append(sum(share * value[j, g] for share, j in zip(p, seen, strict=True)))
         outputs.append(weights["output.weight"] @ torch.cat(mixed))
     done = len(hidden) - len(hidden) % chunk
     memory = torch.cat((torch.zeros(length, hidden.shape[1], dtype=hidden.dtype), hidden[:done]))[-length:]
