@@ -9,7 +9,7 @@ and the sum inside `row`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -95,6 +95,9 @@ class Linears(Protocol):
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width / ranks] that are no tokens of the call: the same on each rank."""
 
+    def row_sum(self, rows: Sequence[tuple[nn.Module, Tensor]]) -> Tensor:
+        """Return the sum of what `row` layers make of their inputs [tokens, batch, width / ranks]: one sum over ranks."""
+
     def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width] as `column` does, without a gradient for its parameters."""
 
@@ -163,6 +166,14 @@ class PlainLinears:
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.whole`."""
         return cast(Tensor, row(x))
+
+    def row_sum(self, rows: Sequence[tuple[nn.Module, Tensor]]) -> Tensor:
+        """See `Linears.row_sum`."""
+        (layer, x), *others = rows
+        total: Tensor = layer(x)
+        for other, of_other in others:
+            total = total + other(of_other)
+        return total
 
     def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.fixed`."""

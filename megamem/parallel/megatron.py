@@ -6,6 +6,7 @@ it), `row` all-reduces in the forward; with sequence parallelism they become all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,8 +49,22 @@ class _Column(ColumnParallelLinear):
 class _Row(RowParallelLinear):
     linears: MegatronLinears
 
-    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
-        """[tokens, batch, inputs / ranks] -> [tokens, batch, outputs]; with `whole` tokens are never split."""
+    def forward(
+        self, x: Tensor, whole: bool = False, partial: bool = False, plus: Tensor | None = None
+    ) -> Tensor:
+        """[tokens, batch, inputs / ranks] -> [tokens, batch, outputs].
+
+        whole: tokens are never split. partial: this rank's part of the sum. plus: other layers' parts, summed along.
+        """
+        if partial:
+            return F.linear(x, self.weight)
+        if plus is not None:
+            total = F.linear(x, self.weight) + plus
+            if self.linears.sequence_parallel:
+                total = reduce_scatter_tokens(total, self.tp_group)
+            else:
+                total = reduce_from_tensor_model_parallel_region(total, group=self.tp_group)
+            return total if self.bias is None else total + self.linears.outside(self.bias)
         if self.linears.sequence_parallel and not whole:
             own = reduce_scatter_tokens(F.linear(x, self.weight), self.tp_group)
             return own if self.bias is None else own + self.linears.outside(self.bias)
@@ -155,6 +170,13 @@ class MegatronLinears:
     def whole(self, row: nn.Module, x: Tensor) -> Tensor:
         """See `Linears.whole`."""
         out: Tensor = row(x, whole=True)
+        return out
+
+    def row_sum(self, rows: Sequence[tuple[nn.Module, Tensor]]) -> Tensor:
+        """See `Linears.row_sum`; inputs: [tokens, batch, width / ranks]. Biases of all but the first are left out."""
+        (layer, x), *others = rows
+        parts = [other(of_other, partial=True) for other, of_other in others]
+        out: Tensor = layer(x, plus=sum(parts[1:], parts[0])) if parts else layer(x)
         return out
 
     def fixed(self, column: nn.Module, x: Tensor) -> Tensor:

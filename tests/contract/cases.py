@@ -70,6 +70,8 @@ class Case:
 
 QK_NORM = {"qk_norm": True}
 
+SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
+
 ALL_CASES = [
     Case("local_attention", "chunk", core=False),
     Case("local_attention", "short_block", {"block": 4}, core=False),
@@ -90,6 +92,16 @@ ALL_CASES = [
     Case("compressive_transformer", "max", {"compression": "max", "compressed_length": 3}, core=False),
     Case("compressive_transformer", "most_used", {"compression": "most_used", "ratio": 2}, core=False),
     Case("compressive_transformer", "qk_norm", {"reconstruction_weight": 0.5}, shape=QK_NORM, core=False),
+    Case("infinity_former", "local", {**SIGNAL, "kl_weight": 0.1}, queries_per_key=2, core=False),
+    Case("infinity_former", "short_memory", {**SIGNAL, "short_memory": 8, "tau": 0.7, "restart_after": 16}, core=False),
+    Case("infinity_former", "sticky", {**SIGNAL, "short_memory": 8, "sticky": "random", "bins": 9}, queries_per_key=2),
+    Case(
+        "infinity_former",
+        "sticky_local",
+        {**SIGNAL, "sticky": "spread", "bin_place": 0.0, "padding": "none", "gate_init": 0.4, "kl_mean": 0.3},
+        core=False,
+    ),
+    Case("infinity_former", "qk_norm", SIGNAL, shape=QK_NORM, core=False),
     Case("infini_attention", "delta", core=False),
     Case("infini_attention", "qk_norm", {"block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("infini_attention", "linear", {"update": "linear", "gate_init": 1.0}, core=False),

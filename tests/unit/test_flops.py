@@ -114,8 +114,8 @@ def counted(model: ModelConfig) -> tuple[float, float]:
     with FlopCounterMode(display=False, custom_mapping=SOLVES) as forward:
         for c in range(CHUNKS):
             part = tokens[c * CHUNK : (c + 1) * CHUNK]
-            hidden, states, _ = stage(part, states, Chunk((c * CHUNK,) * ROWS))
-            losses.append(stage.token_losses(hidden, part).sum())
+            hidden, states, auxiliary = stage(part, states, Chunk((c * CHUNK,) * ROWS))
+            losses += [stage.token_losses(hidden, part).sum(), *auxiliary.values()]
     with FlopCounterMode(display=False, custom_mapping=SOLVES) as backward:
         torch.stack(losses).sum().backward()
     return forward.get_total_flops() / tokens.numel(), backward.get_total_flops() / tokens.numel()

@@ -198,7 +198,8 @@ class CompressiveTransformer(SegmentAttention):
         outputs = []
         for part in block_slices(chunk, x.shape[0], self.segment):
             state = self.reset_inside(state, part.begin, part.starts, x)
-            mixed, new, received = self.mix(x[part.begin : part.end], state, chunk.part(part.begin, part.end))
+            tokens, here = x[part.begin : part.end], chunk.part(part.begin, part.end)
+            mixed, new, received = self.mix(tokens, self.queries(tokens), state, here)
             outputs.append(mixed)
             if received is not None:
                 state = {**state, "attention": state["attention"] + self.linears.sum_over_ranks(received)}

@@ -161,12 +161,16 @@ class SegmentAttention(AttentionProjections):
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
-        mixed, state, _ = self.mix(self.linears.enter(hidden), detach(state), chunk)
+        x = self.linears.enter(hidden)
+        mixed, state, _ = self.mix(x, self.queries(x), detach(state), chunk)
         return self.output(mixed.flatten(2)), state, {}
 
-    def mix(self, x: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Tensor | None]:
-        """Attend from the tokens x [T, B, hidden_size] of a call or of a part of one, and write the state.
+    def mix(
+        self, x: Tensor, query: Tensor, state: State, chunk: Chunk
+    ) -> tuple[Tensor, State, Tensor | None]:
+        """Attend from the tokens of a call or of a part of one, and write the state.
 
+        x: the tokens [T, B, hidden_size]; query: `queries` of them [T, B, H, D].
         Returns: what the heads put out [T, B, H, D]; the new state; where `counts_attention` says so, the attention of
         all local heads to the cache, [M, B].
         """
@@ -180,7 +184,7 @@ class SegmentAttention(AttentionProjections):
         # ZeRO 3 gathers the projections from all ranks whenever one uses them
         keys = torch.cat((self.keys(before), own_keys))
         values = torch.cat((self.heads_of(self.value, before), own_values))
-        queries = self.biases(self.scaled_query(self.queries(x)))
+        queries = self.biases(self.scaled_query(query))
         distance_keys = self._distance_keys(keys.shape[0], x)
         if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
             mixed, received = self._read(queries, keys, values, distance_keys, slices)
