@@ -186,7 +186,8 @@ class MegatronLinears:
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """See `Linears.sum_over_ranks`; x: [...]."""
-        out: Tensor = reduce_from_tensor_model_parallel_region(x, group=self.group)
+        # Megatron-Core sums into a copy of what is not contiguous, and returns the original
+        out: Tensor = reduce_from_tensor_model_parallel_region(x.contiguous(), group=self.group)
         return out
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from megamem.parallel.sequence import split_tokens
 from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
 from tests.contract.driver import CPU, Lanes, every, inputs, make
 
-TOKENS = 3 * CHUNK
+TOKENS = 4 * CHUNK
 HEADS = 8
 """So many that even two queries per key leave a key head for each of 4 ranks."""
 LANES = Lanes(((0,), (0, CHUNK)))

@@ -22,7 +22,7 @@ from tests.contract.driver import CPU, inputs, make
 from tests.contract.observe import HEADS, LANES, TP_SIZES
 
 WORLD = 4
-SAVED, TOKENS = 2 * CHUNK, 3 * CHUNK
+SAVED, TOKENS = 3 * CHUNK, 4 * CHUNK
 ROWS = WORLD * len(LANES.begins)
 """Rows of the whole batch, data-parallel ranks share them; every second one begins a document at its second chunk."""
 

@@ -247,8 +247,8 @@ class CompressiveTransformer(SegmentAttention):
             return grouped.mean(1)
         if self.config.compression == "max":
             return grouped.amax(1)
-        most = state["attention"][: self.segment].topk(self.segment // self.config.ratio, dim=0).indices
-        chosen = most.sort(dim=0).values  # they stay in order
+        most = state["attention"][: self.segment].T.topk(self.segment // self.config.ratio).indices
+        chosen = most.sort().values.T  # they stay in order
         return evicted.gather(0, chosen[..., None].expand(-1, -1, evicted.shape[2]))
 
     def _reconstruction(self, segment: Tensor, evicted: Tensor, made: Tensor, full: list[bool]) -> Tensor:
