@@ -65,8 +65,8 @@ class InfinityFormerConfig(MixerConfig):
     """Places M at which the old signal is read when it is fitted anew."""
     tau: float = 0.5
     """Share of [0, 1] that the old signal keeps, between 0 and 1; what is new gets the rest."""
-    padding: Padding = "zeros"
-    """`zeros` fits the signal to zeros around [0, 1] too, as the authors' code; `none` to the vectors alone."""
+    padding: Padding = "none"
+    """`none` fits the signal to the vectors alone, as the paper; `zeros` to zeros around [0, 1] too, as the authors' code."""
     short_memory: PositiveInt | None = None
     """Tokens before the chunk whose hidden states are kept as they are (Transformer-XL), a multiple of the chunk; if not
     given, attention is local to the chunk."""
