@@ -3,8 +3,8 @@
     python -m benchmarks.continuous_memory
 
 Vectors of white noise, and of a random walk of the same variance, are written chunk by chunk as the mixer writes them.
-Then the signal is read where each vector lies. Printed is the mean squared error over the variance, for the newest chunk
-and the ones before it; 1 is what reading zeros gives. No learned part takes part.
+Then the signal is read where each vector lies. Printed is the mean squared error over the variance, for the newest
+chunk and the ones before it; 1 is what reading zeros gives. No learned part takes part.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
+from megamem.config.model_checks import check_layers, check_side_rows, check_sizes
 from megamem.config.mup import MupConfig, share
 from megamem.config.registry import Registry
 
@@ -47,6 +48,10 @@ class MixerConfig(ConfigModel):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""
         return 0
+
+    def rotates(self) -> bool:
+        """Return whether queries and keys are rotated where `model.positions` is rotary, which needs an even width."""
+        return True
 
     def query_key_norms(self) -> int:
         """Return how many pairs of norms of queries and keys a layer has with `model.qk_norm`; 0 without softmax."""
@@ -167,7 +172,8 @@ class ModelConfig(ConfigModel):
     head_dim: PositiveInt | None = None
     """Width of a head; hidden_size / heads if not given."""
     ffn_size: PositiveInt | None = None
-    """Inner width of the MLP; if not given, 8/3 of hidden_size rounded up to a multiple of 64, 4 times with `gelu`."""
+    """Inner width of the MLP; if not given, 8/3 of hidden_size rounded up to a multiple of 64, and 4 times with
+    `gelu` or `relu`."""
     vocab_size: PositiveInt = 32_000
     """Tokens that can be read and predicted; the tokenizer may have fewer pieces, never more."""
     padded_vocab_size: PositiveInt | None = None
@@ -182,8 +188,11 @@ class ModelConfig(ConfigModel):
     """Layers with another mixer, usually a memory mechanism."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm as GPT-2 has it."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """Where a layer normalizes: what its mixer and its MLP are given, or the residual stream behind each of them as
+    the first Transformers did; then there is no norm in front of the output head."""
+    mlp: Literal["swiglu", "gelu", "relu"] = "swiglu"
+    """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it, or a ReLU as Transformer-XL."""
     bias: bool = False
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
     qk_norm: bool = False
@@ -194,6 +203,8 @@ class ModelConfig(ConfigModel):
     """Rows of that table, a multiple of chunk_size. Positions beyond begin at its first row again."""
     tie_embeddings: bool = False
     """Use the embedding's weight as the output head's too."""
+    scale_embedding: bool = False
+    """Multiply embeddings by sqrt(hidden_size), as the first Transformers did."""
     rope_theta: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -233,7 +244,7 @@ class ModelConfig(ConfigModel):
     @property
     def resolved_ffn_size(self) -> int:
         """The inner width of the MLP, given or not."""
-        if self.mlp == "gelu":
+        if self.mlp != "swiglu":
             return self.ffn_size or 4 * self.hidden_size
         return self.ffn_size or -(-(8 * self.hidden_size) // (3 * 64)) * 64
 
@@ -251,6 +262,11 @@ class ModelConfig(ConfigModel):
     def norm_vectors(self) -> int:
         """The number of parameters of one norm."""
         return self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
+
+    @property
+    def last_norm_vectors(self) -> int:
+        """The number of parameters of the norm in front of the output head; 0 where layers end with one."""
+        return self.norm_vectors if self.norm_position == "pre" else 0
 
     @property
     def base(self) -> ModelConfig:
@@ -324,40 +340,15 @@ class ModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
-        if self.head_dim is None and self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
-                "choose a multiple or give head_dim"
-            )
-        if self.resolved_head_dim % 2:
-            raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
-        if self.heads % self.resolved_kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
-        if self.resolved_padded_vocab_size < self.vocab_size:
-            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
-        if (self.positions == "learned") != (self.max_positions is not None):
-            raise ValueError(
-                f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "
-                "need it, rotary ones have no table"
-            )
-        if self.max_positions is not None and self.max_positions % self.chunk_size:
-            raise ValueError(
-                f"max_positions {self.max_positions} is not a multiple of chunk_size {self.chunk_size}: the table "
-                "would begin again inside a chunk"
-            )
-        seen: set[int] = set()
-        for entry in self.memory:
-            for layer in entry.layers:
-                if layer >= self.layers:
-                    raise ValueError(f"memory.layers: {layer} does not exist; layers go from 0 to {self.layers - 1}")
-                if layer in seen:
-                    raise ValueError(f"memory.layers: layer {layer} has two mixers")
-                seen.add(layer)
+        check_sizes(self)
+        check_layers(self)
+        if self.scale_embedding and self.mup is not None:
+            raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         if self.qk_norm and not any(self.mixer_at(layer).query_key_norms() for layer in range(self.layers)):
             raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
         self.architecture.check(self)
         inner = self.layer_model
-        self._check_side_rows()
+        check_side_rows(self)
         for layer in range(self.layers):
             try:
                 self.mixer_at(layer).check(inner)
@@ -377,19 +368,3 @@ class ModelConfig(ConfigModel):
                 message = reason.removeprefix("Value error, ")
                 raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
         return self
-
-    def _check_side_rows(self) -> None:
-        """Raise ValueError where layers do not agree on the side rows they share, or nobody would carry them."""
-        inner, counts = self.layer_model, dict[int, int]()
-        for layer in range(self.layers):
-            if count := self.mixer_at(layer).side_rows(inner):
-                counts.setdefault(count, layer)
-        if len(counts) > 1:
-            given = " and ".join(f"{count} (layer {layer})" for count, layer in counts.items())
-            raise ValueError(f"layers share one set of side rows, but are given {given}; use one number for all")
-        if counts and self.architecture.kind != "decoder":
-            (layer,) = counts.values()
-            raise ValueError(
-                f"architecture {self.architecture.kind} carries no side rows, which {self.mixer_at(layer).kind} "
-                f"(layer {layer}) takes up the layers; use architecture decoder"
-            )

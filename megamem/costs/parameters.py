@@ -50,7 +50,7 @@ def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
     if not model.bias:
         return norms
     projections = (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + model.hidden_size
-    return norms + projections + (1 if model.mlp == "gelu" else 2) * model.resolved_ffn_size + model.hidden_size
+    return norms + projections + (2 if model.mlp == "swiglu" else 1) * model.resolved_ffn_size + model.hidden_size
 
 
 def row_parameters(model: ModelConfig) -> int:
@@ -85,7 +85,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     inner = {
         "attention": sum(layer.attention for layer in layers),
         "mlp": sum(layer.mlp for layer in layers),
-        "norms": sum(layer.norms for layer in layers) + model.norm_vectors,
+        "norms": sum(layer.norms for layer in layers) + model.last_norm_vectors,
         "memory": sum(layer.memory for layer in layers) + row_parameters(model),
     }
     outer = {
@@ -104,5 +104,5 @@ def parameter_costs(model: ModelConfig) -> PartCosts:
     return PartCosts(
         tuple(float(layer.total) for layer in layer_parameters(model)),
         float(first_stage_parameters(model)),
-        float(vocabulary_parameters(model) + model.norm_vectors),
+        float(vocabulary_parameters(model) + model.last_norm_vectors),
     )

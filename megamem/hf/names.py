@@ -32,7 +32,8 @@ def is_llama(model: ModelConfig) -> bool:
     plain = (model.norm, model.mlp, model.bias, model.positions) == ("rms", "swiglu", False, "rotary")
     return (
         plain
-        and not model.qk_norm
+        and not (model.qk_norm or model.scale_embedding)
+        and model.norm_position == "pre"
         and model.architecture.kind == "decoder"
         and model.score_scale == model.logit_scale == 1.0
         and model.resolved_padded_vocab_size == model.vocab_size

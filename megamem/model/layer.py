@@ -1,4 +1,4 @@
-"""One layer of a model: a mixer and an MLP, each normalized before and added to the residual stream."""
+"""One layer of a model: a mixer and an MLP, each added to the residual stream and normalized before or behind."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Layer(nn.Module):
         self.takes_side_rows = config.side_rows(model) > 0
         self.mlp_norm = make_norm(model, linears)
         self.mlp = make_mlp(model, linears)
+        self.norms_behind = model.norm_position == "post"
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read one call's tokens.
@@ -40,9 +41,14 @@ class Layer(nn.Module):
             return self._document_by_document(hidden, state, chunk)
         if chunk.side_rows and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
-        mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
-        hidden = hidden + mixed
-        hidden = hidden + self.mlp(self.mlp_norm(hidden))
+        if self.norms_behind:
+            mixed, state, losses = self.mixer.forward(hidden, state, chunk)
+            hidden = self.mixer_norm(hidden + mixed)
+            hidden = self.mlp_norm(hidden + self.mlp(hidden))
+        else:
+            mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
+            hidden = hidden + mixed
+            hidden = hidden + self.mlp(self.mlp_norm(hidden))
         hidden, state = self.mixer.after_layer(hidden, state, chunk)
         return hidden, state, losses
 

@@ -1,4 +1,4 @@
-"""MLPs of layers: SwiGLU, and two projections with a GELU between them as GPT-2 has it."""
+"""MLPs of layers: SwiGLU, and two projections with a GELU or a ReLU between them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,28 @@ class SwiGLU(nn.Module):
         return out
 
 
-class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with GELU's tanh form, inner units split over ranks (GPT-2)."""
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, elementwise: [...]."""
+    return F.gelu(x, approximate="tanh")
+
+
+class TwoLayerMLP(nn.Module):
+    """down(f(up(x))), inner units split over ranks: f is GELU's tanh form (GPT-2) or ReLU (Vaswani et al. 2017)."""
 
     def __init__(self, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
         self.linears = linears
+        self.activation = gelu if model.mlp == "gelu" else F.relu
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
         self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.bias)
         self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
-        out: Tensor = self.down(F.gelu(self.up(self.linears.enter(hidden)), approximate="tanh"))
+        out: Tensor = self.down(self.activation(self.up(self.linears.enter(hidden))))
         return out
 
 
 def make_mlp(model: ModelConfig, linears: Linears) -> nn.Module:
     """Return the MLP of `model.mlp`."""
-    return SwiGLU(model, linears) if model.mlp == "swiglu" else GeluMLP(model, linears)
+    return SwiGLU(model, linears) if model.mlp == "swiglu" else TwoLayerMLP(model, linears)

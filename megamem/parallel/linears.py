@@ -96,7 +96,7 @@ class Linears(Protocol):
         """Project rows x [rows, batch, width / ranks] that are no tokens of the call: the same on each rank."""
 
     def row_sum(self, rows: Sequence[tuple[nn.Module, Tensor]]) -> Tensor:
-        """Return the sum of what `row` layers make of their inputs [tokens, batch, width / ranks]: one sum over ranks."""
+        """Return the sum of what `row` layers make of inputs [tokens, batch, width / ranks], summed over ranks once."""
 
     def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width] as `column` does, without a gradient for its parameters."""

@@ -49,9 +49,7 @@ class _Column(ColumnParallelLinear):
 class _Row(RowParallelLinear):
     linears: MegatronLinears
 
-    def forward(
-        self, x: Tensor, whole: bool = False, partial: bool = False, plus: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, whole: bool = False, partial: bool = False, plus: Tensor | None = None) -> Tensor:
         """[tokens, batch, inputs / ranks] -> [tokens, batch, outputs].
 
         whole: tokens are never split. partial: this rank's part of the sum. plus: other layers' parts, summed along.

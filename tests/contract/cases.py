@@ -93,7 +93,12 @@ ALL_CASES = [
     Case("compressive_transformer", "most_used", {"compression": "most_used", "ratio": 2}, core=False),
     Case("compressive_transformer", "qk_norm", {"reconstruction_weight": 0.5}, shape=QK_NORM, core=False),
     Case("infinity_former", "local", {**SIGNAL, "kl_weight": 0.1}, queries_per_key=2, core=False),
-    Case("infinity_former", "short_memory", {**SIGNAL, "short_memory": 8, "tau": 0.7, "restart_after": 16, "padding": "zeros"}, core=False),
+    Case(
+        "infinity_former",
+        "short_memory",
+        {**SIGNAL, "short_memory": 8, "tau": 0.7, "restart_after": 16, "padding": "zeros"},
+        core=False,
+    ),
     Case("infinity_former", "sticky", {**SIGNAL, "short_memory": 8, "sticky": "random", "bins": 9}, queries_per_key=2),
     Case(
         "infinity_former",

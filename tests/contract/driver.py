@@ -141,7 +141,9 @@ def every(step: int, tokens: int) -> range:
 def run(
     subject: Subject, x: Tensor, lanes: Lanes, cuts: Iterable[int], states: States | None = None, inside: bool = False
 ) -> tuple[Tensor, States, Losses]:
-    """All tokens of x in the calls that `cuts` make; outputs [tokens, rows, width], final states, losses summed over tokens.
+    """All tokens of x in the calls that `cuts` make: outputs [tokens, rows, width], final states, losses.
+
+    Losses are summed over tokens and rows.
 
     With `inside` documents begin inside calls, which otherwise end there too. An architecture whose rows share a grid
     reads them in groups where they do not: then it has one set of states for each group, and none is returned.

@@ -1,8 +1,8 @@
 """Compressive Transformer: what leaves the cache is compressed and kept behind it.
 
 Rae et al., "Compressive Transformers for Long-Range Sequence Modelling", 2020, over the attention of Transformer-XL. A
-query sees the compressed memory, the cache and its chunk; each compressed vector counts as one position. When a chunk of
-L tokens is finished, the oldest L vectors of the cache leave it:
+query sees the compressed memory, the cache and its chunk; each compressed vector counts as one position. When a chunk
+of L tokens is finished, the oldest L vectors of the cache leave it:
 
     E   = the oldest L of m;    m' = the newest `memory_length` of [m; h]
     C   = f(E), L / ratio vectors;    c' = the newest `compressed_length` of [c; C]
@@ -70,7 +70,9 @@ class CompressiveTransformerConfig(MixerConfig):
         """See `MixerConfig.check`."""
         chunk, (cached, _) = model.chunk_size, self.lengths(model)
         if chunk % self.ratio:
-            raise ValueError(f"ratio {self.ratio} does not divide model.chunk_size {chunk}, which leaves the cache at once")
+            raise ValueError(
+                f"ratio {self.ratio} does not divide model.chunk_size {chunk}, which leaves the cache at once"
+            )
         if cached % chunk:
             raise ValueError(
                 f"memory_length {cached} is no multiple of model.chunk_size {chunk}: parts of chunks would leave the "
@@ -87,6 +89,10 @@ class CompressiveTransformerConfig(MixerConfig):
         if self.compression == "most_used":
             specs["attention"] = TensorSpec((cached, "batch"), dtype="float32")
         return specs
+
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`: positions are distances."""
+        return False
 
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
@@ -263,7 +269,9 @@ class CompressiveTransformer(SegmentAttention):
         with torch.no_grad():
             query = self.scaled_query(self.queries(segment))
             target = past_attention(query, Past(self.keys(evicted), self.heads_of(self.value, evicted)), self.backend)
-        keys, values = (self.linears.fixed(layer, made).unflatten(-1, (-1, self.width)) for layer in (self.key, self.value))
+        keys, values = (
+            self.linears.fixed(layer, made).unflatten(-1, (-1, self.width)) for layer in (self.key, self.value)
+        )
         if self.key_norm is not None:
             keys = self.key_norm(keys, fixed=True)
         error = past_attention(query, Past(keys, values), self.backend) - target

@@ -45,6 +45,10 @@ class TransformerXLConfig(MixerConfig):
         """Declare the memory and the open chunk's hidden states."""
         return segment_specs(self.resolved(model))
 
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`: positions are distances."""
+        return False
+
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
         return 1

@@ -1,13 +1,13 @@
 """A signal over [0, 1] as a sum of Gaussian bumps, fitted by ridge regression: what the infinity-former remembers with.
 
-Martins, Marinho and Martins, "infinity-former: Infinite Memory Transformer", 2022, equations 4, 5, 14, 15 and appendix A.
+Martins, Marinho and Martins, "infinity-former: Infinite Memory Transformer", 2022, equations 4, 5, 14, 15, appendix A.
 A signal x(t) = B^T psi(t) has N coefficients in each channel. psi_j is the density of a normal distribution. Fitting
 vectors X [points, channels] at places t_i is a product with a matrix that depends on the places alone:
 
     B = (F F^T + lambda I)^-1 F X,    F = [psi(t_1) ... psi(t_points)]
 
-To add L new vectors, the signal is read at M places, which are put into [0, tau], the new vectors into ]tau, 1], and all
-are fitted anew. All matrices are computed in float64, once.
+To add L new vectors, the signal is read at M places, which are put into [0, tau], the new vectors into ]tau, 1], and
+all are fitted anew. All matrices are computed in float64, once.
 
 Letters of shapes: N basis functions, L tokens of a chunk, M samples of the old signal.
 """
@@ -114,6 +114,15 @@ def _steps(count: int) -> Tensor:
     return torch.arange(1, count + 1, dtype=torch.float64) / count
 
 
+def expected_basis(mean: Tensor, variance: Tensor, centers: Tensor, variances: Tensor) -> Tensor:
+    """Return E[psi(t)] for t ~ N(mean, variance): the density of N(center_j, width_j^2 + variance) at the mean.
+
+    mean, variance: [...]; centers, variances: of the basis functions, [N]. Returns: [..., N].
+    """
+    spread = variance[..., None] + variances
+    return torch.exp(-0.5 * (mean[..., None] - centers) ** 2 / spread) / (2 * torch.pi * spread).sqrt()
+
+
 @dataclass(frozen=True)
 class Operators:
     """The matrices of a `Regression`, in one dtype on one device."""
@@ -125,7 +134,7 @@ class Operators:
     new: Tensor
     """[N, L]: from L further vectors to coefficients."""
     contract: Tensor
-    """[N, N]: from old coefficients to new ones, where the samples are equally spaced: `old` times psi at the samples."""
+    """[N, N]: from old coefficients to new ones, if samples are equally spaced: `old` times psi at the samples."""
     centers: Tensor
     """[N] of the basis functions."""
     variances: Tensor

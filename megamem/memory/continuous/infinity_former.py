@@ -66,10 +66,11 @@ class InfinityFormerConfig(MixerConfig):
     tau: float = 0.5
     """Share of [0, 1] that the old signal keeps, between 0 and 1; what is new gets the rest."""
     padding: Padding = "none"
-    """`none` fits the signal to the vectors alone, as the paper; `zeros` to zeros around [0, 1] too, as the authors' code."""
+    """`none` fits the signal to the vectors alone, as the paper; `zeros` to zeros around [0, 1] too, as the authors'
+    code."""
     short_memory: PositiveInt | None = None
-    """Tokens before the chunk whose hidden states are kept as they are (Transformer-XL), a multiple of the chunk; if not
-    given, attention is local to the chunk."""
+    """Tokens before the chunk whose hidden states are kept as they are (Transformer-XL), a multiple of the chunk; if
+    not given, attention is local to the chunk."""
     restart_after: PositiveInt | None = None
     """Tokens in the long-term memory after which it begins again (the paper's memory threshold); never if not given."""
     sticky: Literal["none", "spread", "random"] = "none"
@@ -125,8 +126,8 @@ class InfinityFormerConfig(MixerConfig):
         if not condition < WORST_CONDITION:
             raise ValueError(
                 f"basis {self.basis} with widths {list(self.widths)} and ridge {self.ridge:g} makes the regression "
-                f"ill-conditioned (condition number {condition:.1e}, at most {WORST_CONDITION:.0e}); use fewer functions, "
-                "narrower widths or a larger ridge"
+                f"ill-conditioned (condition number {condition:.1e}, at most {WORST_CONDITION:.0e}); use fewer "
+                "functions, narrower widths or a larger ridge"
             )
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
@@ -136,6 +137,10 @@ class InfinityFormerConfig(MixerConfig):
             return {**segment_specs(self.short_memory), **long_term}
         hidden = TensorSpec(("open", "batch", "hidden"), kind="open")
         return {**open_specs(model), "open_hidden": hidden, **long_term}
+
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`: with a short memory positions are distances."""
+        return self.short_memory is None
 
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
@@ -162,14 +167,15 @@ class InfinityFormerConfig(MixerConfig):
         fit = 2.0 * count * chunk * width  # of L vectors
         again = 2.0 * count * width * (count if self.sticky == "none" else 2 * self.samples)
         gate = 2.0 * 3 * width * width
-        projected = 2.0 * width * heads * (2 + count) / chunk
-        focus = 2.0 * 2 * count * width / chunk
+        keys = 2.0 * width * heads * 2 / chunk
+        read = 2.0 * width * (heads + 2) * count / chunk  # values, and the weights over basis functions
         written = first + later
         return {
             "memory_gate": Flops(gate, gate * written * chunk),
             "memory_update": Flops(fit * written + again * later, fit * written),
-            "memory_projection": Flops(projected + focus, (projected + focus) * (1 + written * chunk)),
+            "memory_keys_values": Flops(keys + read, 2 * keys + read * (1 + written * chunk)),
             "memory_attention": product(2.0 * heads * (2 + count)),
+            "memory_output": product(2.0 * heads * width),
         }
 
     def extra_parameters(self, model: ModelConfig) -> int:
@@ -212,9 +218,7 @@ class InfinityFormer(AttentionProjections):
         self.gate = None if config.gate_init is None else MemoryGate(model, linears, config.gate_init)
 
     @abstractmethod
-    def attend(
-        self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk
-    ) -> tuple[Tensor, State]:
+    def attend(self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk) -> tuple[Tensor, State]:
         """Attend locally from tokens that lie in one chunk of each row.
 
         x: the tokens [T, B, W]; query: `queries` of them, [T, B, H, D]; part, chunk: where they lie.
@@ -297,9 +301,7 @@ class InfinityFormerXL(InfinityFormer, SegmentAttention):
         SegmentAttention.__init__(self, model, linears, config.state_specs(model), memory_length=config.short_memory)
         self.add_long_term(config, model, linears, layer)
 
-    def attend(
-        self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk
-    ) -> tuple[Tensor, State]:
+    def attend(self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk) -> tuple[Tensor, State]:
         """See `InfinityFormer.attend`; x: [T, B, W]; query: [T, B, H, D]."""
         mixed, new, _ = self.mix(x, query, state, chunk)
         return mixed, new
@@ -317,9 +319,7 @@ class InfinityFormerLocal(InfinityFormer, BlockAttention):
         BlockAttention.__init__(self, model, linears, config.state_specs(model), model.chunk_size)
         self.add_long_term(config, model, linears, layer)
 
-    def attend(
-        self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk
-    ) -> tuple[Tensor, State]:
+    def attend(self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk) -> tuple[Tensor, State]:
         """See `InfinityFormer.attend`; x: [T, B, W]; query: [T, B, H, D]."""
         mixed, new = self._attend(query, self.keys(x), self.heads_of(self.value, x), state, part)
         columns = torch.cat((state["open_hidden"], x))

@@ -3,15 +3,15 @@
 Martins, Marinho and Martins, "infinity-former: Infinite Memory Transformer", 2022. At the first token of a chunk the L
 vectors x that have become old are added to the signal (equations 14, 15, 18), then the chunk's queries read it:
 
-    write   X = sigmoid(conv(x)) * x;   B' = fit of [samples of the old signal; X]      see `gaussian_basis`
-    where   mu = sigmoid(w_mu . K q / sqrt(D)),  var = softplus(w_var . K q / sqrt(D)),  K = B W_k      (equations 8 to 10)
-    read    z = V^T E[psi(t)],  t ~ N(mu, var),  V = B W_v,  E[psi_j] = N(mu; center_j, var + width_j^2)    (equation 11)
+    write   X = sigmoid(conv(x)) * x;   B' = fit of [samples of the old signal; X]          see `gaussian_basis`
+    where   mu = sigmoid(w_mu . K q / sqrt(D)),  var = softplus(w_var . K q / sqrt(D)),  K = B W_k   (8 to 10)
+    read    z = V^T E[psi(t)],  t ~ N(mu, var),  V = B W_v,  E[psi_j] = N(mu; center_j, var + width_j^2)   (11)
 
 w_mu . K q is (W_k B^T w_mu) . q: two keys for each head, however many basis functions there are. The samples lie at
 equal distances or, for sticky memories, where the queries of the chunk before looked (equation 16).
 
-Letters of shapes: T tokens, L tokens of a chunk, N basis functions, M samples, D bins or head_dim, B batch rows, H local
-heads, W hidden_size.
+Letters of shapes: T tokens, L tokens of a chunk, N basis functions, M samples, D head_dim, B batch rows, H local heads,
+W hidden_size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, TensorSpec, state_dtype, to_device
-from megamem.memory.continuous.gaussian_basis import Regression, operators
+from megamem.memory.continuous.gaussian_basis import Regression, expected_basis, operators
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 EDGE = 1e-6
@@ -168,9 +168,8 @@ class LongTermMemory(nn.Module):
             if self.places.sticky == "none":
                 kept = (matrices.contract @ old.flatten(1)).view_as(old)
             else:
-                places = state["samples"][..., None]  # [M, B, 1]
-                bumps = torch.exp(-0.5 * (places - matrices.centers) ** 2 / matrices.variances)
-                bumps = bumps / (2 * torch.pi * matrices.variances).sqrt()  # [M, B, N]
+                places = state["samples"]  # [M, B]
+                bumps = expected_basis(places, torch.zeros_like(places), matrices.centers, matrices.variances)
                 sampled = torch.einsum("mbn,nbw->mbw", bumps, old)
                 kept = (matrices.old @ sampled.flatten(1)).view_as(old)
             new = _chosen(later, kept + (matrices.new @ gated).view_as(old), new)
@@ -191,8 +190,7 @@ class LongTermMemory(nn.Module):
         values = self._heads(self.value, signal)  # [N, B, H, D]
         looks = torch.einsum("tbhd,cbhd->cbht", query, keys).to(exact) * self.width**-0.5
         mean, variance = looks[0].sigmoid(), F.softplus(looks[1]).clamp(min=self.min_variance)
-        spread = variance[..., None] + matrices.variances
-        expected = torch.exp(-0.5 * (mean[..., None] - matrices.centers) ** 2 / spread) / (2 * torch.pi * spread).sqrt()
+        expected = expected_basis(mean, variance, matrices.centers, matrices.variances)
         read = expected.to(query.dtype) @ values.permute(1, 2, 0, 3)  # [B, H, T, D]
         has_memory = [count > 0 for count in written]
         histogram = None

@@ -4,7 +4,8 @@ The base of Transformer-XL and of the memories that stand behind its cache. Keys
 
     [ kept before the cache | cache m | open chunk | tokens of the call ]
 
-of which a query sees those that its row's document has written, up to its own. Each column is one distance further back.
+of which a query sees those that its row's document has written, up to its own. Each column is one distance further
+back.
 
 Letters of shapes: T tokens of the call, M columns of the cache, B batch rows, H local heads, D head_dim.
 """
@@ -165,9 +166,7 @@ class SegmentAttention(AttentionProjections):
         mixed, state, _ = self.mix(x, self.queries(x), detach(state), chunk)
         return self.output(mixed.flatten(2)), state, {}
 
-    def mix(
-        self, x: Tensor, query: Tensor, state: State, chunk: Chunk
-    ) -> tuple[Tensor, State, Tensor | None]:
+    def mix(self, x: Tensor, query: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Tensor | None]:
         """Attend from the tokens of a call or of a part of one, and write the state.
 
         x: the tokens [T, B, hidden_size]; query: `queries` of them [T, B, H, D].

@@ -73,7 +73,8 @@ class Decoder(Stage):
         inner = model.layer_model
         self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
         if self.last:
-            self.norm = make_norm(model, linears)
+            # layers that normalize behind themselves have done so already
+            self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
             if not model.tie_embeddings:
                 self.head = linears.column(model.hidden_size, vocabulary, start)
         if model.mup is not None:
@@ -136,6 +137,8 @@ class Decoder(Stage):
     def embed(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         """Embed ids [tokens, batch], with learned positions if there are any: this rank's [tokens, batch, hidden]."""
         hidden: Tensor = self.embedding(tokens)
+        if self.config.scale_embedding:
+            hidden = hidden * self.config.hidden_size**0.5
         if self.config.positions == "rotary":
             return hidden
         own = hidden.shape[0]

@@ -7,7 +7,7 @@ query sees keys behind its own. The second product is made for each query and ea
 place further left for each query; read on from place T with one column less, they lie under their keys:
 
     distances of query 0   x 2 1 0        keys of query 0   1 0 . .      x: a distance that no query reads
-    distances of query 1   x 2 1 0   =>   keys of query 1   2 1 0 .      .: keys behind the query, of other rows' numbers
+    distances of query 1   x 2 1 0   =>   keys of query 1   2 1 0 .      .: keys behind the query, which are masked
 
 Letters of shapes: T queries, K keys, B batch rows, H query heads, G key/value heads, D width of a head.
 """

@@ -15,8 +15,6 @@ squared difference of attention to keys and values of c and to those of e, witho
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 

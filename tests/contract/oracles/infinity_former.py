@@ -5,12 +5,12 @@ Basis   psi_j(t) = exp(-(t - m_j)^2 / 2 w_j^2) / (w_j sqrt(2 pi)); centers m at 
 Fit     of rows x_i at places t_i: B solves (sum_i psi(t_i) psi(t_i)^T + lambda I) B = sum_i psi(t_i) x_i^T.
 Write   before the first token of a chunk, what has become old (the chunk before, or the one that left the short memory)
         is gated, x_i * sigmoid(b + W [x_(i-1), x_i, x_(i+1)]) with zeros at its ends, and added. The first time, and
-        each time `restart_after` tokens are full, it is fitted alone: to places (i - 1/2) / L among zeros at the further
-        places of that grid in [-1/2, 3/2], or to i / L alone. Later it is fitted to tau + (1 - tau) i / L together with
+        each time `restart_after` tokens are full, it is fitted alone: to places (i - 1/2) / L among zeros at the
+        further places of that grid in [-1/2, 3/2], or to i / L alone. Later it is fitted to tau + (1 - tau) i / L together with
         M samples of the old signal at tau m / M, and with zeros around.
 Sample  the signal at m / M; or, sticky, where the m-th of M equal shares of the attention of the chunk before lies.
-Read    with s_j = q . k_j / sqrt(width): mu = 1 / (1 + exp(-sum_j w_mu[j] s_j)), var = log(1 + exp(sum_j w_var[j] s_j)),
-        z = sum_j v_j N(mu; m_j, var + w_j^2). Output W_o z_local + W_long (g z).
+Read    with s_j = q . k_j / sqrt(width): mu = 1 / (1 + exp(-sum_j w_mu[j] s_j)),
+        var = log(1 + exp(sum_j w_var[j] s_j)), z = sum_j v_j N(mu; m_j, var + w_j^2). Output W_o z_local + W_long (g z).
 Loss    1/2 (var / s_0^2 - log(var / s_0^2) - 1) (+ (mu - m_0)^2 / 2 s_0^2) of each query that has a memory, mean over
         heads, summed over tokens.
 """
@@ -87,12 +87,9 @@ def placed(mixer, histogram: list[float], count: int) -> list[float]:
         shares = [(m + 0.5) / mixer.samples for m in range(mixer.samples)]
     total, found = sum(histogram), []
     for share in shares:
-        below, chosen = 0.0, 0
-        for chosen, amount in enumerate(histogram):
-            below += amount
-            if below >= share * total:
-                break
-        found.append((chosen + mixer.bin_place) / len(histogram))
+        # the first bin up to which there is so much attention
+        ends = [i for i in range(len(histogram)) if sum(histogram[: i + 1]) >= share * total]
+        found.append((ends[0] + mixer.bin_place) / len(histogram))
     return found
 
 
@@ -101,7 +98,9 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     chunk, width, short = model.chunk_size, model.resolved_head_dim, mixer.short_memory or 0
     signal = Signal(mixer)
     oracle = importlib.import_module(f"tests.contract.oracles.{'transformer_xl' if short else 'local_attention'}")
-    local = oracle.run(_Local(short or None), model, {**weights, "output.weight": torch.eye(model.heads * width).double()}, hidden)
+    local = oracle.run(
+        _Local(short or None), model, {**weights, "output.weight": torch.eye(model.heads * width).double()}, hidden
+    )
     query = projected(model, weights, hidden, "query")
     coefficients = torch.zeros(mixer.basis, hidden.shape[1], dtype=torch.float64)
     histogram, samples = [0.0] * mixer.bins, [0.0] * mixer.samples
@@ -119,7 +118,9 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         read = []
         for h in range(model.heads):
             scores = [float(query[t, h] @ keys[j, h]) / math.sqrt(width) for j in range(mixer.basis)]
-            looks = [sum(float(w) * s for w, s in zip(row, scores, strict=True)) for row in weights["long_term.focus.weight"]]
+            looks = [
+                sum(float(w) * s for w, s in zip(row, scores, strict=True)) for row in weights["long_term.focus.weight"]
+            ]
             mu, var = 1 / (1 + math.exp(-looks[0])), max(math.log1p(math.exp(looks[1])), mixer.min_variance)
             z = torch.zeros(width, dtype=torch.float64)
             for j, (m, w) in enumerate(signal.bumps):

@@ -1,8 +1,8 @@
 """Transformer-XL, one query at a time.
 
 Token t of a document, in the chunk that begins at s, sees tokens max(0, s - M) .. t (with `same_length` the last M of
-them). Its score for token j is ((q + u) . k_j + (q + v) . W_r w_d) / sqrt(width), d = min(t - j, clamp), where w_d holds
-the sines of d / 10000^(2i / hidden_size) and then their cosines.
+them). Its score for token j is ((q + u) . k_j + (q + v) . W_r w_d) / sqrt(width), d = min(t - j, clamp), where w_d
+holds the sines of d / 10000^(2i / hidden_size) and then their cosines.
 """
 
 from __future__ import annotations
