@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_layers, check_side_rows, check_sizes
+from megamem.config.model_checks import check_layers, check_side_rows
 from megamem.config.mup import MupConfig, share
 from megamem.config.registry import Registry
 
@@ -340,15 +340,38 @@ class ModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
-        check_sizes(self)
-        check_layers(self)
+        if self.head_dim is None and self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
+                "choose a multiple or give head_dim"
+            )
+        if self.heads % self.resolved_kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
+        if self.resolved_padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+        if (self.positions == "learned") != (self.max_positions is not None):
+            raise ValueError(
+                f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "
+                "need it, rotary ones have no table"
+            )
+        if self.max_positions is not None and self.max_positions % self.chunk_size:
+            raise ValueError(
+                f"max_positions {self.max_positions} is not a multiple of chunk_size {self.chunk_size}: the table "
+                "would begin again inside a chunk"
+            )
+        check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
+        mixers = [self.mixer_at(layer) for layer in range(self.layers)]
+        rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
+        if self.resolved_head_dim % 2 and rotated:
+            raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
         if self.scale_embedding and self.mup is not None:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        if self.qk_norm and not any(self.mixer_at(layer).query_key_norms() for layer in range(self.layers)):
+        if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
             raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
         self.architecture.check(self)
         inner = self.layer_model
-        check_side_rows(self)
+        side_rows = [mixer.side_rows(inner) for mixer in mixers]
+        check_side_rows([mixer.kind for mixer in mixers], side_rows, self.architecture.kind)
         for layer in range(self.layers):
             try:
                 self.mixer_at(layer).check(inner)

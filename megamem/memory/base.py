@@ -254,7 +254,7 @@ class Mixer(Stateful, nn.Module, ABC):
     differentiable_state = True
     """Whether gradients may flow into the incoming state; False where the paper stops them there."""
     trained_by: Mapping[str, str] = {}
-    """For each auxiliary loss that trains one submodule alone, the submodule's name: its gradient stops at all else."""
+    """The submodule that an auxiliary loss trains, by name, for each loss whose gradient stops at all else."""
     reads_borders = False
     """Whether `forward` takes calls inside which documents begin (`Chunk.borders`). If not, its layer is called for
     each part between them."""

@@ -14,7 +14,7 @@ from megamem.model.stage import Stage, meta_stage
 from megamem.parallel.linears import info
 from tests.contract.cases import ALL_CASES
 
-GATED = {"infini_attention", "memorizing_attention", "melodi"}
+GATED = {"infini_attention", "infinity_former", "memorizing_attention", "melodi"}
 CLOSED = -6.0
 each_case = pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.id)
 

@@ -81,7 +81,7 @@ class InfinityFormerConfig(MixerConfig):
     bin_place: float = Field(default=0.5, ge=0, le=1)
     """Where in its interval the signal is read: 0.5 in the middle; 0 at the left edge, as the authors' code."""
     seed: int = Field(default=0, ge=0)
-    """Of the random draws."""
+    """Seed of the random draws."""
     kl_weight: float = Field(default=1e-5, ge=0)
     """Weight of the divergence between attention and a normal distribution of width `kl_width`."""
     kl_width: float = Field(default=0.05, gt=0)

@@ -44,7 +44,7 @@ class Places:
     at: float
     """Place of a sample in its bin: 0 its left edge, 0.5 its middle."""
     seed: int
-    """Of the random draws."""
+    """Seed of the random draws."""
 
 
 def long_term_specs(regression: Regression, places: Places) -> dict[str, TensorSpec]:

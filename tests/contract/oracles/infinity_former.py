@@ -6,11 +6,13 @@ Fit     of rows x_i at places t_i: B solves (sum_i psi(t_i) psi(t_i)^T + lambda 
 Write   before the first token of a chunk, what has become old (the chunk before, or the one that left the short memory)
         is gated, x_i * sigmoid(b + W [x_(i-1), x_i, x_(i+1)]) with zeros at its ends, and added. The first time, and
         each time `restart_after` tokens are full, it is fitted alone: to places (i - 1/2) / L among zeros at the
-        further places of that grid in [-1/2, 3/2], or to i / L alone. Later it is fitted to tau + (1 - tau) i / L together with
+        further places of that grid in [-1/2, 3/2], or to i / L alone.
+        Later it is fitted to tau + (1 - tau) i / L together with
         M samples of the old signal at tau m / M, and with zeros around.
 Sample  the signal at m / M; or, sticky, where the m-th of M equal shares of the attention of the chunk before lies.
 Read    with s_j = q . k_j / sqrt(width): mu = 1 / (1 + exp(-sum_j w_mu[j] s_j)),
-        var = log(1 + exp(sum_j w_var[j] s_j)), z = sum_j v_j N(mu; m_j, var + w_j^2). Output W_o z_local + W_long (g z).
+        var = log(1 + exp(sum_j w_var[j] s_j)), z = sum_j v_j N(mu; m_j, var + w_j^2).
+        Output W_o z_local + W_long (g z).
 Loss    1/2 (var / s_0^2 - log(var / s_0^2) - 1) (+ (mu - m_0)^2 / 2 s_0^2) of each query that has a memory, mean over
         heads, summed over tokens.
 """
