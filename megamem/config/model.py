@@ -53,6 +53,10 @@ class MixerConfig(ConfigModel):
         """Return whether queries and keys are rotated where `model.positions` is rotary, which needs an even width."""
         return True
 
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """Return the names of the losses that the mixer returns besides its output; most have none."""
+        return ()
+
     def query_key_norms(self) -> int:
         """Return how many pairs of norms of queries and keys a layer has with `model.qk_norm`; 0 without softmax."""
         return 0
@@ -316,6 +320,11 @@ class ModelConfig(ConfigModel):
         inner = self.layer_model
         return max(self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
 
+    @property
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """The names of all mixers' own losses, in alphabetical order."""
+        return tuple(sorted({name for layer in range(self.layers) for name in self.mixer_at(layer).auxiliary_losses()}))
+
     def rows_rise_from(self, layer: int) -> bool:
         """Return whether `layer` takes side rows and a layer above reads what it makes of them."""
         inner = self.layer_model
@@ -341,10 +350,8 @@ class ModelConfig(ConfigModel):
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
         if self.head_dim is None and self.hidden_size % self.heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}; "
-                "choose a multiple or give head_dim"
-            )
+            said = f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}"
+            raise ValueError(f"{said}; choose a multiple or give head_dim")
         if self.heads % self.resolved_kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
         if self.resolved_padded_vocab_size < self.vocab_size:
@@ -364,7 +371,7 @@ class ModelConfig(ConfigModel):
         rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
         if self.resolved_head_dim % 2 and rotated:
             raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
-        if self.scale_embedding and self.mup is not None:
+        if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
             raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")

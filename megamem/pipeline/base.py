@@ -23,6 +23,7 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
+from megamem.pipeline.train_chunk import loss_names
 from megamem.pipeline.window import select_states
 
 Watch = Callable[[str], None]
@@ -55,7 +56,8 @@ class StepResult:
     """What a step leaves on the device; reading a tensor's value makes the host wait."""
 
     losses: Tensor
-    """The objective's losses [names], summed over this data-parallel rank's tokens, float64; the same on all stages."""
+    """Losses [names] (`TrainingEngine.loss_names`), summed over this data-parallel rank's tokens, float64; the same on
+    all stages."""
     predicted: Tensor
     """Labels over all ranks, float64 scalar: what the sums of losses are divided by."""
     tokens: Tensor
@@ -160,7 +162,7 @@ class TrainingEngine(ABC):
             batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
             predicted: labels of all ranks, a scalar: the loss is a mean over them.
             watch: called with a few words before each action.
-        Returns: the objective's losses [names] summed over this data-parallel rank; the states of this rank's
+        Returns: the losses [names] summed over this data-parallel rank; the states of this rank's
             components at the end of each micro-batch where they are carried over, else nothing.
         """
 
@@ -168,6 +170,11 @@ class TrainingEngine(ABC):
     def carries(self) -> bool:
         """Whether the next step reads on where this one ends."""
         return self.config.data.feeding == "streams"
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The names of a step's losses: those of the objective, the first of which is the run's, and the layers' own."""
+        return loss_names(self.stage, self.objective)
 
     def fresh_states(self, rows: int) -> States:
         """States of documents not begun."""

@@ -58,7 +58,7 @@ class WindowEngine(TrainingEngine):
         config = self.config
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
         scale = (self.topology.dp_size * self.backwards() / predicted.clamp(min=1)).float()
-        sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=self.topology.device)
+        sums = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
         places = [chunk_places(batch) for batch in batches]

@@ -26,7 +26,7 @@ from megamem.model.stage import Stage
 from megamem.pipeline.channels import Borders, Shape
 from megamem.pipeline.schedule import Action, Order
 from megamem.pipeline.simulate import Event
-from megamem.pipeline.train_chunk import chunk_places, train_chunk
+from megamem.pipeline.train_chunk import chunk_places, loss_names, train_chunk
 
 Watch = Callable[[str], None]
 
@@ -60,6 +60,7 @@ class StageExecutor:
         """Most units held at once in the last run."""
         self.events: list[Event] | None = None
         """If a list, every action is recorded there with its start and end (seconds of the host's clock)."""
+        self._names = loss_names(stage, objective)
         self._checked = False
 
     def memory_shapes(self, rows: int, dtype: torch.dtype) -> list[Shape]:
@@ -95,8 +96,8 @@ class StageExecutor:
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
             keep_states: whether anyone reads on; if not, a micro-batch's states are dropped where it ends.
-        Returns: the objective's losses [names], summed over tokens in float64 (0 but on the last stage); the kept
-            states at the end.
+        Returns: `loss_names`, [names] summed over tokens in float64 (this stage's parts of them); the kept states at
+            the end.
         """
         self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
         self._begin, self._keep = states, keep_states
@@ -104,7 +105,7 @@ class StageExecutor:
         self._states: dict[int, States] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
-        self._sums = torch.zeros(len(self.objective.names), dtype=torch.float64, device=scale.device)
+        self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=scale.device)
         # in which order the last stage sends memories, and what has come ahead of its use
         self._memories_to_come = iter([action for action in order if action.kind == "forward" and self._sent(action)])
         self._memories: dict[tuple[int, int], list[Tensor]] = {}
@@ -166,6 +167,8 @@ class StageExecutor:
         # a mean over this chunk's tokens and rows, weighted as many predicted tokens
         weight = batch.tokens[tokens].numel() * self._scale
         unit.losses = [value * weight for value in result.auxiliary.values() if value.requires_grad]
+        for name, value in result.auxiliary.items():
+            self._sums[self._names.index(name)] += value.detach() * batch.tokens[tokens].numel()
         for index, name in enumerate(self.objective.names if self.stage.last else ()):
             unit.losses.append(result.losses[name] * self._scale)
             self._sums[index] += result.losses[name].detach()

@@ -8,9 +8,15 @@ import numpy as np
 from torch import Tensor
 
 from megamem.data.batch import Batch
+from megamem.errors import ContractError
 from megamem.memory.base import Chunk, Losses, States
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
+
+
+def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
+    """Return the names of all losses of a training step: those of the objective, then the layers' own."""
+    return (*objective.names, *stage.config.auxiliary_losses)
 
 
 def chunk_places(batch: Batch) -> list[Chunk]:
@@ -49,10 +55,12 @@ def train_chunk(
         states: before the chunk, by component.
         chunk: where its tokens lie in their documents.
         check: whether to compare the new states with what their components declare.
-    Raises: ContractError if they differ.
+    Raises: ContractError if they differ, or if a layer returns a loss that its configuration does not declare.
     """
     hidden, states, auxiliary = stage.read_documents(x, states, chunk)
     if check:
         stage.check_states(states, chunk.rows)
+        if unknown := sorted(auxiliary.keys() - {*stage.config.auxiliary_losses}):
+            raise ContractError(f"a mixer returns the loss {unknown[0]}, which its auxiliary_losses does not name")
     losses = objective.losses(stage, hidden, labels) if stage.last else {}
     return ChunkResult(hidden, states, losses, auxiliary)

@@ -34,12 +34,12 @@ class Window(nn.Module):
             states: by component.
             scale: factor of the summed loss (scalar).
         Raises: ContractError, in the first window, where a component's state is not as it declares.
-        Returns: the scaled loss to run backward, auxiliary losses included; the objective's losses [names], summed
-            over tokens, off the graph; the new states, off the graph.
+        Returns: the scaled loss to run backward, auxiliary losses included; `loss_names`, [names] summed over tokens,
+            off the graph; the new states, off the graph.
         """
         size = tokens.shape[0] // len(places)
         sums = [scale.new_zeros(()) for _ in self.objective.names]
-        auxiliary = scale.new_zeros(())
+        auxiliary = {name: scale.new_zeros(()) for name in self.stage.config.auxiliary_losses}
         for c, chunk in enumerate(places):
             part = slice(c * size, (c + 1) * size)
             result = train_chunk(
@@ -47,15 +47,15 @@ class Window(nn.Module):
             )
             states = result.states
             sums = [total + result.losses[name] for total, name in zip(sums, self.objective.names, strict=True)]
-            for value in result.auxiliary.values():
+            for name, value in result.auxiliary.items():
                 # a mean over this chunk's tokens and rows, weighted as many predicted tokens
-                auxiliary = auxiliary + value * tokens[part].numel()
+                auxiliary[name] = auxiliary[name] + value * tokens[part].numel()
         self._checked = True
-        total = sums[0]
-        for more in sums[1:]:
+        terms = [*sums, *auxiliary.values()]
+        total = terms[0]
+        for more in terms[1:]:
             total = total + more
-        loss = (total + auxiliary) * scale
-        return loss, torch.stack([value.detach() for value in sums]), detach(states)
+        return total * scale, torch.stack([value.detach() for value in terms]), detach(states)
 
 
 def select_states(finite: Tensor, new: States, old: States) -> States:

@@ -180,7 +180,7 @@ def _callbacks(
     return [
         throughput,
         bad_steps,
-        *([ObjectiveTerms(names)] if len(names := engine.objective.names) > 1 else []),
+        *([ObjectiveTerms(names)] if len(names := engine.loss_names) > 1 else []),
         *build_callbacks(engine.config),
         build_metrics(engine.config, engine.topology, sinks),
         *([validation] if validation else []),

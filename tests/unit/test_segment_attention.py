@@ -13,9 +13,12 @@ from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, States
 from megamem.memory.shared.segment_attention import SegmentAttention
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.ops.attention.relative import relative_attention, sinusoids
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import loss_names
+from megamem.pipeline.window import Window
 
 CHUNK, CHUNKS = 6, 4
 TOKENS = CHUNK * CHUNKS
@@ -196,3 +199,22 @@ def test_norms_behind_a_relu_mlp_and_scaled_embeddings() -> None:
     # nothing normalizes once more in front of the head
     assert (hidden - x).abs().max() < 1e-12
     assert "norm.weight" not in dict(stage.named_parameters())
+
+
+def test_a_step_sums_the_layers_own_losses_by_name() -> None:
+    """The window's loss is the objective's plus the auxiliary ones, which come back by name behind it."""
+    stage, tokens = built(model_of({"kind": "compressive_transformer", "ratio": 2})), ids()
+    window = Window(stage, NextToken(stage.config))
+    assert loss_names(stage, window.objective) == ("next_token", "reconstruction")
+    states = stage.initial_states(1, torch.device("cpu"), torch.float64)
+    places = [Chunk((begin,)) for begin in range(0, TOKENS, CHUNK)]
+    loss, sums, _ = window(tokens[:-1], tokens[1:], places, states, torch.tensor(0.5, dtype=torch.float64))
+    # a token-weighted sum over the two chunks that leave the cache, of two layers
+    expected, states = 0.0, stage.initial_states(1, torch.device("cpu"), torch.float64)
+    for place in places:
+        begin = place.starts[0]
+        _, states, auxiliary = stage(tokens[begin : begin + CHUNK], states, place)
+        expected += float(auxiliary["reconstruction"]) * CHUNK
+    assert expected > 0
+    assert float(sums[1]) == pytest.approx(expected, rel=1e-12)
+    assert float(loss) == pytest.approx(0.5 * float(sums.sum()), rel=1e-12)

@@ -94,6 +94,10 @@ class CompressiveTransformerConfig(MixerConfig):
         """See `MixerConfig.rotates`: positions are distances."""
         return False
 
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """See `MixerConfig.auxiliary_losses`."""
+        return ("reconstruction",) if self.compression in LEARNED else ()
+
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
         return 1

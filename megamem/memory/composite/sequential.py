@@ -56,6 +56,14 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.extra_parameters`."""
         return sum(mixer.extra_parameters(model) for mixer in self.mixers)
 
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """See `MixerConfig.auxiliary_losses`: with `0_` before those of the first."""
+        return tuple(f"{i}_{name}" for i, mixer in enumerate(self.mixers) for name in mixer.auxiliary_losses())
+
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`."""
+        return any(mixer.rotates() for mixer in self.mixers)
+
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
         return sum(mixer.query_key_norms() for mixer in self.mixers)
@@ -85,6 +93,11 @@ class Sequential(Mixer):
         self.mixers = nn.ModuleList(mixers)
         self.differentiable_state = all(mixer.differentiable_state for mixer in mixers)
         self.reads_borders = all(mixer.reads_borders for mixer in mixers)
+        self.trained_by = {
+            f"{i}_{loss}": f"mixers.{i}.{module}"
+            for i, mixer in enumerate(mixers)
+            for loss, module in mixer.trained_by.items()
+        }
         self.eps = eps
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

@@ -142,6 +142,10 @@ class InfinityFormerConfig(MixerConfig):
         """See `MixerConfig.rotates`: with a short memory positions are distances."""
         return self.short_memory is None
 
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """See `MixerConfig.auxiliary_losses`."""
+        return ("attention_divergence",) if self.kl_weight else ()
+
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
         return 1
