@@ -173,7 +173,7 @@ class TrainingEngine(ABC):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The names of a step's losses: those of the objective, the first of which is the run's, and the layers' own."""
+        """The names of a step's losses: the objective's, the first of which is the run's, and the layers' own."""
         return loss_names(self.stage, self.objective)
 
     def fresh_states(self, rows: int) -> States:
