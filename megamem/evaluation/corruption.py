@@ -42,10 +42,10 @@ def corrupted(stage: Stage, config: CorruptionConfig) -> Iterator[None]:
             if not isinstance(mixer, AttentionProjections):
                 kind = model.mixer_at(layer).kind
                 raise ConfigError(f"evaluation.corruption: {kind} (model layer {layer}) attends to no local context")
-            if config.remembered and model.mixer_at(layer).side_rows(model):
+            if config.remembered and not mixer.remembers_keys:
                 raise ConfigError(
                     f"evaluation.corruption.remembered true: {model.mixer_at(layer).kind} (model layer {layer}) writes "
-                    "its memory from what the layer puts out, not from keys and values; use false"
+                    "its memory from hidden vectors, not from keys and values; use false"
                 )
             stack.enter_context(_installed(mixer, _Noise(config.share, layer, mixer), config.remembered))
         yield

@@ -115,7 +115,7 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
         Borders(topology, border, torch.float64, backward=True, memories=memories, memory_units=units),
     )
     return {
-        "nats": nats.item(),
+        "nats": nats[0].item(),
         "grads": {name: parameter.grad for name, parameter in stage.named_parameters()},
         "states": [ends[sequence] for sequence in range(SEQUENCES)],
         "peak": executor.peak_units,

@@ -147,6 +147,8 @@ class RowMixing(nn.Module):
 class RisingMelodi(AttentionProjections):
     """Strictly causal attention over a memory, a chunk and its summary rows, all of which change behind the MLP."""
 
+    remembers_keys = False
+
     def __init__(self, sizes: RisingSizes, gate_init: float, rises: bool, model: ModelConfig, linears: Linears) -> None:
         """Build the mixer of a layer; rises: whether a layer above reads the summary rows that leave it."""
         super().__init__(model, linears, sizes.state_specs(model))

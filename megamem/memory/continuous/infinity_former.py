@@ -200,6 +200,7 @@ class InfinityFormer(AttentionProjections):
 
     reads_borders = True
     differentiable_state = False
+    remembers_keys = False
     segment: int
     """Tokens of a chunk."""
 

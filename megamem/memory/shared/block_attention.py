@@ -82,6 +82,9 @@ class QueryKeyNorm(nn.Module):
 class AttentionProjections(Mixer):
     """Query, key, value and output projections of attention mixers; heads are split over tensor-parallel ranks."""
 
+    remembers_keys = True
+    """Whether what it remembers is made of `project`'s keys and values."""
+
     def __init__(self, model: ModelConfig, linears: Linears, specs: StateSpec) -> None:
         super().__init__(specs, model.state_sizes, linears.tp_size)
         self.linears = linears

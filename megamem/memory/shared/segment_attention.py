@@ -119,6 +119,7 @@ class SegmentAttention(AttentionProjections):
 
     reads_borders = True
     differentiable_state = False
+    remembers_keys = False
     counts_attention = False
     """Whether `mix` sums up the attention that each column gets."""
 
