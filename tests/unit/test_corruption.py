@@ -41,7 +41,7 @@ def test_what_is_remembered_of_rising_rows_is_no_keys_and_values():
     """Noise in what is seen goes, in what is remembered not: that memory is written behind the MLP."""
     stage = make_stage("rising_melodi")
     assert not torch.allclose(read(stage, share=0.5)[0], read(stage)[0])
-    with pytest.raises(ConfigError, match=r"remembered true: melodi \(model layer 1\) writes its memory from hidden vectors"):
+    with pytest.raises(ConfigError, match=r"true: melodi \(model layer 1\) writes its memory from hidden vectors"):
         read(stage, share=0.5, remembered=True)
 
 
