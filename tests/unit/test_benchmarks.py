@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import cpu, document_resets, gpu, kv_reconstruction, mechanisms, streaming, web_text
+from benchmarks import (
+    continuous_memory,
+    cpu,
+    document_resets,
+    gpu,
+    kv_reconstruction,
+    mechanisms,
+    segments,
+    streaming,
+    web_text,
+)
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
 from megamem.evaluation.losses import Bucket
+from megamem.memory.continuous.gaussian_basis import Regression
 
 
 def last_json(text):
@@ -209,6 +220,26 @@ def test_every_mechanism_is_timed(tmp_path, capsys, one_thread):
     assert set(record["over_full"]) == set(record["over_local"]) >= {"full attention", "infini"}
     assert all(record["profile_seconds"]["infini"][part] > 0 for part in ("memory retrieval", "memory update"))
     assert "| melodi |" in capsys.readouterr().out
+
+
+def test_segments_are_timed_over_local_attention(tmp_path, capsys, one_thread):
+    segments.main(["--quick", "--threads", "1", "--output", str(tmp_path / "s.json")])
+    record = json.loads((tmp_path / "s.json").read_text())
+    assert set(record["goals"]) < set(record["over_local"])
+    assert all(record["over_local"][name]["median"] > 0 for name in record["goals"])
+    # each memory computes something beside local attention
+    assert all(record["flops_over_local"][name] < 1 for name in record["goals"])
+    assert "| infinity_former, sticky |" in capsys.readouterr().out
+
+
+def test_what_a_continuous_signal_keeps():
+    """A random walk is kept, the newer the better; of white noise little is."""
+    basis, ridge, tokens, tau = continuous_memory.SHAPES["WikiText-103: 150 functions, 150 tokens"]
+    regression = Regression(basis, ridge, tokens, 512, tau, "none")
+    vectors = continuous_memory.signals(3 * tokens)
+    walk, noise = (continuous_memory.kept(regression, vectors[kind]) for kind in ("random walk", "noise"))
+    assert walk[0] < walk[1] < 0.1
+    assert 0.5 < noise[0] < noise[1] < 1
 
 
 def test_web_text_measures_both_formats(tmp_path, capsys):
