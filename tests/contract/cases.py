@@ -92,7 +92,7 @@ ALL_CASES = [
     Case("compressive_transformer", "max", {"compression": "max", "compressed_length": 3}, core=False),
     Case("compressive_transformer", "most_used", {"compression": "most_used", "ratio": 2}, core=False),
     Case("compressive_transformer", "qk_norm", {"reconstruction_weight": 0.5}, shape=QK_NORM, core=False),
-    Case("infinity_former", "local", {**SIGNAL, "kl_weight": 0.1}, queries_per_key=2, core=False),
+    Case("infinity_former", "local", {**SIGNAL, "kl_weight": 0.1}, queries_per_key=2),
     Case(
         "infinity_former",
         "short_memory",
