@@ -175,9 +175,9 @@ class InfinityFormerConfig(MixerConfig):
         read = 2.0 * width * (heads + 2) * count / chunk  # values, and the weights over basis functions
         written = first + later
         return {
-            "memory_gate": Flops(gate, gate * written * chunk),
+            "memory_gate": Flops(gate, gate),
             "memory_update": Flops(fit * written + again * later, fit * written),
-            "memory_keys_values": Flops(keys + read, 2 * keys + read * (1 + written * chunk)),
+            "memory_keys_values": product(keys + read),
             "memory_attention": product(2.0 * heads * (2 + count)),
             "memory_output": product(2.0 * heads * width),
         }

@@ -155,13 +155,17 @@ class LongTermMemory(nn.Module):
         """
         old: Tensor = state["coefficients"]
         matrices = operators(self.regression, old.dtype, old.device)
-        # called in every chunk, as ZeRO 3 gathers the parameters from all ranks whenever one uses them
+        # gated in every chunk, added or not: ZeRO 3 gathers the parameters from all ranks whenever one uses them, and
+        # needs a gradient of each, if of zeros, from every backward pass
         gated = self.gate(state["evicted"]).to(old.dtype).flatten(1)
         numbers = [(count - 1) % self.restart_after if self.restart_after else count - 1 for count in written]
         adds = [begin and count > 0 for begin, count in zip(begins, written, strict=True)]
         first = [add and number == 0 for add, number in zip(adds, numbers, strict=True)]
         later = [add and number > 0 for add, number in zip(adds, numbers, strict=True)]
         new = old
+        if not any(adds) and torch.is_grad_enabled():
+            left = gated[:1, :1].sum()
+            new = old + torch.where(torch.zeros_like(left, dtype=torch.bool), left, torch.zeros_like(left))
         if any(first):
             new = _chosen(first, (matrices.first @ gated).view_as(old), new)
         if any(later):
