@@ -119,9 +119,9 @@ class InfinityFormerConfig(MixerConfig):
                 f"short_memory {self.short_memory} is no multiple of model.chunk_size {chunk}: parts of chunks would "
                 f"leave it; use {max(self.short_memory // chunk, 1) * chunk}"
             )
-        given = self.model_fields_set & {"bins", "bin_place", "seed"}
-        if self.sticky == "none" and given:
-            raise ValueError(f"{sorted(given)[0]} is for sticky memories, but sticky is none; use spread or random")
+        changed = [n for n in ("bins", "bin_place", "seed") if getattr(self, n) != type(self).model_fields[n].default]
+        if self.sticky == "none" and changed:
+            raise ValueError(f"{changed[0]} is for sticky memories, but sticky is none; use spread or random")
         condition = condition_number(self.regression(model))
         if not condition < WORST_CONDITION:
             raise ValueError(
