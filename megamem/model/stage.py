@@ -88,6 +88,11 @@ class Stage(nn.Module, ABC):
         """The components that this stage both reads and writes: one per layer, in order."""
 
     @property
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """The names of the losses that layers of the model return, those of other stages among them."""
+        return self.config.auxiliary_losses
+
+    @property
     def components(self) -> dict[str, Stateful]:
         """The components whose states `read_chunk` takes; those it returns differ in `model_memories` alone.
 

@@ -16,7 +16,7 @@ from megamem.model.stage import Stage
 
 def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
     """Return the names of all losses of a training step: those of the objective, then the layers' own."""
-    return (*objective.names, *stage.config.auxiliary_losses)
+    return (*objective.names, *stage.auxiliary_losses)
 
 
 def chunk_places(batch: Batch) -> list[Chunk]:
@@ -60,7 +60,7 @@ def train_chunk(
     hidden, states, auxiliary = stage.read_documents(x, states, chunk)
     if check:
         stage.check_states(states, chunk.rows)
-        if unknown := sorted(auxiliary.keys() - {*stage.config.auxiliary_losses}):
+        if unknown := sorted(auxiliary.keys() - {*stage.auxiliary_losses}):
             raise ContractError(f"a mixer returns the loss {unknown[0]}, which its auxiliary_losses does not name")
     losses = objective.losses(stage, hidden, labels) if stage.last else {}
     return ChunkResult(hidden, states, losses, auxiliary)

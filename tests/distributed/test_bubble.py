@@ -50,6 +50,8 @@ class SleepingStage(nn.Module):
     spanning: a memory leaves the last stage and enters the first one, which waits for it and adds nothing of it.
     """
 
+    auxiliary_losses = ()
+
     def __init__(self, topology: Topology, chunks: float, spanning: bool) -> None:
         super().__init__()
         self.first, self.last = topology.first_stage, topology.last_stage
