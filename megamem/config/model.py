@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_layers, check_side_rows
+from megamem.config.model_checks import check_layers, check_positions, check_side_rows, check_softmax
 from megamem.config.mup import MupConfig, share
 from megamem.config.registry import Registry
 
@@ -201,6 +201,11 @@ class ModelConfig(ConfigModel):
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
     qk_norm: bool = False
     """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops values of embeddings, of what mixers and MLPs add to the residual stream,
+    and of the places that docs/training.md names."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops shares of softmax attention, which no fused kernel then computes."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None
@@ -356,16 +361,7 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
         if self.resolved_padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
-        if (self.positions == "learned") != (self.max_positions is not None):
-            raise ValueError(
-                f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "
-                "need it, rotary ones have no table"
-            )
-        if self.max_positions is not None and self.max_positions % self.chunk_size:
-            raise ValueError(
-                f"max_positions {self.max_positions} is not a multiple of chunk_size {self.chunk_size}: the table "
-                "would begin again inside a chunk"
-            )
+        check_positions(self.positions, self.max_positions, self.chunk_size)
         check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
         rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
@@ -373,8 +369,8 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
-            raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+        softmax = any(mixer.query_key_norms() for mixer in mixers)
+        check_softmax(softmax, self.qk_norm, self.attention_dropout, [mixer.kind for mixer in mixers])
         self.architecture.check(self)
         inner = self.layer_model
         side_rows = [mixer.side_rows(inner) for mixer in mixers]

@@ -1,4 +1,4 @@
-"""Checks of a model's layers: that those named exist, and that someone carries the rows which they share."""
+"""Checks of a model's layers and positions, and of the options that only some layers can have."""
 
 from __future__ import annotations
 
@@ -33,4 +33,34 @@ def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture
         raise ValueError(
             f"architecture {architecture} carries no side rows, which {kinds[layer]} (layer {layer}) takes up the "
             "layers; use architecture decoder"
+        )
+
+
+def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
+    """Raise ValueError where the table of learned positions is missing, has no use, or ends inside a chunk."""
+    if (positions == "learned") != (max_positions is not None):
+        raise ValueError(
+            f"max_positions {max_positions} does not go with positions {positions}; learned positions need it, rotary "
+            "ones have no table"
+        )
+    if max_positions is not None and max_positions % chunk_size:
+        raise ValueError(
+            f"max_positions {max_positions} is not a multiple of chunk_size {chunk_size}: the table would begin again "
+            "inside a chunk"
+        )
+
+
+def check_softmax(softmax: bool, qk_norm: bool, attention_dropout: float, kinds: Sequence[str]) -> None:
+    """Raise ValueError for options of softmax attention in a model that has none.
+
+    softmax: whether any layer has it; kinds: of each layer's mixer.
+    """
+    if softmax:
+        return
+    if qk_norm:
+        raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+    if attention_dropout:
+        raise ValueError(
+            f"attention_dropout {attention_dropout:g}: no layer has softmax attention with shares to drop (mixers: "
+            f"{', '.join(dict.fromkeys(kinds))}); use 0, or dropout for the residual stream"
         )

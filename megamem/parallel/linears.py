@@ -114,6 +114,11 @@ class Linears(Protocol):
         """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
 
 
+def token_share(linears: Linears) -> tuple[int, int]:
+    """Return which part of a call's tokens is this rank's outside of parallel regions, and of how many."""
+    return (linears.tp_rank, linears.tp_size) if linears.sequence_parallel else (0, 1)
+
+
 class PlainLinears:
     """Everything on one device, with torch's own layers."""
 

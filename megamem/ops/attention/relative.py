@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.dropout import Dropout
+
 
 @lru_cache(maxsize=8)
 def sinusoids(count: int, clamp: int | None, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -53,6 +55,7 @@ def relative_attention(
     unseen: Tensor,
     fused: bool = True,
     count: bool = False,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from each query to the keys that it sees.
 
@@ -63,7 +66,8 @@ def relative_attention(
         distance_key: r_d of the distances K, ..., 1, 0: [K + 1, H, D].
         unseen: which keys a query does not see, bool [T, K] or [B, T, K]: at least those behind it.
         fused: False computes in float32 at least, operation by operation (for tests).
-        count: whether to sum up the attention that each key gets.
+        count: whether to sum up the attention that each key gets, before any is dropped.
+        dropout: drops shares; its place is that of the first query.
     Returns: [T, B, H, D] in the query's dtype; with `count` the attention of all queries and heads to each key, [K, B]
         in float32 at least and off the graph, else None.
     """
@@ -79,7 +83,7 @@ def relative_attention(
     table = by_distance @ distance_key.to(compute).permute(1, 2, 0)  # [H, B T, K + 1]
     bias = table.view(heads, batch, -1)[..., tokens:].unflatten(-1, (tokens, -1))  # [H, B, T, K]
     received: Tensor | None = None
-    if fused and query.is_cuda and not count:
+    if fused and query.is_cuda and not count and dropout is None:
         bias = bias.masked_fill(unseen, -torch.inf)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=1.0)
     else:
@@ -88,7 +92,10 @@ def relative_attention(
         exact = torch.float64 if compute == torch.float64 else torch.float32
         shares = scores.softmax(dim=-1, dtype=exact)
         received = shares.detach().sum((0, 2)).T if count else None
-        out = shares.to(compute) @ values
+        shares = shares.to(compute)
+        if dropout is not None:
+            shares = dropout.shares(shares.transpose(0, 1), causal=True).transpose(0, 1)
+        out = shares @ values
     return out.permute(2, 1, 0, 3).to(given), received
 
 
