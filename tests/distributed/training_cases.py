@@ -60,7 +60,7 @@ SIDE_ROWS = {
 """Summary rows that rise through the layers and pass one of them by."""
 
 DROPOUT = {
-    "dropout": 0.2, "attention_dropout": 0.3, "mlp": "relu", "norm_position": "post",
+    "dropout": 0.2, "attention_dropout": 0.3, "mlp": "relu", "norm_position": "post", "init_std": 0.1,
     **layers_of(["transformer_xl", "elastic_memory", "full_attention", "memorizing_attention"]),
 }  # fmt: skip
 """Every place where values are dropped."""
