@@ -92,7 +92,7 @@ class Dropout:
     share: float
     """Probability with which a value is dropped; the others are divided by one minus it."""
     keys: DropoutKeys
-    """Of this place of the model."""
+    """What the random numbers of this place of the model begin with."""
     side_rows: int = 0
     """How many of the call's last rows are no tokens but side rows, which count by themselves."""
     first: int = 0
@@ -167,24 +167,24 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Callable[[], Tensor], scale: float) -> Tensor:
-        """Return x [...] times `scale` where `mask`, bool [...], is false, and zeros elsewhere."""
+        """Return x [N, ...] times `scale` where `mask`, bool of the same shape, is false, and zeros elsewhere."""
         ctx.mask, ctx.scale = mask, scale
         return (x * scale).masked_fill_(mask(), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x from that of the result, [...]."""
+        """Return the gradient of x from that of the result, [N, ...]."""
         return (grad * ctx.scale).masked_fill(ctx.mask(), 0.0), None, None
 
 
 def _drop(x: Tensor, mask: Callable[[], Tensor], scale: float) -> Tensor:
-    """Apply `_Dropped` to x [...]."""
+    """Apply `_Dropped` to x [N, ...]."""
     out: Tensor = _Dropped.apply(x, mask, scale)
     return out
 
 
 def _dropped(keys: Tensor, first: int, count: int, share: float) -> Tensor:
-    """Return which of the columns `first` to `first + count` - 1 are dropped, bool [..., count]; keys: [...] int64."""
+    """Return which columns from `first` on are dropped, bool [N, ..., count]; keys: [N, ...] int64."""
     begin, end = first // 4, -(-(first + count) // 4)
     groups = torch.arange(begin, end, device=keys.device) * _signed(_GOLDEN)
     # four numbers of 16 bits in each hash
@@ -194,7 +194,7 @@ def _dropped(keys: Tensor, first: int, count: int, share: float) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Return `mix` of int64 numbers [...], written over them."""
+    """Return `mix` of int64 numbers [N, ...], written over them."""
     # torch shifts the sign in from the left: it is masked out
     numbers ^= (numbers >> 30).bitwise_and_(_BITS >> 30)
     numbers *= _signed(_FIRST)

@@ -170,7 +170,7 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, factors: Tensor) -> Tensor:
-    """Attention of query [T, B, H, D] to key, value [K, B, G, D] where seen [T, K], shares times factors [B, H, T, K]."""
+    """Attention of query [T, B, H, D] to key, value [K, B, G, D] where `seen` [T, K]; factors: [B, H, T, K]."""
     groups = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(groups, 2) for x in (key, value))
     scores = torch.einsum("tbhd,kbhd->bhtk", query, key) / math.sqrt(query.shape[3])
@@ -344,8 +344,8 @@ def test_a_model_that_drops_nothing_has_no_keys() -> None:
         ({"attention_dropout": 1.5}, "attention_dropout: should be less than 1 (got 1.5)"),
         (
             {"mixer": "retnet", "memory": [{"layers": [1], "mixer": "delta_net"}]},
-            "attention_dropout 0.4: no layer has softmax attention with shares to drop (mixers: retnet, delta_net); use 0, "
-            "or dropout for the residual stream",
+            "attention_dropout 0.4: no layer has softmax attention with shares to drop (mixers: retnet, delta_net); "
+            "use 0, or dropout for the residual stream",
         ),
     ],
 )
@@ -356,14 +356,14 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 
 def test_no_mask_is_planned_for_and_scores_are() -> None:
-    """Values take what they took; attention keeps its scores."""
+    """What is added to the residual stream takes what it took; attention keeps its scores."""
     share = Share(2, 1)
     kept = {
-        name: Activations(model(**{"dropout": 0.0, "attention_dropout": 0.0, **options}), "fp32", 2).layer(0, share)[1]
+        name: Activations(model(**options, mixer="local_attention", mlp="gelu"), "fp32", 2).layer(0, share)[1]
         for name, options in {
-            "plain": {"mixer": "local_attention"},
-            "values": {"mixer": "local_attention", "dropout": 0.3},
-            "shares": {"mixer": "local_attention", "attention_dropout": 0.3},
+            "plain": {"dropout": 0.0, "attention_dropout": 0.0},
+            "values": {"attention_dropout": 0.0},
+            "shares": {"dropout": 0.0},
         }.items()
     }
     assert kept["values"].kept == kept["plain"].kept
