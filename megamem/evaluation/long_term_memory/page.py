@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from markupsafe import Markup, escape
 
 from megamem.evaluation.long_term_memory.analysis import Analysis, LayerAnalysis
 from megamem.evaluation.long_term_memory.cells import Float64
-from megamem.evaluation.long_term_memory.words import Word
+from megamem.evaluation.long_term_memory.words import Word, clean
 
 ATTENTION_COLOR, SPACE_COLOR = "221, 107, 32", "43, 108, 176"
 LARGEST = 20
 """Words in the table of the largest memory space."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-"""Characters that HTML has no place for."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,12 @@ def render(analysis: Analysis, layer: LayerAnalysis, threshold: float, pictures:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     beyond = layer.attention > threshold
     most = float(layer.attention.max())
-    names = [_clean(word.text) for word in layer.attended]
+    names = [word.text for word in layer.attended]
     summary = f"They are {int(beyond.sum()):,} of {len(beyond):,}; "
     summary += f"the most, {most:.3f}, gets “{names[int(layer.attention.argmax())].strip()}”."
     return environment.from_string(template).render(
         title=f"Long-term memory of {layer.title}",
-        document=_clean(analysis.document),
+        document=clean(analysis.document),
         tokens=f"{analysis.words[-1].end:,}",
         chunk=layer.chunk,
         layer=layer.title,
@@ -103,7 +100,7 @@ def _parts(
 
 def _word(word: Word, share: float, strength: float, color: str) -> Markup:
     """Return a word as HTML, shaded by `strength` from 0 to 1; white space around it is not shaded."""
-    text = _clean(word.text)
+    text = word.text
     bare = text.strip()
     if not strength or not bare:
         return escape(text)
@@ -116,7 +113,7 @@ def _context(analysis: Analysis, layer: LayerAnalysis) -> Iterator[Markup]:
     """Yield what stands between the memory and the predicted token, and the word of that token, marked."""
     end = layer.attended[-1].end
     for word in analysis.words:
-        text, marked = _clean(word.text), word.begin <= layer.predicted < word.end
+        text, marked = word.text, word.begin <= layer.predicted < word.end
         if word.begin > layer.predicted or (word.begin < end and not marked):
             continue
         if marked:
@@ -130,9 +127,4 @@ def _largest(layer: LayerAnalysis) -> Iterator[Row]:
     """Yield the words with the largest memory space."""
     for index in np.argsort(layer.space)[::-1][:LARGEST]:
         word = layer.remembered[index]
-        yield Row(_clean(word.text).strip(), word.begin, f"{layer.space[index]:.4f}", f"{layer.equal_space[index]:.4f}")
-
-
-def _clean(text: str) -> str:
-    """Return a text with a replacement character for each one that HTML has no place for."""
-    return _CONTROL.sub("\ufffd", text)
+        yield Row(word.text.strip(), word.begin, f"{layer.space[index]:.4f}", f"{layer.equal_space[index]:.4f}")

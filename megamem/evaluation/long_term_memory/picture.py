@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ COLUMNS = 4
 """Panels side by side."""
 LABELS = 8
 """Words that are named in the picture of the memory space."""
+LABEL_ROOM = 50
+"""Names that find room side by side."""
 LONGEST_LABEL = 18
 """Characters of a name in a picture."""
 
@@ -55,30 +58,34 @@ def draw_memory_space(layer: LayerAnalysis) -> bytes:
         spaces.append((f"sticky memories ({layer.sticky})", layer.space, ORANGE))
     figure = _figure(11.0, 2.6 * len(spaces) + 0.6)
     panels = figure.subplots(len(spaces), 1, squeeze=False, sharex=True, sharey=True).ravel()
+    ends = np.array([word.end for word in layer.remembered])
     for axes, (label, space, color) in zip(panels, spaces, strict=True):
-        begins = [word.begin for word in layer.remembered]
-        widths = [word.end - word.begin for word in layer.remembered]
-        axes.bar(begins, space, width=widths, align="edge", color=color)
+        axes.bar(np.arange(len(space)), space, width=1.0, align="edge", color=color)
         for border in layer.borders:
-            axes.axvline(border, color=GREY, linewidth=0.8, linestyle="--")
-        axes.set_xlim(begins[0], layer.remembered[-1].end)
+            axes.axvline(np.searchsorted(ends, border), color=GREY, linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, len(space))
         axes.set_ylabel("memory space")
         axes.set_title(f"{layer.title}, {label}", fontsize=10, parse_math=False)
         axes.spines[["top", "right"]].set_visible(False)
     _name_largest(panels[-1], layer, spaces[-1][1])
-    panels[-1].set_xlabel("number of the token in its document (dashed: borders of chunks)")
-    panels[0].set_ylim(0, 1.45 * max(float(space.max()) for _, space, _ in spaces))
+    panels[-1].set_xlabel("words in the memory, in the order of the text (dashed: borders of chunks)")
+    panels[0].set_ylim(0, 1.7 * max(float(space.max()) for _, space, _ in spaces))
     return _png(figure)
 
 
 def _name_largest(axes: Axes, layer: LayerAnalysis, space: Float64) -> None:
-    """Write the words with the largest memory space [words] over their bars."""
-    for index in np.argsort(space)[::-1][:LABELS]:
-        word = layer.remembered[index]
-        text = " ".join(word.text.split())
+    """Write the words with the largest memory space [words] over their bars, but for those close to a larger one."""
+    named: list[int] = []
+    for index in np.argsort(space)[::-1].tolist():
+        if len(named) == LABELS or space[index] == 0:
+            break
+        if any(abs(index - other) <= len(space) // LABEL_ROOM for other in named):
+            continue
+        named.append(index)
+        text = " ".join(layer.remembered[index].text.split())
         text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
         axes.text(
-            (word.begin + word.end) / 2, float(space[index]), f" {text}", rotation=60, fontsize=8, va="bottom",
+            index + 0.5, float(space[index]), f" {text}", rotation=60, fontsize=8, va="bottom",
             ha="left", rotation_mode="anchor", parse_math=False,
         )  # fmt: skip
 
@@ -96,5 +103,8 @@ def _figure(width: float, height: float) -> Figure:
 def _png(figure: Figure) -> bytes:
     """Return a figure's PNG."""
     data = io.BytesIO()
-    figure.savefig(data, format="png")
+    with warnings.catch_warnings():
+        # a script that the font lacks is drawn as boxes; the page has the word
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(data, format="png")
     return data.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,15 @@ from megamem.evaluation.stream_text import INCOMPLETE
 
 Decode = Callable[[Sequence[int]], str]
 """The function from token ids to text."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+"""Characters that HTML, JSON and fonts have no place for."""
+
+
+def clean(text: str) -> str:
+    """Return a text with a replacement character for each one that cannot be shown."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,11 @@ class Word:
     end: int
     """Number of the token after the last one."""
     text: str
-    """The text as it stands, white space before it included."""
+    """The text as it stands, white space before it included, but for what `clean` replaces."""
+
+    def __post_init__(self) -> None:
+        """Replace what cannot be shown."""
+        object.__setattr__(self, "text", clean(self.text))
 
 
 def split_words(ids: Sequence[int], decode: Decode) -> list[Word]:
