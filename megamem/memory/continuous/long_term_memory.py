@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, TensorSpec, state_dtype, to_device
 from megamem.memory.continuous.gaussian_basis import Regression, expected_basis, operators
+from megamem.ops.attention.continuous import continuous_attention
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 EDGE = 1e-6
@@ -194,8 +195,10 @@ class LongTermMemory(nn.Module):
         values = self._heads(self.value, signal)  # [N, B, H, D]
         looks = torch.einsum("tbhd,cbhd->cbht", query, keys).to(exact) * self.width**-0.5
         mean, variance = looks[0].sigmoid(), F.softplus(looks[1]).clamp(min=self.min_variance)
-        expected = expected_basis(mean, variance, matrices.centers, matrices.variances)
-        read = expected.to(query.dtype) @ values.permute(1, 2, 0, 3)  # [B, H, T, D]
+        widths = len(self.regression.basis.widths)  # one bump of each at every center
+        read = continuous_attention(
+            mean, variance, values.permute(1, 2, 0, 3), matrices.centers[::widths], matrices.variances[:widths]
+        )  # [B, H, T, D]
         has_memory = [count > 0 for count in written]
         histogram = None
         if self.places.sticky != "none":
