@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, TensorSpec, state_dtype, to_device
 from megamem.memory.continuous.gaussian_basis import Regression, expected_basis, operators
+from megamem.ops.attention.continuous import continuous_attention
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 EDGE = 1e-6
@@ -213,8 +214,10 @@ class LongTermMemory(nn.Module):
         mean, variance = looks[0].sigmoid(), F.softplus(looks[1]).clamp(min=self.min_variance)
         if self.observer is not None:
             self.observer.attended(mean, variance, written)
-        expected = expected_basis(mean, variance, matrices.centers, matrices.variances)
-        read = expected.to(query.dtype) @ values.permute(1, 2, 0, 3)  # [B, H, T, D]
+        widths = len(self.regression.basis.widths)  # one bump of each at every center
+        read = continuous_attention(
+            mean, variance, values.permute(1, 2, 0, 3), matrices.centers[::widths], matrices.variances[:widths]
+        )  # [B, H, T, D]
         has_memory = [count > 0 for count in written]
         histogram = None
         if self.places.sticky != "none":
