@@ -78,7 +78,8 @@ def read_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     files = TensorFiles(checkpoint.path)
     for name, entry in read_index(checkpoint.path).items():
         if name.startswith(MASTER):
-            yield name.removeprefix(MASTER), _assembled(files, name, entry)
+            # frozen weights are stored in the dtype that training computes with
+            yield name.removeprefix(MASTER), _assembled(files, name, entry).float()
 
 
 def merge_weights(checkpoint: Checkpoint, path: Path) -> int:

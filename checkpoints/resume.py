@@ -129,9 +129,15 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
 
 
 def check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
-    """Raise CheckpointError for a run that wants other weights to start from: it is another run than the saved one."""
+    """Raise CheckpointError for a run that wants to start from, or to train, other weights than the saved one."""
     wanted = config.training.init_from
     begun_with = saved["config"]["training"].get("init_from")
+    froze = saved["config"]["training"].get("freeze")
+    if config.training.freeze != froze:
+        raise CheckpointError(
+            f"{checkpoint.path}: training.freeze was {froze} and is {config.training.freeze}; a run cannot go on with "
+            "other parameters learning (its weights alone: megamem checkpoint merge, then megamem start-from)"
+        )
     if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
         raise CheckpointError(
             f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "

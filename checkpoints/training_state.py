@@ -1,6 +1,7 @@
 """The state of training that a run carries from step to step, as fragments of global tensors, under any layout.
 
-Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for the FP32 weights and Adam's moments of parameter NAME;
+Names: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` for the FP32 weights and Adam's moments of parameter NAME, of a
+frozen one its weights alone, in the dtype that training computes with;
 `states/layers.N/PART` for memory states that run on (see `checkpoints.states`); `rng/KIND/ROLE` for random generators;
 `spikes/history` for the last steps' losses and gradient norms, where spikes are skipped.
 """
@@ -19,6 +20,7 @@ from checkpoints.states import Lanes
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.freezing import frozen_part, learning
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's moments, as torch names them."""
@@ -45,7 +47,7 @@ class _FlatRun:
 def _flat_runs(engine: TrainingEngine) -> Iterator[_FlatRun]:
     """Yield where ZeRO keeps this rank's part of each parameter."""
     optimizer, stage = engine.engine.optimizer, engine.config.parallel.zero_stage
-    for name, parameter in engine.parameters().items():
+    for name, parameter in learning(engine.stage):
         if stage == 0:
             yield _FlatRun(name, parameter, parameter, 0, 0, parameter.numel())
         elif stage == 3:
@@ -62,9 +64,12 @@ def _flat_runs(engine: TrainingEngine) -> Iterator[_FlatRun]:
 
 
 def optimizer_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
-    """Return FP32 weights and moments of this rank; moments that do not exist yet are made (zeros)."""
+    """Return FP32 weights and moments of this rank, and its part of frozen weights.
+
+    Moments that do not exist yet are made (zeros).
+    """
     topology, states = engine.topology, engine.optimizer.state
-    fragments: dict[str, Fragments] = {}
+    fragments = _frozen_fragments(engine)
     for run in _flat_runs(engine):
         state = states[run.key]
         if not state:
@@ -82,6 +87,28 @@ def optimizer_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
             )
             made.writes &= not (replica or spare)
             fragments[f"{kind}/{run.name}"] = made
+    return fragments
+
+
+def _frozen_fragments(engine: TrainingEngine) -> dict[str, Fragments]:
+    """Return this rank's part of the weights that do not learn: views of what the model computes with."""
+    topology, zero = engine.topology, engine.config.parallel.zero_stage
+    fragments: dict[str, Fragments] = {}
+    for name, parameter in engine.parameters().items():
+        if parameter.requires_grad:
+            continue
+        flat, start = frozen_part(parameter, topology.dp_rank)
+        made = Fragments.of_flat(
+            flat,
+            start,
+            tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            info(parameter).shard_axis,
+            topology.tp_size,
+            topology.tp_rank,
+        )
+        # below ZeRO 3 every data-parallel rank holds all of it
+        made.writes &= not getattr(parameter, "ds_pipe_replicated", False) and (zero == 3 or topology.dp_rank == 0)
+        fragments[f"master/{name}"] = made
     return fragments
 
 

@@ -124,22 +124,27 @@ def with_closed_gates(model: ModelConfig) -> ModelConfig:
     """Return the model with every memory's gate closed at the start, unless its `gate_init` was given.
 
     Such a model computes what it did before the memories were added. Every gate between local attention and a memory
-    takes its start value from a field called `gate_init`, that of a mixer within another mixer too.
+    takes its start value from a field called `gate_init`, that of a mixer within another mixer too. A memory whose
+    output is added through a projection of its own needs no gate for that: its `output_init` becomes `zero`.
     """
     layers = [LayerMixer(layers=entry.layers, mixer=_closed(entry.mixer)) for entry in model.memory]
     return model.model_copy(update={"mixer": _closed(model.mixer), "memory": layers})
 
 
 def _closed(mixer: MixerConfig) -> MixerConfig:
-    """Return the mixer, and the mixers in its fields, with `gate_init` closed where it was not given."""
+    """Return the mixer, and the mixers in its fields, closed where neither `gate_init` nor `output_init` was given."""
     changes: dict[str, object] = {}
     for name, value in mixer:
         if isinstance(value, MixerConfig):
             changes[name] = _closed(value)
         elif isinstance(value, list):
             changes[name] = [_closed(item) if isinstance(item, MixerConfig) else item for item in value]
-    if "gate_init" in type(mixer).model_fields and "gate_init" not in mixer.model_fields_set:
-        changes["gate_init"] = CLOSED
+    fields = type(mixer).model_fields
+    if {"gate_init", "output_init"}.isdisjoint(mixer.model_fields_set):
+        if "output_init" in fields:
+            changes["output_init"] = "zero"
+        elif "gate_init" in fields:
+            changes["gate_init"] = CLOSED
     return mixer.model_copy(update=changes)
 
 

@@ -20,12 +20,26 @@ def gather_shards(local: Tensor, axis: int | None, group: ProcessGroup) -> Tenso
 
 
 def whole_parameter(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:
-    """FP32 master value of a parameter under any ZeRO stage, whole over `group`. A collective of all ranks."""
+    """Return a parameter's FP32 master value under any ZeRO stage, whole over `group`. A collective of all ranks.
+
+    A frozen parameter has the value that training computes with.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
-    local = safe_get_full_fp32_param(parameter)
+    if not parameter.requires_grad and hasattr(parameter, "ds_id"):
+        local = _gathered(parameter)
+    else:
+        local = safe_get_full_fp32_param(parameter)
     local = parameter.detach().float() if local is None else local.view(_local_shape(parameter))
     return gather_shards(local, info(parameter).shard_axis, group)
+
+
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter [...] that ZeRO 3 has partitioned and no optimizer knows, in FP32."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().float().clone()
 
 
 def whole_gradient(parameter: nn.Parameter, group: ProcessGroup) -> Tensor:

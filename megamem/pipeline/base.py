@@ -21,6 +21,7 @@ from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
+from megamem.pipeline.freezing import freeze, learning
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
 from megamem.pipeline.train_chunk import loss_names
@@ -92,7 +93,8 @@ class TrainingEngine(ABC):
             config: the run.
             topology: this rank among the others.
             layers: those of this rank's stage, all if None.
-            new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`.
+            new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`, and alone where
+                `training.freeze` says so.
             draw: whether weights get start values; a run that goes on from a checkpoint loads all of them.
         """
         import deepspeed
@@ -105,11 +107,9 @@ class TrainingEngine(ABC):
         if config.data.reset == "exact" and config.parallel.sequence_parallel:
             self.stage.check_reads_borders()
         self.objective = build_objective(config.training.objective, config.model)
-        whole = meta_stage(config.model).named_parameters() if topology.pp_size > 1 else ()
-        groups = len(parameter_groups(whole, config.optimizer, new_parameters))
-        self.optimizer = AgreeingAdamW(
-            parameter_groups(self.stage.named_parameters(), config.optimizer, new_parameters, groups), config.optimizer
-        )
+        if config.training.freeze:
+            freeze(self.stage, new_parameters)
+        self.optimizer = AgreeingAdamW(self._groups(new_parameters), config.optimizer)
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
             optimizer=self.optimizer,
@@ -126,6 +126,16 @@ class TrainingEngine(ABC):
         """The states at the end of each micro-batch where the next step reads on, by its index."""
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
+
+    def _groups(self, new_parameters: Collection[str]) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, as many on each stage of a pipeline."""
+        least = 0
+        if self.topology.pp_size > 1:
+            whole = meta_stage(self.config.model)
+            if self.config.training.freeze:
+                freeze(whole, new_parameters)
+            least = len(parameter_groups(learning(whole), self.config.optimizer, new_parameters))
+        return parameter_groups(learning(self.stage), self.config.optimizer, new_parameters, least)
 
     def module(self) -> torch.nn.Module:
         """Return what DeepSpeed is given."""

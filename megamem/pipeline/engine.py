@@ -23,6 +23,7 @@ from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
+from megamem.pipeline.freezing import check_stages_learn
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
 from megamem.pipeline.train_chunk import chunk_places
@@ -93,6 +94,8 @@ class PipelineEngine(TrainingEngine):
     def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
+        if config.training.freeze:
+            check_stages_learn(config.model, layers, new_parameters)
         super().__init__(config, topology, layers[topology.pp_rank], new_parameters, draw)
         self.placement = layers
         self.executor = StageExecutor(
@@ -161,6 +164,7 @@ class PipelineEngine(TrainingEngine):
 
     def _sum_tied_gradients(self) -> None:
         """First and last stage each hold the tied parameters and a part of their gradients."""
-        if (group := self.topology.ends_group) is not None:
+        group = self.topology.ends_group
+        if group is not None and not self.config.training.freeze:
             for parameter in self.stage.tied_parameters:
                 dist.all_reduce(getattr(parameter, "_hp_grad", parameter.grad), group=group)

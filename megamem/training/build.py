@@ -18,6 +18,7 @@ from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import PipelineEngine
+from megamem.pipeline.freezing import check_learns
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
@@ -52,14 +53,18 @@ def held_out_documents(config: RunConfig) -> HeldOutDocuments:
 
 
 def new_parameters(config: RunConfig) -> set[str]:
-    """Return the names of parameters that learn at `optimizer.new_parameters_lr`.
+    """Return the names of parameters that learn at `optimizer.new_parameters_lr`, or alone (`training.freeze`).
 
     Raises:
         CheckpointError: the weights file that lists them cannot be read.
+        ConfigError: they alone should learn, but it lists none.
     """
-    if config.optimizer.new_parameters_lr is None or config.training.init_from is None:
+    if config.training.init_from is None or not (config.training.freeze or config.optimizer.new_parameters_lr):
         return set()
-    return new_parameter_names(config.training.init_from)
+    names = new_parameter_names(config.training.init_from)
+    if config.training.freeze:
+        check_learns(names, config.training.init_from)
+    return names
 
 
 def build_callbacks(config: RunConfig) -> list[Callback]:

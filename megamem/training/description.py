@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs
 from megamem.costs.parameters import parameter_costs
 from megamem.data.feeder import Feeder
+from megamem.model.stage import meta_stage
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
@@ -27,6 +28,16 @@ def describe_phases(config: RunConfig, feeders: Sequence[Feeder]) -> list[str]:
         )
         lines += [report.summary() for report in feeder.reports]
     return lines
+
+
+def describe_learning(config: RunConfig, new_parameters: Collection[str]) -> list[str]:
+    """Describe in a line how many parameters learn, where some do not. new_parameters: names of those that do."""
+    if config.training.freeze is None:
+        return []
+    sizes = {name: parameter.numel() for name, parameter in meta_stage(config.model).named_parameters()}
+    learning = sum(size for name, size in sizes.items() if name in new_parameters)
+    total = sum(sizes.values())
+    return [f"learning: {learning:,} new of {total:,} parameters ({learning / total:.2%}); the others are frozen"]
 
 
 def describe_stages(engine: TrainingEngine) -> list[str]:

@@ -15,7 +15,7 @@ from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
 from megamem.planning.arithmetic import describe
-from megamem.training.build import start_topology
+from megamem.training.build import new_parameters, start_topology
 from megamem.training.callbacks.metrics import peak_memory
 from megamem.training.description import describe_stages
 
@@ -27,7 +27,7 @@ def dry_run(config: RunConfig, console: Console) -> None:
         console.print(dump_yaml(config), highlight=False)
         for line in describe(config, topology.dp_size):
             console.print(line, highlight=False)
-    engine = build_engine(config, topology)
+    engine = build_engine(config, topology, new_parameters(config))
     if topology.rank == 0:
         for line in describe_stages(engine):
             console.print(line, highlight=False)

@@ -54,7 +54,7 @@ from megamem.training.checkpointing import (
     run_facts,
 )
 from megamem.training.checks import open_feeders, padding_warnings, with_steps
-from megamem.training.description import describe_phases, describe_stages
+from megamem.training.description import describe_learning, describe_phases, describe_stages
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
@@ -111,9 +111,10 @@ def _train_in_folder(
     heartbeat.begin(config.steps)
 
     config = placed_as_before(config, checkpoint)
-    engine = build_engine(config, topology, new_parameters(config), draw=checkpoint is None)
+    new = new_parameters(config)
+    engine = build_engine(config, topology, new, draw=checkpoint is None)
     if is_rank_0:
-        _print_facts(engine, feeders, checkpoint, skipped, console)
+        _print_facts(engine, feeders, checkpoint, [*describe_learning(config, new), *skipped], console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
 
@@ -149,17 +150,17 @@ def _print_facts(
     engine: TrainingEngine,
     feeders: Sequence[Feeder],
     checkpoint: Checkpoint | None,
-    skipped: Sequence[str],
+    more: Sequence[str],
     console: Console,
 ) -> None:
-    """Print the arithmetic of the run, its sources, its stages, and where it resumes."""
+    """Print the arithmetic of the run, its sources, its stages, where it resumes, and before that what `more` says."""
     lines = [
         *describe(engine.config, engine.topology.dp_size, [feeder.padding for feeder in feeders]),
         *(report.summary() for report in feeders[0].reports),
         *describe_phases(engine.config, feeders),
         *padding_warnings(feeders),
         *describe_stages(engine),
-        *skipped,
+        *more,
         *([f"goes on from {checkpoint.path}"] if checkpoint else []),
     ]
     for line in lines:

@@ -1,4 +1,4 @@
-"""Clusters of words split over tensor-parallel ranks: losses, scores, logits and gradients of one process, in float64."""
+"""Clusters of words split over tensor-parallel ranks find what one process finds, in float64."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -118,18 +119,28 @@ def local_batches(config: RunConfig, topology: Topology, step: int) -> list[Batc
     return batches
 
 
-def reference(steps: int, bptt_chunks: int, lr: float, model: str, documents: str):
+def reference(
+    steps: int,
+    bptt_chunks: int,
+    lr: float,
+    model: str,
+    documents: str,
+    learns: Callable[[str], bool] = lambda name: True,
+):
     """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
 
-    model: what differs from `MODEL`, as JSON; documents: see `step_batch`.
+    model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name.
     """
     config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
     stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(learns(name))
     decay = config.optimizer.weight_decay
     groups = [
         {"params": [p], "lr": lr * info(p).lr_scale, "weight_decay": decay / info(p).lr_scale if p.ndim >= 2 else 0.0}
         for p in stage.parameters()
+        if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
     gradients: dict[str, torch.Tensor] = {}
@@ -152,7 +163,7 @@ def reference(steps: int, bptt_chunks: int, lr: float, model: str, documents: st
         (total / predicted).backward()
         losses.append(nats / predicted.item())
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in stage.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in stage.named_parameters() if p.requires_grad}
         optimizer.step()
     return gradients, losses, {name: p.detach().clone() for name, p in stage.named_parameters()}
 

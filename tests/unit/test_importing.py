@@ -74,7 +74,9 @@ def ids():
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_their_one_table_of_words_becomes_no_clusters(tmp_path, kind):
     saved(kind, tmp_path / "hf")
-    with pytest.raises(ConversionError, match=rf"model.adaptive does not go with a {kind}, whose embedding is one table"):
+    with pytest.raises(
+        ConversionError, match=rf"model.adaptive does not go with a {kind}, whose embedding is one table"
+    ):
         from_hf(tmp_path / "hf", tmp_path / "ours", ["adaptive={cutoffs: [16]}"])
 
 
@@ -137,6 +139,78 @@ def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, i
     )
     section = yaml.safe_load((tmp_path / "open" / MODEL).read_text())["model"]
     assert section["memory"][0]["mixer"]["gate_init"] == 0.0
+
+
+SIGNAL = "basis: 8, widths: [0.1, 0.2], samples: 8"
+ADDED = {
+    "long_term_memory": f"mixer={{kind: infinity_former, {SIGNAL}}}",
+    "sticky_memories": f"mixer={{kind: infinity_former, sticky: random, {SIGNAL}}}",
+    "long_term_memory_of_one_layer": f"memory=[{{layers: [1], mixer: {{kind: infinity_former, {SIGNAL}}}}}]",
+    # sigmoid(-30) = 1e-13
+    "infini_attention": "memory=[{layers: [1], mixer: {kind: infini_attention, gate_init: -30}}]",
+}
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_memory_that_starts_closed_leaves_the_losses_as_they_were(tmp_path, ids, kind, added):
+    """In the first chunk the source's own losses, beyond it those of the source with attention within the chunk."""
+    model = saved(kind, tmp_path / "hf")
+    local = [f"chunk_size={CHUNK}", "mixer=local_attention"]
+    from_hf(tmp_path / "hf", tmp_path / "local", local)
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [*local, ADDED[added]])
+    assert facts["new_parameters"]
+    assert facts["unused"] == []
+    stage = imported(tmp_path / "ours")
+    wanted = cross_entropies(theirs(model, ids), ids)
+    found = cross_entropies(logits(stage, ids)[..., : model.config.vocab_size], ids)
+    # FP32 in another order of sums
+    torch.testing.assert_close(found[:, : CHUNK - 1], wanted[:, : CHUNK - 1], rtol=1e-5, atol=1e-5)
+    local_losses = cross_entropies(logits(imported(tmp_path / "local"), ids)[..., : model.config.vocab_size], ids)
+    torch.testing.assert_close(found, local_losses, rtol=1e-6, atol=1e-6)
+
+
+def cross_entropies(logits, ids):
+    """[rows, tokens - 1] the loss of each token after the first."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
+        len(ids), -1
+    )
+
+
+def test_an_output_that_starts_at_zero_learns(tmp_path, ids):
+    """The projection of the long-term memory's output gets a gradient from the first step on, which opens it."""
+    saved("gpt2", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", ADDED["long_term_memory"]])
+    section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]
+    assert section["mixer"]["output_init"] == "zero"
+    assert section["mixer"]["gate_init"] is None
+    stage = imported(tmp_path / "ours")
+    output = stage.get_parameter("layers.1.mixer.long_output.weight")
+    assert not output.any()
+    states = stage.initial_states(len(ids), torch.device("cpu"), torch.float32)
+    total = 0.0
+    for begin in (0, CHUNK):
+        hidden, states, _ = stage(ids.T[begin : begin + CHUNK], states, Chunk((begin,) * len(ids)))
+        total = total + stage.token_losses(hidden, ids.T[begin : begin + CHUNK]).sum()
+    total.backward()
+    assert output.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("start", ["gate_init: -4", "output_init: normal"])
+def test_a_start_of_the_long_term_memory_that_was_given_is_kept(tmp_path, start):
+    saved("llama", tmp_path / "hf")
+    mixer = f"mixer={{kind: infinity_former, {SIGNAL}, {start}}}"
+    from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", mixer])
+    section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]["mixer"]
+    assert section["output_init"] == "normal"
+    assert section["gate_init"] == (-4 if "gate" in start else None)
+
+
+def test_weights_fit_a_transformer_xl(tmp_path):
+    saved("gpt2", tmp_path / "hf")
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}", "mixer=transformer_xl"])
+    assert facts["unused"] == []
+    assert len(facts["new_parameters"]) == 3 * 3, "u, v and the distances of three layers"
 
 
 @pytest.mark.parametrize(

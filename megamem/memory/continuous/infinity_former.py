@@ -43,7 +43,7 @@ from megamem.memory.shared.segment_attention import (
     segment_parameters,
     segment_specs,
 )
-from megamem.parallel.linears import Linears, normal
+from megamem.parallel.linears import Linears, constant, normal
 
 WORST_CONDITION = 1e10
 """Largest condition number of the regression: beyond, float64 leaves fewer than six digits of the coefficients."""
@@ -93,6 +93,9 @@ class InfinityFormerConfig(MixerConfig):
     gate_init: float | None = None
     """Start value of a gate for each head before its sigmoid, by which the long-term memory's output is multiplied; no
     gate if not given, as in the paper."""
+    output_init: Literal["normal", "zero"] = "normal"
+    """How the projection of the long-term memory's output starts: `normal` as others; at `zero` the memory adds nothing
+    until it has learned to, as a memory that is added to a pretrained model should."""
 
     def regression(self, model: ModelConfig) -> Regression:
         """Return how the vectors of a chunk become a signal."""
@@ -218,7 +221,7 @@ class InfinityFormer(AttentionProjections):
             min_variance=config.min_variance,
             prior=(config.kl_width, config.kl_mean),
         )
-        back = normal(model.init_std / (2 * model.layers) ** 0.5)
+        back = normal(model.init_std / (2 * model.layers) ** 0.5) if config.output_init == "normal" else constant(0.0)
         self.long_output = linears.row(model.heads * self.width, model.hidden_size, back)
         self.gate = None if config.gate_init is None else MemoryGate(model, linears, config.gate_init)
 

@@ -1,0 +1,68 @@
+"""The configuration of training: its length, portions, precision, and what it starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megamem.config.base import ConfigModel
+from megamem.config.extensions import AnyCallback
+from megamem.config.objective import AnyObjective
+from megamem.config.phase import PhaseConfig
+
+
+class TrainingConfig(ConfigModel):
+    """How long and in what portions the model is trained."""
+
+    objective: AnyObjective = Field(default="next_token", validate_default=True)
+    """What the model is trained to predict: the `next_token`, or another registered objective."""
+    steps: PositiveInt | None = None
+    """Optimizer steps. Give this or `tokens`; a run folder's configuration has the steps that its `tokens` take."""
+    tokens: PositiveInt | None = None
+    """Budget of tokens without padding, rounded up to whole steps by the share of padding in the sources. Give this or
+    `steps`."""
+    stop_after: PositiveInt | None = None
+    """End after this step as if by a signal, with a checkpoint: the schedule stays that of all steps."""
+    batch_tokens: PositiveInt
+    """Positions of one optimizer step over all ranks, padding included; a multiple of data.sequence_length."""
+    micro_batch_size: PositiveInt = 1
+    """Rows of a micro-batch: sequences that a rank processes at once. `auto`: the planner chooses."""
+    bptt_chunks: PositiveInt | None = None
+    """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
+    recompute: bool = False
+    """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward.
+    `auto`: the planner chooses."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
+    init_from: Path | None = None
+    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it; random if not given.
+    A run that goes on from a checkpoint has its own."""
+    freeze: Literal["base"] | None = None
+    """What does not learn. `base`: all parameters but those that `init_from` lists as new; they have no gradients and
+    no optimizer state. Everything learns if not given."""
+    compile: bool = False
+    """torch.compile what lies between matrix products: norms, rotations and gates, one kernel each; pays on CUDA."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the initial weights. The data's order has its own (data.seed)."""
+    max_bad_steps: PositiveInt = 5
+    """Steps in a row that may be skipped for a non-finite loss or gradient before the run is given up."""
+    skip_spikes: PositiveFloat | None = None
+    """Skip the update of a step whose loss or gradient norm lies so many standard deviations above its mean over the
+    steps before; 6 is usual. No step is skipped if not given."""
+    spike_window: Annotated[int, Field(ge=4)] = 128
+    """Steps of that mean. At the start of a run none is skipped until half of them are there."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """Later parts of the run that read other data, longer sequences or larger batches (docs/training.md)."""
+    callbacks: tuple[AnyCallback, ...] = ()
+    """What else happens around training steps, in this order."""
+
+    @model_validator(mode="after")
+    def _base_to_freeze(self) -> TrainingConfig:
+        """Raise ValueError where the base would be random weights."""
+        if self.freeze is not None and self.init_from is None:
+            raise ValueError(
+                f"freeze {self.freeze} needs init_from: weights to keep, as `megamem convert from-hf` writes them"
+            )
+        return self

@@ -1,0 +1,81 @@
+"""Every refusal of `training.freeze` in one line, and what a run says of what learns."""
+
+import pytest
+from safetensors.torch import save_file
+
+from checkpoints.resume import check_weights
+from checkpoints.weights import write_weights
+from megamem.config.load import merge, parse_config
+from megamem.config.run import RunConfig
+from megamem.errors import CheckpointError, ConfigError
+from megamem.model.stage import meta_stage
+from megamem.pipeline.freezing import check_stages_learn
+from megamem.training.build import new_parameters
+from megamem.training.checks import check_run
+from megamem.training.description import describe_learning
+from tests.unit.data_helpers import make_shards
+
+CHUNK = 16
+
+
+def config(**sections):
+    tree = {
+        "name": "case",
+        "model": {"layers": 4, "hidden_size": 24, "heads": 2, "vocab_size": 300, "chunk_size": CHUNK},
+        "data": {"sources": "none", "sequence_length": 2 * CHUNK},
+        "training": {"steps": 2, "batch_tokens": 2 * CHUNK, "freeze": "base", "init_from": "start.safetensors"},
+        "parallel": {"device": "cpu"},
+    }
+    return parse_config(RunConfig, merge(tree, sections), "file")
+
+
+def test_a_base_is_needed():
+    with pytest.raises(ConfigError, match="training: freeze base needs init_from: weights to keep"):
+        config(training={"init_from": None})
+    assert config().training.freeze == "base"
+    with pytest.raises(ConfigError, match=r"training\.freeze"):
+        config(training={"freeze": "memory"})
+
+
+def test_new_parameters_are_needed(tmp_path):
+    path = tmp_path / "start.safetensors"
+    write_weights({}, path)
+    begun = config(training={"init_from": str(path)}, data={"sources": [str(make_shards(tmp_path))]})
+    said = r"training\.freeze base: .*start\.safetensors lists no new parameters, so nothing would learn"
+    with pytest.raises(ConfigError, match=said):
+        new_parameters(begun)
+    with pytest.raises(ConfigError, match=said):
+        check_run(begun, 1)
+    save_file({}, path, metadata={"new_parameters": '["layers.1.mixer.gate.logit"]'})
+    assert new_parameters(begun) == {"layers.1.mixer.gate.logit"}
+    assert new_parameters(config(training={"init_from": str(path), "freeze": None})) == set()
+
+
+def test_each_stage_needs_something_to_learn():
+    model = config(model={"memory": [{"layers": [1, 2], "mixer": {"kind": "infini_attention"}}]}).model
+    new = {name for name, _ in meta_stage(model).named_parameters() if "gate.logit" in name}
+    check_stages_learn(model, [range(2), range(2, 4)], new)
+    said = r"training\.freeze base: pipeline stage 1 \(layers 3-3\) has no new parameter to train; .* \(parallel\.pp\)"
+    with pytest.raises(ConfigError, match=said):
+        check_stages_learn(model, [range(3), range(3, 4)], new)
+
+
+def test_a_run_cannot_go_on_with_others_learning(tmp_path):
+    class Saved:
+        path = tmp_path / "step-00000001"
+
+    saved = {"config": {"training": {"init_from": "start.safetensors"}}}
+    with pytest.raises(CheckpointError, match=r"step-00000001: training\.freeze was None and is base; a run cannot"):
+        check_weights(config(), Saved(), saved)
+    check_weights(config(training={"freeze": None}), Saved(), saved)
+
+
+def test_what_learns_is_said():
+    learning = config(model={"memory": [{"layers": [1], "mixer": "infini_attention"}]})
+    sizes = {name: parameter.numel() for name, parameter in meta_stage(learning.model).named_parameters()}
+    name = "layers.1.mixer.gate.logit"
+    total = sum(sizes.values())
+    assert describe_learning(learning, {name}) == [
+        f"learning: {sizes[name]} new of {total:,} parameters ({sizes[name] / total:.2%}); the others are frozen"
+    ]
+    assert describe_learning(config(training={"freeze": None}), set()) == []
