@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,17 +59,17 @@ def open_exported(path: Path, overrides: Sequence[str]) -> ExportedModel:
     Raises: ConversionError for what cannot be read, ConfigError for overrides that do not fit.
     """
     source, kind = known_source(path)
-    model = source_section(source, kind)
-    chunk = model["chunk_size"]
-    # the length of a training sequence, in whole chunks
-    length = max(source.config.get("max_position_embeddings") or source.config.get("n_positions") or 0, chunk)
-    length = length // chunk * chunk
-    tree: dict[str, object] = {
+    tree: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._+-]", "-", path.name).lstrip("-._+") or "model",
-        "model": model,
-        "data": {"sources": ["none"], "sequence_length": length},  # it trains on nothing
-        "training": {"steps": 1, "batch_tokens": length, "precision": "fp32"},
+        "model": source_section(source, kind),
+        "data": {"sources": ["none"]},  # it trains on nothing
+        "training": {"steps": 1, "precision": "fp32"},
     }
     for override in overrides:
         tree = apply_override(tree, override)
+    # the length of a training sequence, in whole chunks; a chunk of no valid size is refused below
+    chunk = size if isinstance(size := tree["model"].get("chunk_size"), int) and size > 0 else 1
+    trained = source.config.get("max_position_embeddings") or source.config.get("n_positions") or 2
+    length = tree["data"].setdefault("sequence_length", max(trained // chunk, 1) * chunk)
+    tree["training"].setdefault("batch_tokens", length)
     return ExportedModel(source, kind, parse_config(RunConfig, tree, f"{path}: as a run"))
