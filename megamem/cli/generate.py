@@ -10,6 +10,7 @@ import typer
 
 from megamem.cli.compute import compute_device, compute_dtype
 from megamem.cli.options import Device, Precision, TrainedModel
+from megamem.cli.output import read_text
 from megamem.errors import ConfigError, DataError
 
 
@@ -57,20 +58,12 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is None:
         text = prompt
     elif file is not None and prompt is None:
-        text = sys.stdin.read() if str(file) == "-" else _read(file)
+        text = sys.stdin.read() if str(file) == "-" else read_text(file)
     else:
         raise ConfigError("generate: give either --prompt or --prompt-file")
     if not text:
         raise DataError("generate: the prompt is empty")
     return text
-
-
-def _read(path: Path) -> str:
-    """Return a file's text. Raises DataError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def _show(text: str) -> None:

@@ -22,6 +22,7 @@ from megamem.cli.doctor import doctor
 from megamem.cli.evaluate import evaluate
 from megamem.cli.generate import generate
 from megamem.cli.launch import agent, launch
+from megamem.cli.long_term_memory import long_term_memory
 from megamem.cli.mechanisms import mechanisms
 from megamem.cli.plan import plan
 from megamem.cli.preflight import preflight
@@ -44,7 +45,7 @@ for name, group in {
 # a function's name is the verb's, with dashes
 for verb in (
     train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
-    mechanisms,
+    mechanisms, long_term_memory,
 ):  # fmt: skip
     app.command()(verb)
 app.command(hidden=True)(agent)

@@ -1,16 +1,27 @@
-"""What verbs write with: the console, JSON lines, tables of facts and progress bars."""
+"""What verbs read and write with: text files, the console, JSON lines, tables of facts and progress bars."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megamem.errors import DataError
+
 console = Console(soft_wrap=True)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text. Raises DataError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
 
 
 def write_json(value: object, indent: int | None = None) -> None:

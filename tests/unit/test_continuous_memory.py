@@ -14,9 +14,11 @@ from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.continuous.gaussian_basis import Basis, Padding, Regression, expected_basis, operators
 from megamem.memory.continuous.infinity_former import InfinityFormer
+from megamem.ops.attention.continuous import continuous_attention
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 BASIS = Basis(12, (0.03, 0.1))
+BASIS_SHAPE = (torch.linspace(0, 1, 6, dtype=torch.float64), torch.tensor([0.03, 0.1], dtype=torch.float64) ** 2)
 CPU = torch.device("cpu")
 
 
@@ -43,6 +45,26 @@ def test_expectations_equal_numerical_quadrature(mean: float, variance: float) -
     looks = (torch.tensor(value, dtype=torch.float64) for value in (mean, variance))
     closed = expected_basis(*looks, centers, widths**2)
     assert (closed - quadrature).abs().max() < 1e-8
+    look = (torch.tensor([[[value]]], dtype=torch.float64) for value in (mean, variance))
+    identity = torch.eye(BASIS.count, dtype=torch.float64)[None, None]
+    assert (continuous_attention(*look, identity, *BASIS_SHAPE).flatten() - quadrature).abs().max() < 1e-8
+
+
+def test_continuous_attention_has_the_gradients_of_its_closed_form() -> None:
+    """Against the expectations that torch differentiates itself; rounding of sums over the basis."""
+    generator = torch.Generator().manual_seed(0)
+    mean, noise = torch.rand((2, 2, 3, 5), generator=generator, dtype=torch.float64)
+    value = torch.randn((2, 3, BASIS.count, 4), generator=generator, dtype=torch.float64)
+    given = [x.requires_grad_() for x in (mean, 1e-4 + 0.1 * noise, value)]
+    centers, widths = BASIS.centers_and_widths()
+    found = []
+    for out in (
+        continuous_attention(*given, *BASIS_SHAPE),
+        expected_basis(given[0], given[1], centers, widths**2) @ given[2],
+    ):
+        found.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    for ours, whole in zip(*found, strict=True):
+        assert (ours - whole).abs().max() < 1e-12 * whole.abs().max()
 
 
 @pytest.mark.parametrize("padding", ["none", "zeros"])

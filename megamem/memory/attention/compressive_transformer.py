@@ -28,7 +28,7 @@ from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype, to_device
 from megamem.memory.shared.blocks import BlockSlice, block_slices
-from megamem.memory.shared.row_by_row import apart, read_row_by_row
+from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
     SegmentAttention,
     segment_flops,
@@ -186,14 +186,10 @@ class CompressiveTransformer(SegmentAttention):
         """See `Mixer.forward`."""
         x, state = self.linears.enter(hidden), detach(state)
         terms: list[Tensor] = []
-        if apart(chunk):
-            rows, state = read_row_by_row(
-                self.specs, state, chunk, self.segment,
-                lambda row, own, here: self._read_segments(x[:, row], own, here, terms),
-            )  # fmt: skip
-            mixed = torch.cat(rows, dim=1)
-        else:
-            mixed, state = self._read_segments(x, state, chunk, terms)
+        mixed, state = read_rows(
+            self.specs, state, chunk, self.segment,
+            lambda rows, own, here: self._read_segments(x[:, rows], own, here, terms),
+        )  # fmt: skip
         if self.compressor is None:
             return self.output(mixed.flatten(2)), state, {}
         # a mean over the call's tokens and rows, of which those of finished chunks count

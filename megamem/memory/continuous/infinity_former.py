@@ -36,7 +36,7 @@ from megamem.memory.shared.block_attention import (
 )
 from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.memory.shared.gate import MemoryGate
-from megamem.memory.shared.row_by_row import apart, read_row_by_row
+from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
     SegmentAttention,
     segment_flops,
@@ -245,14 +245,10 @@ class InfinityFormer(AttentionProjections):
         """See `Mixer.forward`."""
         x, state = self.linears.enter(hidden), detach(state)
         divergences: list[Tensor] = []
-        if apart(chunk):
-            rows, state = read_row_by_row(
-                self.specs, state, chunk, self.segment,
-                lambda row, own, here: self._read_segments(x[:, row], own, here, divergences),
-            )  # fmt: skip
-            both = torch.cat(rows, dim=1)
-        else:
-            both, state = self._read_segments(x, state, chunk, divergences)
+        both, state = read_rows(
+            self.specs, state, chunk, self.segment,
+            lambda rows, own, here: self._read_segments(x[:, rows], own, here, divergences),
+        )  # fmt: skip
         local, long_term = both.chunk(2, dim=2)
         if self.gate is not None:
             long_term = long_term * self.gate().to(long_term.dtype)

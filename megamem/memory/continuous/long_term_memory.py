@@ -16,8 +16,10 @@ W hidden_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, TensorSpec, state_dtype, to_device
 from megamem.memory.continuous.gaussian_basis import Regression, expected_basis, operators
+from megamem.ops.attention.continuous import continuous_attention
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 EDGE = 1e-6
@@ -108,8 +111,21 @@ class Reading:
     """Attention of all queries and heads to each bin, [bins, B], for sticky memories."""
 
 
+class Observer(Protocol):
+    """The interface of what looks on while a memory is updated and read, to report what it attends to."""
+
+    def updated(self, written: Sequence[int], begins: Sequence[bool], samples: Tensor | None) -> None:
+        """Take what `LongTermMemory.update` was called with; samples: [M, B] places, None at equal distances."""
+
+    def attended(self, mean: Tensor, variance: Tensor, written: Sequence[int]) -> None:
+        """Take the densities of this rank's heads and the queries of a slice; mean, variance: [B, H, T]."""
+
+
 class LongTermMemory(nn.Module):
     """The parameters of one layer's long-term memory, and what is done with them. Its state belongs to the mixer."""
+
+    observer: Observer | None = None
+    """Set by `observed_by` alone."""
 
     def __init__(
         self,
@@ -153,6 +169,8 @@ class LongTermMemory(nn.Module):
             written: how many chunks have become old in each row's document, the one in `evicted` included.
             begins: whether the slice is the first of each row's chunk, with which `evicted` is added.
         """
+        if self.observer is not None:
+            self.observer.updated(written, begins, state.get("samples"))
         old: Tensor = state["coefficients"]
         matrices = operators(self.regression, old.dtype, old.device)
         # gated in every chunk, added or not: ZeRO 3 gathers the parameters from all ranks whenever one uses them, and
@@ -194,8 +212,12 @@ class LongTermMemory(nn.Module):
         values = self._heads(self.value, signal)  # [N, B, H, D]
         looks = torch.einsum("tbhd,cbhd->cbht", query, keys).to(exact) * self.width**-0.5
         mean, variance = looks[0].sigmoid(), F.softplus(looks[1]).clamp(min=self.min_variance)
-        expected = expected_basis(mean, variance, matrices.centers, matrices.variances)
-        read = expected.to(query.dtype) @ values.permute(1, 2, 0, 3)  # [B, H, T, D]
+        if self.observer is not None:
+            self.observer.attended(mean, variance, written)
+        widths = len(self.regression.basis.widths)  # one bump of each at every center
+        read = continuous_attention(
+            mean, variance, values.permute(1, 2, 0, 3), matrices.centers[::widths], matrices.variances[:widths]
+        )  # [B, H, T, D]
         has_memory = [count > 0 for count in written]
         histogram = None
         if self.places.sticky != "none":
@@ -207,6 +229,15 @@ class LongTermMemory(nn.Module):
             self._divergence(mean, variance) * to_device(has_memory, query.device, torch.bool),
             histogram,
         )
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Show each update and each reading to `observer`, inside a `with` statement."""
+        self.observer = observer
+        try:
+            yield
+        finally:
+            self.observer = None
 
     def _heads(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Project x [rows, B, W] to [rows, B, H, D]."""

@@ -15,7 +15,7 @@ from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
-from megamem.memory.shared.row_by_row import apart, read_row_by_row
+from megamem.memory.shared.row_by_row import read_rows
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -180,14 +180,10 @@ class BlockAttention(AttentionProjections):
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         projections = self.project(hidden)
-        if apart(chunk):
-            rows, state = read_row_by_row(
-                self.specs, state, chunk, self.block,
-                lambda row, own, here: self._read(tuple(x[:, row] for x in projections), own, here),
-            )  # fmt: skip
-            mixed = torch.cat(rows, dim=1)
-        else:
-            mixed, state = self._read(projections, state, chunk)
+        mixed, state = read_rows(
+            self.specs, state, chunk, self.block,
+            lambda rows, own, here: self._read(tuple(x[:, rows] for x in projections), own, here),
+        )  # fmt: skip
         return self.output(mixed.flatten(2)), state, {}
 
     def _read(self, projections: tuple[Tensor, ...], state: State, chunk: Chunk) -> tuple[Tensor, State]:

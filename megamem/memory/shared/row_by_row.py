@@ -25,6 +25,24 @@ def row_chunk(chunk: Chunk, row: int) -> Chunk:
     return Chunk(chunk.starts[row : row + 1], borders=None if chunk.borders is None else chunk.borders[row : row + 1])
 
 
+def read_rows(
+    specs: StateSpec,
+    state: State,
+    chunk: Chunk,
+    block: int,
+    read: Callable[[slice, State, Chunk], tuple[Tensor, State]],
+) -> tuple[Tensor, State]:
+    """Read all rows at once, or one after the other where they are `apart`.
+
+    Arguments: see `read_row_by_row`; `read` gets all rows, slice(None), or one.
+    Returns: what is read, [tokens, batch, ...]; the new state.
+    """
+    if not apart(chunk):
+        return read(slice(None), state, chunk)
+    rows, state = read_row_by_row(specs, state, chunk, block, read)
+    return torch.cat(rows, dim=1), state
+
+
 def read_row_by_row(
     specs: StateSpec,
     state: State,

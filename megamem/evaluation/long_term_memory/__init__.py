@@ -1,0 +1,1 @@
+"""What models attend to in a continuous long-term memory: histograms, attended words, memory space."""
