@@ -23,6 +23,16 @@ class TrainedRun:
     checkpoint: Checkpoint
     config: RunConfig
 
+    @property
+    def origin(self) -> str:
+        """Where it lies, for messages."""
+        return str(self.checkpoint.path)
+
+    @property
+    def title(self) -> str:
+        """The name of the run and the step of the checkpoint, for people."""
+        return f"{self.config.name}, step {self.checkpoint.step}"
+
     def changed(self, overrides: Sequence[str]) -> TrainedRun:
         """Return the same with overrides of the configuration (`key.path=value`). Raises ConfigError."""
         tree = self.config.model_dump(mode="json")

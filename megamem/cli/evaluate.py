@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
     from lm_eval.api.model import LM
 
+    from checkpoints.trained import TrainedRun
+    from megamem.hf.held_out import ExportedModel
+
 
 def evaluate(
     model: TrainedModel,
@@ -30,11 +33,9 @@ def evaluate(
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on held-out text, or a checkpoint or an export on lm-eval's tasks."""
+    """Evaluate a checkpoint or an export on held-out text or on lm-eval's tasks."""
     exported = (model / "config.json").is_file()
     if tasks is None:
-        if exported:
-            raise ConfigError(f"{model}: an export has no held-out text; give --tasks, or evaluate its checkpoint")
         figures = _held_out(model, overrides or [], compute_dtype(dtype), compute_device(device))
         if as_json:
             write_json(figures)
@@ -56,15 +57,25 @@ def evaluate(
 def _held_out(
     model: Path, overrides: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, float | int | str | None]:
-    """Evaluate on the held-out text of the run, print the table and return its figures."""
-    from checkpoints.trained import open_run
+    """Evaluate on held-out text, print the table and return its figures."""
     from megamem.evaluation.report import finite, result_table
     from megamem.training.held_out import evaluate_run
 
-    run = open_run(model).changed(overrides)
+    run = _trained(model, overrides)
     figures: dict[str, float | int | str | None] = finite(evaluate_run(run, dtype, device, console).figures())
-    console.print(result_table(figures, title=f"{run.config.name}, step {run.checkpoint.step}"))
+    console.print(result_table(figures, title=run.title))
     return figures
+
+
+def _trained(model: Path, overrides: Sequence[str]) -> TrainedRun | ExportedModel:
+    """Return a checkpoint or a model in transformers' form, with overrides of its configuration."""
+    if (model / "config.json").is_file() or model.suffix == ".gguf":
+        from megamem.hf.held_out import open_exported
+
+        return open_exported(model, overrides)
+    from checkpoints.trained import open_run
+
+    return open_run(model).changed(overrides)
 
 
 def _task_model(model: Path, max_length: int | None, rows: int, dtype: torch.dtype, device: torch.device) -> LM:

@@ -12,6 +12,9 @@ from megamem.cli.options import ModelFile, Overrides, Processes, RecipePath
 from megamem.cli.output import console, write_json, write_line
 from megamem.errors import STOPPED, CheckpointError
 
+MODEL, WEIGHTS = "model.yaml", "weights.safetensors"
+"""What `megamem convert from-hf` writes of a model."""
+
 if TYPE_CHECKING:
     from megamem.config.run import RunConfig
 
@@ -68,16 +71,22 @@ def train(
 
 
 def start_from(
-    weights: Annotated[Path, typer.Argument(help="safetensors file of a run's weights")],
+    weights: Annotated[
+        Path, typer.Argument(help="safetensors file of a run's weights, or a folder of `megamem convert from-hf`")
+    ],
     config: RecipePath,
     overrides: Overrides = None,
     model: ModelFile = None,
     processes: Processes = None,
 ) -> None:
     """Train from given weights instead of random ones: a new run, with its own data, schedule and optimizer state."""
+    named: list[str] = []
+    if weights.is_dir():
+        # the imported model, and a run that has the folder's name and not that of every such model file
+        model, named, weights = model or weights / MODEL, [f"name={weights.resolve().name}"], weights / WEIGHTS
     if not weights.is_file():
         raise CheckpointError(f"{weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint")
-    train(config, [*(overrides or []), f"training.init_from={weights}"], model, processes=processes)
+    train(config, [*named, *(overrides or []), f"training.init_from={weights}"], model, processes=processes)
 
 
 def _is_rank_0() -> bool:

@@ -35,5 +35,8 @@ class EvaluationConfig(ConfigModel):
     """Stride of sliding-window perplexity in tokens, computed at the end; a quarter of the chunk if not given."""
     sliding_max_tokens: PositiveInt = 32_768
     """Tokens of the sliding-window evaluation."""
+    forget_every_chunk: bool = False
+    """Read every chunk as if its document began there, in the evaluation at the end and in `megamem evaluate`: all
+    losses are those of the model with its memory taken away."""
     corruption: CorruptionConfig = CorruptionConfig()
     """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""

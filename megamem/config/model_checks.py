@@ -1,8 +1,18 @@
-"""Checks of a model's layers and positions, and of the options that only some layers can have."""
+"""Checks of a model's heads, layers and positions, and of the options that only some layers can have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+
+def check_heads(hidden_size: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError where heads do not divide the hidden size, or key/value heads the query heads."""
+    if head_dim is None and hidden_size % heads:
+        raise ValueError(
+            f"hidden_size {hidden_size} is not divisible by heads {heads}; choose a multiple or give head_dim"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
 
 def check_layers(layers: int, named: Iterable[int]) -> None:
@@ -14,6 +24,20 @@ def check_layers(layers: int, named: Iterable[int]) -> None:
         if layer in seen:
             raise ValueError(f"memory.layers: layer {layer} has two mixers")
         seen.add(layer)
+
+
+def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
+    """Raise ValueError where the table of learned positions is missing, not wanted, or ends inside a chunk."""
+    if (positions == "learned") != (max_positions is not None):
+        raise ValueError(
+            f"max_positions {max_positions} does not go with positions {positions}; learned positions "
+            "need it, rotary ones have no table"
+        )
+    if max_positions is not None and max_positions % chunk_size:
+        raise ValueError(
+            f"max_positions {max_positions} is not a multiple of chunk_size {chunk_size}: the table "
+            "would begin again inside a chunk"
+        )
 
 
 def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture: str) -> None:
@@ -33,20 +57,6 @@ def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture
         raise ValueError(
             f"architecture {architecture} carries no side rows, which {kinds[layer]} (layer {layer}) takes up the "
             "layers; use architecture decoder"
-        )
-
-
-def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
-    """Raise ValueError where the table of learned positions is missing, has no use, or ends inside a chunk."""
-    if (positions == "learned") != (max_positions is not None):
-        raise ValueError(
-            f"max_positions {max_positions} does not go with positions {positions}; learned positions need it, rotary "
-            "ones have no table"
-        )
-    if max_positions is not None and max_positions % chunk_size:
-        raise ValueError(
-            f"max_positions {max_positions} is not a multiple of chunk_size {chunk_size}: the table would begin again "
-            "inside a chunk"
         )
 
 

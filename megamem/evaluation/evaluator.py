@@ -53,6 +53,7 @@ class Evaluator:
         *,
         max_tokens: int | None = None,
         token_bytes: Int64 | None = None,
+        forget: bool = False,
         progress: Progress | None = None,
     ) -> LossReport:
         """Read documents from their start, memory carried from chunk to chunk, and report their loss.
@@ -61,12 +62,14 @@ class Evaluator:
             max_tokens: bound of the predicted tokens, see `cut_documents`.
             token_bytes: [vocabulary] UTF-8 bytes of each token (`Tokenizer.byte_lengths()`), for documents that are
                 cut.
+            forget: read every chunk as if its document began there: position 0, fresh memory.
             progress: called with (calls made, calls of all).
         Raises: DataError without a document to predict; ValueError for documents not in whole chunks.
         """
         size = self.stage.config.chunk_size
         chosen = cut_documents(documents, size, max_tokens, token_bytes)
-        return loss_report(chosen, self._read(whole_readings(chosen, size), progress), size)
+        readings = single_chunk_readings(chosen, size) if forget else whole_readings(chosen, size)
+        return loss_report(chosen, self._read(readings, progress), size)
 
     def memory_use(
         self,

@@ -21,6 +21,8 @@ class MemoryReport:
     """Memory as trained."""
     memory_off_beyond_first_chunk_loss: float | None
     """Every chunk read as if its document began there."""
+    memory_off_loss: float
+    """The same over all predicted tokens, those of first chunks included."""
     gain: float | None
     """Off minus on: what the memory gives, nats per token."""
     memory_off_by_chunk: tuple[Bucket, ...]
@@ -66,6 +68,7 @@ def memory_report(trained: LossReport, off: LossReport) -> MemoryReport:
     return MemoryReport(
         beyond_first_chunk_loss=on_loss,
         memory_off_beyond_first_chunk_loss=off_loss,
+        memory_off_loss=off.loss,
         gain=None if on_loss is None or off_loss is None else off_loss - on_loss,
         memory_off_by_chunk=off.by_chunk,
     )

@@ -24,6 +24,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("first_chunk_loss", "loss in first chunks", "{:.4f} nats per token"),
     ("beyond_first_chunk_loss", "loss beyond them", "{:.4f} nats per token"),
     ("memory_off_beyond_first_chunk_loss", "loss beyond them, memory off", "{:.4f} nats per token"),
+    ("memory_off_loss", "held-out loss, memory off", "{:.4f} nats per token"),
     ("memory_gain", "gain of the memory", "{:+.4f} nats per token"),
     ("sliding_perplexity", "sliding window's perplexity", "{:,.2f} per token"),
     ("sliding_plain_perplexity", "the same tokens without it", "{:,.2f} per token"),

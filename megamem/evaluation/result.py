@@ -46,6 +46,7 @@ class EvaluationResult:
             "first_chunk_loss": losses.first_chunk_loss,
             "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,
             "memory_off_beyond_first_chunk_loss": memory.memory_off_beyond_first_chunk_loss,
+            "memory_off_loss": memory.memory_off_loss,
             "memory_gain": memory.gain,
             "sliding_perplexity": sliding.perplexity if sliding else None,
             "sliding_plain_perplexity": sliding.plain_perplexity if sliding else None,

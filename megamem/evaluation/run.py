@@ -20,7 +20,7 @@ from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents
-from megamem.evaluation.probe import MemoryReport
+from megamem.evaluation.probe import MemoryReport, memory_report
 from megamem.evaluation.reading import Int64, Progress
 from megamem.evaluation.report import PICTURE, write_report
 from megamem.evaluation.result import EvaluationResult
@@ -91,7 +91,7 @@ class _Figures:
     memory: MemoryReport
     sliding: SlidingReport | None
     """Sliding-window losses of documents that predict every token: read from a later token on, others may lack what
-    they ask about."""
+    they ask about. None where every chunk is forgotten."""
     seconds: float
     """Seconds of the plain pass."""
 
@@ -103,9 +103,11 @@ def _figures(
     token_bytes: Int64 | None,
     passes: _Passes,
 ) -> _Figures:
-    begin = time.perf_counter()
-    losses = evaluator.losses(documents, progress=passes.named("held-out loss"))
+    begin, forget = time.perf_counter(), config.evaluation.forget_every_chunk
+    losses = evaluator.losses(documents, forget=forget, progress=passes.named("held-out loss"))
     seconds = time.perf_counter() - begin
+    if forget:  # nothing is left to take away, and no window to slide
+        return _Figures(losses, memory_report(losses, losses), None, seconds)
     memory = evaluator.memory_use(documents, trained=losses, progress=passes.named("memory off"))
     sliding = None
     if texts := [document for document in documents if document.predicts_all]:

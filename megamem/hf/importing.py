@@ -43,18 +43,15 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     Returns: what was found. Raises: ConversionError, ConfigError naming file and field.
     """
     refuse_existing(out)
-    opened = open_source(source)
-    kind = opened.config.get("model_type")
-    if kind not in KNOWN:
-        raise ConversionError(f"{source}: architecture {kind!r} is not known; known are {', '.join(KNOWN)}")
-    if "quantization_config" in opened.config:
-        raise ConversionError(f"{source}: quantised weights are not read; take the model's BF16 or FP32 form")
+    opened, kind = known_source(source)
     section = source_section(opened, kind)
     if section["vocab_size"] % vocab_multiple and kind != "megamem":
         section["padded_vocab_size"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
     tree: dict[str, Any] = {"model": section}
     for override in overrides:
         tree = apply_override(tree, f"model.{override}")
+    if kind != "megamem" and tree["model"].get("adaptive"):
+        raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
     weights, new_parameters = collect(opened, kind, model)
     words = None
@@ -74,6 +71,17 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         "tokenizer": words,
         "unused": sorted(opened.unused()),
     }
+
+
+def known_source(path: Path) -> tuple[Source, str]:
+    """Open a model in transformers' form; return it and its architecture. Raises ConversionError for unknown ones."""
+    opened = open_source(path)
+    kind = opened.config.get("model_type")
+    if kind not in KNOWN:
+        raise ConversionError(f"{path}: architecture {kind!r} is not known; known are {', '.join(KNOWN)}")
+    if "quantization_config" in opened.config:
+        raise ConversionError(f"{path}: quantised weights are not read; take the model's BF16 or FP32 form")
+    return opened, kind
 
 
 def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Tensor], list[str]]:

@@ -245,7 +245,21 @@ class TestTasks:
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")
         assert "overrides are for held-out" in refused("evaluate", run, "data.seed=1", "--tasks", "megamem_choice")
-        assert "has no held-out text" in refused("evaluate", exported[0])
+
+    def test_held_out_losses_of_exports_are_those_of_their_checkpoints(self, data, place, run, exported):
+        text = [f"data.validation=[{data / 'validation'}]", f"data.tokenizer={data / 'tokenizer'}"]
+        if not (place / "llama").exists():
+            invoke("convert", "to-hf", place / "runs" / "plain", place / "llama")
+        for one, other in ((run, exported[0]), (place / "runs" / "plain", place / "llama")):
+            bounds = ["evaluation.final_max_tokens=512", "evaluation.sliding_max_tokens=128", "model.chunk_size=32"]
+            ours, theirs = (
+                json.loads(invoke("evaluate", model, *text, *bounds, "--json").splitlines()[-1])
+                for model in (one, other)
+            )
+            assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+            assert ours["memory_off_loss"] == pytest.approx(theirs["memory_off_loss"], rel=1e-5)
+            assert ours["val_bits_per_byte"] == pytest.approx(theirs["val_bits_per_byte"], rel=1e-5)
+        assert "names no held-out text" in refused("evaluate", exported[0])
 
 
 def test_a_run_starts_from_an_imported_model_with_a_memory_added(data, place, tmp_path):
