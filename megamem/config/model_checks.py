@@ -60,17 +60,17 @@ def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture
         )
 
 
-def check_softmax(softmax: bool, qk_norm: bool, attention_dropout: float, kinds: Sequence[str]) -> None:
+def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool, attention_dropout: float) -> None:
     """Raise ValueError for options of softmax attention in a model that has none.
 
-    softmax: whether any layer has it; kinds: of each layer's mixer.
+    mixers: kind and `MixerConfig.query_key_norms` of each layer's mixer.
     """
-    if softmax:
+    if any(norms for _, norms in mixers):
         return
     if qk_norm:
         raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
     if attention_dropout:
         raise ValueError(
             f"attention_dropout {attention_dropout:g}: no layer has softmax attention with shares to drop (mixers: "
-            f"{', '.join(dict.fromkeys(kinds))}); use 0, or dropout for the residual stream"
+            f"{', '.join(dict.fromkeys(kind for kind, _ in mixers))}); use 0, or dropout for the residual stream"
         )
