@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
+from megamem.config.adaptive import AdaptiveConfig, Cluster
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_layers, check_side_rows
-from megamem.config.mup import MupConfig, share
+from megamem.config.model_checks import check_layers, check_positions, check_side_rows
+from megamem.config.mup import MupConfig
 from megamem.config.registry import Registry
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class ModelConfig(ConfigModel):
     """Tokens that can be read and predicted; the tokenizer may have fewer pieces, never more."""
     padded_vocab_size: PositiveInt | None = None
     """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
+    adaptive: AdaptiveConfig | None = None
+    """Adaptive input and softmax: the vocabulary in clusters by frequency. One table of words if not given."""
     chunk_size: PositiveInt
     """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
     architecture: AnyArchitecture = Field(default="decoder", validate_default=True)
@@ -259,8 +262,20 @@ class ModelConfig(ConfigModel):
 
     @property
     def resolved_padded_vocab_size(self) -> int:
-        """The rows of embedding and output head: the padded vocabulary, or the vocabulary."""
-        return self.padded_vocab_size or self.vocab_size
+        """The logits of a token, and the rows of an embedding or output head that is no clusters."""
+        return self.padded_vocab_size or (self.adaptive.filled(self.vocab_size) if self.adaptive else self.vocab_size)
+
+    @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The clusters of adaptive input and softmax; none where the vocabulary is one table."""
+        return self.adaptive.clusters(self.vocab_size, self.hidden_size) if self.adaptive else ()
+
+    @property
+    def vocabulary_share(self) -> tuple[str, int]:
+        """The field whose number tensor-parallel ranks must divide to share the vocabulary, and that number."""
+        if self.adaptive:
+            return "adaptive.row_multiple", self.adaptive.row_multiple
+        return "vocab_size" if self.padded_vocab_size is None else "padded_vocab_size", self.resolved_padded_vocab_size
 
     @property
     def norm_vectors(self) -> int:
@@ -280,20 +295,10 @@ class ModelConfig(ConfigModel):
         """
         if self.mup is None:
             return self
-        inner = self.heads * self.resolved_head_dim
-        heads = self.mup.base_heads or self._narrowed("heads", self.heads)
-        kv = self.mup.base_kv_heads or share("kv_heads", self.resolved_kv_heads * heads, self.heads)
-        width = share("head_dim", self._narrowed("heads * head_dim", inner), heads)
-        ffn = self.mup.base_ffn_size or (self.ffn_size and self._narrowed("ffn_size", self.ffn_size))
-        narrow = {
-            "hidden_size": self.mup.base_width, "heads": heads, "kv_heads": kv, "head_dim": width, "ffn_size": ffn,
-        }  # fmt: skip
-        return self.model_copy(update={**narrow, "mup": None})
-
-    def _narrowed(self, name: str, size: int) -> int:
-        """Return a size as much smaller as the base model is narrower. Raises ValueError naming it."""
-        assert self.mup is not None
-        return share(name, size * self.mup.base_width, self.hidden_size)
+        sizes = self.mup.base_sizes(
+            self.hidden_size, self.heads, self.resolved_kv_heads, self.resolved_head_dim, self.ffn_size
+        )
+        return self.model_copy(update={**sizes, "mup": None})
 
     @property
     def score_scale(self) -> float:
@@ -356,16 +361,7 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
         if self.resolved_padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
-        if (self.positions == "learned") != (self.max_positions is not None):
-            raise ValueError(
-                f"max_positions {self.max_positions} does not go with positions {self.positions}; learned positions "
-                "need it, rotary ones have no table"
-            )
-        if self.max_positions is not None and self.max_positions % self.chunk_size:
-            raise ValueError(
-                f"max_positions {self.max_positions} is not a multiple of chunk_size {self.chunk_size}: the table "
-                "would begin again inside a chunk"
-            )
+        check_positions(self.positions, self.max_positions, self.chunk_size)
         check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
         rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
@@ -373,6 +369,10 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
+        if self.adaptive:
+            self.adaptive.check(
+                self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup is not None
+            )
         if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
             raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
         self.architecture.check(self)

@@ -16,6 +16,20 @@ def check_layers(layers: int, named: Iterable[int]) -> None:
         seen.add(layer)
 
 
+def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
+    """Raise ValueError where the table of learned positions is missing, not wanted, or ends inside a chunk."""
+    if (positions == "learned") != (max_positions is not None):
+        raise ValueError(
+            f"max_positions {max_positions} does not go with positions {positions}; learned positions "
+            "need it, rotary ones have no table"
+        )
+    if max_positions is not None and max_positions % chunk_size:
+        raise ValueError(
+            f"max_positions {max_positions} is not a multiple of chunk_size {chunk_size}: the table "
+            "would begin again inside a chunk"
+        )
+
+
 def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture: str) -> None:
     """Raise ValueError where layers do not agree on the side rows they share, or nobody would carry them.
 

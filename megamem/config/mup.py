@@ -22,6 +22,27 @@ class MupConfig(ConfigModel):
     base_ffn_size: PositiveInt | None = None
     """Inner width of the base model's MLP; if not given, as much less as it is narrower, or by the rule of ffn_size."""
 
+    def base_sizes(
+        self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, ffn_size: int | None
+    ) -> dict[str, int | None]:
+        """Return the sizes of the base model of a model with these, by field.
+
+        Raises: ValueError naming the field if one of them is no whole number.
+        """
+
+        def narrowed(name: str, size: int) -> int:
+            """Return a size as much smaller as the base model is narrower."""
+            return share(name, size * self.base_width, hidden_size)
+
+        base_heads = self.base_heads or narrowed("heads", heads)
+        return {
+            "hidden_size": self.base_width,
+            "heads": base_heads,
+            "kv_heads": self.base_kv_heads or share("kv_heads", kv_heads * base_heads, heads),
+            "head_dim": share("head_dim", narrowed("heads * head_dim", heads * head_dim), base_heads),
+            "ffn_size": self.base_ffn_size or (ffn_size and narrowed("ffn_size", ffn_size)),
+        }
+
 
 def share(name: str, amount: int, parts: int) -> int:
     """Return amount / parts. Raises ValueError naming the size if that is no whole number."""

@@ -233,7 +233,7 @@ class RunConfig(ConfigModel):
         model, tp = self.model, self.parallel.tp
         sizes = {
             "heads": model.heads, "kv_heads": model.resolved_kv_heads, "ffn_size": model.resolved_ffn_size,
-            "vocab_size" if model.padded_vocab_size is None else "padded_vocab_size": model.resolved_padded_vocab_size,
+            model.vocabulary_share[0]: model.vocabulary_share[1],
         }  # fmt: skip
         for name, size in sizes.items():
             if size % tp:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megamem.config.adaptive import narrow_width
 from megamem.config.cost import Flops, product
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.costs.parts import PartCosts
@@ -19,9 +20,32 @@ def dense_flops(model: ModelConfig, mixer: MixerConfig) -> float:
     return 2.0 * (model.mlp_matrices + mixer.projection_parameters(model))
 
 
-def head_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs per token of the output head."""
-    return 2 * model.hidden_size * model.resolved_padded_vocab_size
+def embedding_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs per token of the embedding: rows are looked up, and narrower ones are projected.
+
+    Every token goes through the projections of all clusters, with zeros for those that it is not in.
+    """
+    if model.adaptive is None or not model.adaptive.input:
+        return 0
+    return 2 * model.hidden_size * narrow_width(model.clusters, model.hidden_size)
+
+
+def head_flops(model: ModelConfig) -> float:
+    """Return the forward FLOPs per token of the output head in training.
+
+    Adaptive softmax scores a cluster's words for the tokens alone whose label is one of them. How many these are is not
+    known before the text is: they are taken from Zipf's law (`AdaptiveConfig.shares`), by which words of rank r are as
+    frequent as 1 / r. Text has fewer rare words than that, so it costs somewhat less.
+    """
+    adaptive, width = model.adaptive, model.hidden_size
+    if adaptive is None or not adaptive.softmax:
+        return 2 * width * model.resolved_padded_vocab_size
+    shortlist, *others = model.clusters
+    flops = 2.0 * width * (shortlist.rows + adaptive.cluster_rows)
+    for cluster, share in zip(others, adaptive.shares(model.vocab_size)[1:], strict=True):
+        projection = width if cluster.width < width else 0
+        flops += 2.0 * share * cluster.width * (cluster.rows + projection)
+    return flops
 
 
 def chunk_rows(model: ModelConfig, mixer: MixerConfig) -> int:
@@ -32,7 +56,8 @@ def chunk_rows(model: ModelConfig, mixer: MixerConfig) -> int:
 def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
     """Return forward and backward FLOPs per token of each part of the model, averaged over a sequence from its start.
 
-    Parts: `projections`, `mlp`, `head`, and what the mixers declare (`attention`, `memory_update`, ...).
+    Parts: `projections`, `mlp`, `head`, `embedding` where it has projections, and what the mixers declare
+    (`attention`, `memory_update`, ...).
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
     """
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
@@ -44,6 +69,8 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
         "mlp": product(2 * sum(rows) * model.mlp_matrices),
         "head": product(head_flops(model)),
     }
+    if projections := embedding_flops(model):
+        parts["embedding"] = product(projections)
     # layers with equal mixers cost the same
     kinds = [model.layer_kind(layer) for layer in range(model.layers)]
     for kind, count in Counter(kinds).items():
@@ -82,10 +109,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float
 
 
 def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
-    """Return the training FLOPs per token of each layer and the output head, averaged over a sequence.
-
-    The embedding costs none: its rows are looked up.
-    """
+    """Return the training FLOPs per token of each layer, embedding and output head, averaged over a sequence."""
     layers = []
     inside = model.layer_model
     for layer in range(model.layers):
@@ -95,7 +119,7 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
         # the backward of a product with weights is two products: for the input's and for the weights' gradient
         own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
         layers.append(rows * own)
-    return PartCosts(tuple(layers), 0.0, 3.0 * head_flops(model))
+    return PartCosts(tuple(layers), 3.0 * embedding_flops(model), 3.0 * head_flops(model))
 
 
 def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamem.config.adaptive import narrow_width
 from megamem.config.model import MixerConfig, ModelConfig
 from megamem.costs.parts import PartCosts
 
@@ -58,14 +59,38 @@ def row_parameters(model: ModelConfig) -> int:
     return model.architecture.extra_parameters(model) + model.side_rows * model.hidden_size
 
 
-def vocabulary_parameters(model: ModelConfig) -> int:
-    """Return the parameters of one matrix over the vocabulary: the embedding's, or the output head's."""
-    return model.resolved_padded_vocab_size * model.hidden_size
+def cluster_parameters(model: ModelConfig) -> int:
+    """Return the parameters of the words' vectors in adaptive input or softmax."""
+    return sum(cluster.rows * cluster.width for cluster in model.clusters)
 
 
 def embedding_parameters(model: ModelConfig) -> int:
-    """Return the parameters of the embedding, learned positions included."""
-    return vocabulary_parameters(model) + (model.max_positions or 0) * model.hidden_size
+    """Return the parameters of the embedding, projections and learned positions included."""
+    words = model.resolved_padded_vocab_size * model.hidden_size
+    if model.adaptive and model.adaptive.input:
+        words = cluster_parameters(model) + narrow_width(model.clusters, model.hidden_size) * model.hidden_size
+    return words + (model.max_positions or 0) * model.hidden_size
+
+
+def tied_parameters(model: ModelConfig) -> int:
+    """Return the parameters of the embedding that the output head uses too."""
+    if not model.tie_embeddings:
+        return 0
+    if model.adaptive is None:
+        return model.resolved_padded_vocab_size * model.hidden_size
+    projections = (
+        narrow_width(model.clusters, model.hidden_size) * model.hidden_size if model.adaptive.tie_projections else 0
+    )
+    return cluster_parameters(model) + projections
+
+
+def head_parameters(model: ModelConfig) -> int:
+    """Return the parameters that the output head uses, tied ones among them."""
+    if model.adaptive is None or not model.adaptive.softmax:
+        return model.resolved_padded_vocab_size * model.hidden_size
+    # words, the vectors that stand for clusters, projections
+    rest = model.adaptive.cluster_rows + narrow_width(model.clusters, model.hidden_size)
+    return cluster_parameters(model) + rest * model.hidden_size
 
 
 def first_stage_parameters(model: ModelConfig) -> int:
@@ -76,7 +101,7 @@ def first_stage_parameters(model: ModelConfig) -> int:
 def parameter_counts(model: ModelConfig) -> dict[str, int]:
     """Return the parameters of the whole model by part.
 
-    Keys: `embedding` (with learned positions), `head` (0 if tied), `attention` (query, key, value and output
+    Keys: `embedding` (with learned positions), `head` (without what is tied), `attention` (query, key, value and output
     projections), `mlp`, `norms` (with all biases), `memory` (what mixers have besides their projections, and what
     memories that span the model and side rows have), their sum `total`, and `non_embedding` (`total` without
     `embedding` and `head`).
@@ -90,7 +115,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
     }
     outer = {
         "embedding": embedding_parameters(model),
-        "head": 0 if model.tie_embeddings else vocabulary_parameters(model),
+        "head": head_parameters(model) - tied_parameters(model),
     }
     non_embedding = sum(inner.values())
     return {**outer, **inner, "total": sum(outer.values()) + non_embedding, "non_embedding": non_embedding}
@@ -104,5 +129,5 @@ def parameter_costs(model: ModelConfig) -> PartCosts:
     return PartCosts(
         tuple(float(layer.total) for layer in layer_parameters(model)),
         float(first_stage_parameters(model)),
-        float(vocabulary_parameters(model) + model.last_norm_vectors),
+        float(head_parameters(model) + model.last_norm_vectors),
     )

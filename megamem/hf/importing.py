@@ -50,6 +50,8 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     tree: dict[str, Any] = {"model": section}
     for override in overrides:
         tree = apply_override(tree, f"model.{override}")
+    if kind != "megamem" and tree["model"].get("adaptive"):
+        raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
     weights, new_parameters = collect(opened, kind, model)
     words = None

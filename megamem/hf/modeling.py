@@ -39,8 +39,9 @@ class MegamemForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output head, which is the embedding where they are tied."""
-        return self.model.embedding if self.config.tie_word_embeddings else self.model.head
+        """Return the output head, which is the embedding where they are tied (but for an adaptive softmax's)."""
+        head = getattr(self.model, "head", None)
+        return self.model.embedding if head is None else head
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

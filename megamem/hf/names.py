@@ -35,6 +35,7 @@ def is_llama(model: ModelConfig) -> bool:
         and not (model.qk_norm or model.scale_embedding)
         and model.norm_position == "pre"
         and model.architecture.kind == "decoder"
+        and model.adaptive is None
         and model.score_scale == model.logit_scale == 1.0
         and model.resolved_padded_vocab_size == model.vocab_size
         and model.hidden_size % model.heads == 0  # transformers wants it, whatever the width of heads

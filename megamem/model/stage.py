@@ -32,6 +32,17 @@ def meta_stage(model: ModelConfig) -> Stage:
         return build_stage(model, PlainLinears())
 
 
+def typical_labels(model: ModelConfig, tokens: int, rows: int) -> Tensor:
+    """Return labels [tokens, rows] int64 to measure losses with.
+
+    What an adaptive softmax costs depends on them: each row has as many words of each cluster as Zipf's law says.
+    """
+    if model.adaptive is None:
+        return torch.zeros(tokens, rows, dtype=torch.int64)
+    column = torch.tensor(model.adaptive.typical_tokens(model.vocab_size, tokens))
+    return column[:, None].expand(-1, rows).contiguous()
+
+
 def add_losses(total: Losses, more: Losses) -> Losses:
     """Add losses of the same name; each is a scalar."""
     return {
@@ -91,6 +102,11 @@ class Stage(nn.Module, ABC):
     def auxiliary_losses(self) -> tuple[str, ...]:
         """The names of the losses that layers of the model return, those of other stages among them."""
         return self.config.auxiliary_losses
+
+    @property
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """The parameters that first and last stage both hold where embeddings are tied, in the same order on both."""
+        return list(self.embedding.parameters()) if self.config.tie_embeddings else []
 
     @property
     def components(self) -> dict[str, Stateful]:
@@ -298,13 +314,18 @@ class Stage(nn.Module, ABC):
         hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
         """
         ignored = labels == LABEL_IGNORED
-        logits, known = self.logits(hidden), labels.masked_fill(ignored, 0)
-        correct = self.linears.most_probable(logits, known) & ~ignored
-        return self.linears.cross_entropy(logits, known).masked_fill(ignored, 0.0), correct
+        losses, correct = self._token_scores(hidden, labels.masked_fill(ignored, 0))
+        return losses.masked_fill(ignored, 0.0), correct & ~ignored
 
     def _token_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor]:
         """Losses [tokens, batch] of hidden [tokens, batch, hidden_size]; labels: [tokens, batch], none ignored."""
         return (self.linears.cross_entropy(self.logits(hidden), labels),)
+
+    def _token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """See `token_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch], none ignored."""
+        logits = self.logits(hidden)
+        correct = self.linears.largest(logits)[1] == labels  # first: the cross-entropy may overwrite the logits
+        return self.linears.cross_entropy(logits, labels), correct
 
     def _losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """`_token_losses`, and logarithms of the sums [tokens, batch] that probabilities are normalized by."""

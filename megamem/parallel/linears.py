@@ -57,6 +57,23 @@ def info(parameter: nn.Parameter) -> ParameterInfo:
     return cast(ParameterInfo, parameter.info)  # type: ignore[attr-defined]
 
 
+class SplitRows(nn.Module):
+    """A table of vectors of which a rank holds a run of rows."""
+
+    def __init__(self, count: int, width: int, init: Initializer, first: int = 0) -> None:
+        """Make this rank's rows. count: their number; width: of each; first: the number of rows before them."""
+        super().__init__()
+        self.first = first
+        self.weight = declare(nn.Parameter(torch.empty(count, width)), init, shard_axis=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., width] of ids [...] int64; zeros for those that other ranks hold, or nobody."""
+        own = ids - self.first
+        missing = (own < 0) | (own >= self.weight.shape[0])
+        found = F.embedding(own.masked_fill(missing, 0), self.weight)
+        return found.masked_fill(missing[..., None], 0.0)
+
+
 class Linears(Protocol):
     """Maker of (parallel) layers. Sizes are global; `tp_size` ranks share each layer, this one is `tp_rank`.
 
@@ -76,6 +93,9 @@ class Linears(Protocol):
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
         """Token embedding split over ranks by vocabulary: [tokens, batch] int64 -> [tokens, batch, width]."""
+
+    def rows(self, count: int, width: int, init: Initializer) -> SplitRows:
+        """Make a table of `count` rows that are split over ranks, whose look-ups are yet to be summed over them."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Begin a parallel region with x [tokens, batch, width]: identity or all-gather; backward sums over ranks."""
@@ -107,11 +127,17 @@ class Linears(Protocol):
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
-    def log_normalizer(self, logits: Tensor) -> Tensor:
-        """Logarithm of the sum of the exponentials of all ranks' logits: [tokens, batch] in float32."""
+    def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
+        """Return losses [n] in float32 of several vocabularies, with as few collectives as for one.
 
-    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Where the label has the largest of all ranks' logits: [tokens, batch] bool."""
+        logits: local ones [n, rows / tp_size] of each vocabulary, which may be overwritten; labels: [n] int64 of each.
+        """
+
+    def log_normalizer(self, logits: Tensor) -> Tensor:
+        """Logarithm of the sum of the exponentials of all ranks' logits [..., rows / tp_size]: [...] in float32."""
+
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest of all ranks' logits [..., rows / tp_size], and the first row that has it: [...] each."""
 
 
 class PlainLinears:
@@ -142,6 +168,10 @@ class PlainLinears:
         layer = nn.Embedding(vocabulary, width, _weight=torch.empty(vocabulary, width))
         declare(cast(nn.Parameter, layer.weight), init, shard_axis=0)
         return layer
+
+    def rows(self, count: int, width: int, init: Initializer) -> SplitRows:
+        """See `Linears.rows`."""
+        return SplitRows(count, width, init)
 
     def enter(self, x: Tensor) -> Tensor:
         """See `Linears.enter`."""
@@ -189,13 +219,18 @@ class PlainLinears:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
+    def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
+        """See `Linears.cross_entropies`; float64 logits stay in float64."""
+        return [self.cross_entropy(each[:, None], own[:, None])[:, 0] for each, own in zip(logits, labels, strict=True)]
+
     def log_normalizer(self, logits: Tensor) -> Tensor:
         """See `Linears.log_normalizer`; float64 logits stay in float64."""
         return (logits if logits.dtype == torch.float64 else logits.float()).logsumexp(-1)
 
-    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.most_probable`."""
-        return logits.argmax(-1) == labels
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Linears.largest`."""
+        found = logits.max(-1)
+        return found.values, found.indices
 
 
 def _default_device() -> torch.device:

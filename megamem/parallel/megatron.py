@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megamem.parallel.libraries import quiet
-from megamem.parallel.linears import Initializer, constant, declare
+from megamem.parallel.linears import Initializer, SplitRows, constant, declare
+from megamem.parallel.losses import cross_entropies
 from megamem.parallel.sequence import gather_tokens, join_tokens, reduce_scatter_tokens, split_tokens
 
 with quiet():
@@ -142,6 +143,11 @@ class MegatronLinears:
         declare(layer.weight, init, shard_axis=0)
         return layer
 
+    def rows(self, count: int, width: int, init: Initializer) -> SplitRows:
+        """See `Linears.rows`."""
+        own = count // self.tp_size
+        return SplitRows(own, width, init, self.tp_rank * own)
+
     def enter(self, x: Tensor) -> Tensor:
         """See `Linears.enter`."""
         if self.sequence_parallel:
@@ -193,22 +199,33 @@ class MegatronLinears:
         out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
 
+    def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
+        """See `Linears.cross_entropies`; logits: [n, rows / tp_size] each, labels: [n] each."""
+        return cross_entropies(logits, labels, self.group)
+
     def log_normalizer(self, logits: Tensor) -> Tensor:
-        """See `Linears.log_normalizer`."""
-        largest = logits.detach().float().amax(-1)
+        """See `Linears.log_normalizer`; float64 logits stay in float64."""
+        logits = _at_least_float32(logits)
+        largest = logits.detach().amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         # each rank goes on with the same sum: the gradient of a rank's own terms is that of the sum
-        terms = (logits.float() - largest[..., None]).exp().sum(-1)
+        terms = (logits - largest[..., None]).exp().sum(-1)
         total: Tensor = reduce_from_tensor_model_parallel_region(terms, group=self.group)
         return largest + total.log()
 
-    def most_probable(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.most_probable`."""
-        largest, local = logits.max(-1)
-        # ties go to the first of the vocabulary, as in one process
-        over_ranks = largest.float().clone()
+    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Linears.largest`; logits: [..., rows / tp_size]."""
+        found = logits.max(-1)
+        own = _at_least_float32(found.values)
+        over_ranks = own.clone()
         dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=self.group)
+        # ties go to the first of the vocabulary, as in one process
         size = logits.shape[-1]
-        first = torch.where(largest.float() == over_ranks, local + self.tp_rank * size, self.tp_size * size)
+        first = torch.where(own == over_ranks, found.indices + self.tp_rank * size, self.tp_size * size)
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.group)
-        return first == labels
+        return over_ranks, first
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Return x [...] in float32, or in float64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.flops import flop_costs, head_flops, layer_chunk_flops
+from megamem.costs.flops import embedding_flops, flop_costs, head_flops, layer_chunk_flops
 from megamem.costs.parameters import parameter_costs
 from megamem.costs.parts import PartCosts
 from megamem.memory.base import Chunk
-from megamem.model.stage import build_stage
+from megamem.model.stage import build_stage, typical_labels
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.placement import balance, contiguous
@@ -41,8 +41,10 @@ def chunk_flops(model: ModelConfig, chunks: int, counts: Sequence[int]) -> Cost:
             for chunk, flops in enumerate(layer_chunk_flops(model, layer, chunks)):
                 forward[stage][chunk] += flops.forward
                 backward[stage][chunk] += flops.backward
-    head = head_flops(model)
+    embedding, head = embedding_flops(model), head_flops(model)
     for chunk in range(chunks):
+        forward[0][chunk] += embedding
+        backward[0][chunk] += 2 * embedding
         forward[-1][chunk] += head
         backward[-1][chunk] += 2 * head
     return lambda stage, action: (forward if action.kind == "forward" else backward)[stage][action.chunk]
@@ -58,7 +60,7 @@ def measured_costs(config: RunConfig, device: torch.device) -> PartCosts:
     seconds = {kind: _measure(config, device, layer, with_head=False) for kind, layer in kinds.items()}
     layers = tuple(seconds[model.layer_kind(layer)] for layer in range(model.layers))
     last = _measure(config, device, model.layers - 1, with_head=True)
-    # looking tokens up takes far less than the head's product: it is not measured
+    # looking tokens up, and projecting them, takes far less than the head's product: it is not measured
     return PartCosts(layers, 0.0, max(last - layers[-1], 0.0))
 
 
@@ -75,7 +77,7 @@ def _measure(config: RunConfig, device: torch.device, layer: int, with_head: boo
         initialize_parameters(stage, 0)
         stage.to(dtype)
         x = torch.ones(stage.border_shape(size, rows)).to(dtype).requires_grad_()
-        labels = torch.zeros(size, rows, dtype=torch.int64)
+        labels = typical_labels(config.model, size, rows)
 
     def once() -> None:
         hidden, _, _ = stage.read_chunk(x, stage.initial_states(rows, device, dtype), Chunk((0,) * rows))

@@ -123,10 +123,10 @@ class PipelineEngine(TrainingEngine):
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
-        if self.config.model.tie_embeddings and self.topology.last_stage:
-            # the first stage's copy is the one that counts in norms
-            weight: Any = cast(Any, self.stage.embedding).weight
-            weight.ds_pipe_replicated = True
+        if self.topology.last_stage:
+            # the first stage's copies are those that count in norms
+            for parameter in self.stage.tied_parameters:
+                cast(Any, parameter).ds_pipe_replicated = True
         return self.stage
 
     def backward(
@@ -163,8 +163,8 @@ class PipelineEngine(TrainingEngine):
             clear(set_to_none=True)
 
     def _sum_tied_gradients(self) -> None:
-        """First and last stage each hold the tied embedding and a part of its gradient."""
+        """First and last stage each hold the tied parameters and a part of their gradients."""
         group = self.topology.ends_group
-        if self.config.model.tie_embeddings and group is not None and not self.config.training.freeze:
-            weight: Any = cast(Any, self.stage.embedding).weight
-            dist.all_reduce(getattr(weight, "_hp_grad", weight.grad), group=group)
+        if group is not None and not self.config.training.freeze:
+            for parameter in self.stage.tied_parameters:
+                dist.all_reduce(getattr(parameter, "_hp_grad", parameter.grad), group=group)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megamem.config.model import ModelConfig
 from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Chunk, Growing, States, detach, map_state, state_tensors
-from megamem.model.stage import Stage, build_stage
+from megamem.model.stage import Stage, build_stage, typical_labels
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
@@ -250,7 +250,7 @@ def _read_chunks(
     stage, rows = _zero_stage(model, dtype, layers, share), int(share.rows)
     size = model.chunk_size if layers else end_tokens(model)
     states = stage.initial_states(rows, torch.device("cpu"), dtype)
-    labels = torch.zeros(size, rows, dtype=torch.int64)
+    labels = typical_labels(model, size, rows)
     ledgers: list[Ledger] = []
     measured: list[_MeasuredChunk] = []
     while len(measured) < chunks:

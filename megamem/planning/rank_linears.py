@@ -10,12 +10,12 @@ from torch.autograd.function import FunctionCtx
 
 from megamem.config.model import ModelConfig
 from megamem.errors import LayoutError
-from megamem.parallel.linears import Initializer, PlainLinears
+from megamem.parallel.linears import Initializer, PlainLinears, SplitRows
 
 
 def tp_sizes(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel sizes into which everything of `model` divides, in ascending order."""
-    shared = (model.heads, model.resolved_kv_heads, model.resolved_ffn_size, model.resolved_padded_vocab_size)
+    shared = (model.heads, model.resolved_kv_heads, model.resolved_ffn_size, model.vocabulary_share[1])
     return [size for size in range(1, model.resolved_kv_heads + 1) if not any(whole % size for whole in shared)]
 
 
@@ -49,6 +49,10 @@ class RankLinears(PlainLinears):
         if self.sequence_parallel:
             layer.register_forward_hook(lambda module, args, out: self._own(out))
         return layer
+
+    def rows(self, count: int, width: int, init: Initializer) -> SplitRows:
+        """See `Linears.rows`."""
+        return super().rows(self._share(count, "rows of a cluster"), width, init)
 
     def enter(self, x: Tensor) -> Tensor:
         """See `Linears.enter`."""

@@ -5,7 +5,17 @@ import pytest
 from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import CHUNK, EVERY, GPT2, LENGTH, MUP, RECURRENT, ROWS, SIDE_ROWS
+from tests.distributed.training_cases import (
+    CHUNK,
+    EVERY,
+    GPT2,
+    LENGTH,
+    MUP,
+    RECURRENT,
+    ROWS,
+    SIDE_ROWS,
+    TIED_ADAPTIVE,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -37,6 +47,7 @@ WORLDS = {
         **grid(2),
         "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
         "tied-zero1": staged(2, 1, 1, 4, 2, 1, model={"tie_embeddings": True}),
+        "adaptive-tied": staged(2, 1, 1, 2, 2, 1, model=TIED_ADAPTIVE),
         "gpt2": staged(2, 1, 1, 2, 2, 1, model=GPT2),
         "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
@@ -50,6 +61,9 @@ WORLDS = {
     4: {
         **grid(4),
         "sequence-parallel": staged(2, 2, 1, 4, 2, 1, parallel={"sequence_parallel": True}),
+        "adaptive-tied-tp2-recurrent-memory": staged(
+            2, 2, 1, 2, 2, 0, model={**TIED_ADAPTIVE, **RECURRENT}, parallel={"sequence_parallel": True}
+        ),
         "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
         "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),

@@ -63,6 +63,10 @@ SIDE_ROWS = {
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 """Half as wide a base with as many heads: start values, learning rates, attention and tied logits all differ."""
 
+ADAPTIVE = {"adaptive": {"cutoffs": [10, 27, 40], "divisor": 2, "row_multiple": 4}}
+"""Words in four clusters, the last three of them narrower; each has spare rows."""
+TIED_ADAPTIVE = {"adaptive": {**ADAPTIVE["adaptive"], "tie_projections": True}, "tie_embeddings": True}
+
 
 def run_config(steps: int = 20, **sections) -> RunConfig:
     """A small run; `sections` are merged over the defaults."""

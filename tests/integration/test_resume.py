@@ -47,6 +47,9 @@ MODEL = {
     ],
 }
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
+ADAPTIVE = {
+    "adaptive": {"cutoffs": [40, 150, 200], "divisor": 2, "tie_projections": True}, "tie_embeddings": True,
+}  # fmt: skip
 STREAMS = {"data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2}}
 VALIDATED = {"evaluation": {"every": 1}}
 SPIKES = {"skip_spikes": 6.0, "spike_window": 4}
@@ -57,6 +60,8 @@ LAYOUTS = {
     "tp2-streams": (2, {"parallel": {"tp": 2}, **STREAMS, **VALIDATED, "training": {"bptt_chunks": 2, **SPIKES}}),
     "pp2": (2, {"parallel": {"pp": 2}}),
     "pp2-tied": (2, {"parallel": {"pp": 2}, "model": {"tie_embeddings": True}, "training": SPIKES, **VALIDATED}),
+    "pp2-adaptive": (2, {"parallel": {"pp": 2}, "model": ADAPTIVE}),
+    "tp2-adaptive": (2, {"parallel": {"tp": 2}, "model": ADAPTIVE}),
     "dp2-zero0": (2, {"parallel": {"zero_stage": 0}, "training": {"micro_batch_size": 1}}),
     "tp2-dp2-zero1": (4, {"parallel": {"tp": 2}}),
     "tp2-dp2-zero2": (4, {"parallel": {"tp": 2, "zero_stage": 2}}),
@@ -72,15 +77,16 @@ LAYOUTS = {
 
 MOVES = ["tp1", "tp2", "tp2-dp2-zero1", "tp2-dp2-zero3", "pp2", "pp2-tp2"]
 ACROSS = ("tp1-mup", "pp2-tp2-mup")
-QUICK = ("tp1", "tp1-mup", "tp2-streams", "pp2-tied", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
+CLUSTERS = ("pp2-adaptive", "tp2-adaptive")
+QUICK = ("tp1", "tp1-mup", "tp2-streams", "pp2-tied", "pp2-adaptive", "tp2-dp2-zero3", "pp2-tp2", "pp2-tp2-bf16")
 FORMS = {
     "short": Form(
         2, 2, QUICK,
         (
-            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp1"), ACROSS,
+            ("tp1", "pp2-tp2"), ("pp2-tp2", "tp2-dp2-zero3"), ("tp2-dp2-zero3", "tp1"), ACROSS, CLUSTERS,
         ),
     ),
-    "full": Form(10, 5, tuple(LAYOUTS), (*itertools.product(MOVES, MOVES), ACROSS)),
+    "full": Form(10, 5, tuple(LAYOUTS), (*itertools.product(MOVES, MOVES), ACROSS, CLUSTERS)),
 }  # fmt: skip
 
 

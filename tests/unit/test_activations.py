@@ -120,6 +120,20 @@ def test_ends_of_models_with_rows_around_short_chunks(architecture):
     assert found.embedding(Share(3, 1))[0].kept >= 3 * 16 * 16 * 4
 
 
+def test_bytes_of_an_adaptive_head_are_those_of_the_clusters_that_labels_lie_in():
+    """Fewer than those of all words for all tokens, more than the shortlist's; the same for each row."""
+    model = {"layers": 1, "hidden_size": 32, "heads": 4, "vocab_size": 768, "chunk_size": 64}
+    adaptive = {"cutoffs": [64, 256], "divisor": 2}
+    one, other = (
+        Activations(parse_config(ModelConfig, tree, "test"), "fp32", 1)
+        for tree in (model, {**model, "adaptive": adaptive})
+    )
+    plain, found = (activations.head(Share(4, 1))[0] for activations in (one, other))
+    assert 4 * 64 * 64 * 4 < found.kept < plain.kept
+    assert found.kept == pytest.approx(2 * other.head(Share(2, 1))[0].kept, rel=0.01)
+    assert other.embedding(Share(4, 1))[0].kept > one.embedding(Share(4, 1))[0].kept
+
+
 MIXERS = {
     "attention": "local_attention",
     "elastic memory": {"kind": "elastic_memory", "order": 16},

@@ -165,6 +165,7 @@ def test_the_histogram_is_the_probability_of_each_bin() -> None:
         ({"basis": 64, "widths": [0.5, 0.6], "ridge": 1e-9}, r"ill-conditioned \(condition number \d\.\de\+1\d"),
         ({"short_memory": 12}, "short_memory 12 is no multiple of model.chunk_size 8.*use 8"),
         ({"bins": 12}, "bins is for sticky memories, but sticky is none"),
+        ({"sticky": "random", "bins": 0}, "sticky random with bins 0: sticky memories draw from a histogram"),
         ({"seed": 3}, "seed is for sticky memories"),
     ],
 )

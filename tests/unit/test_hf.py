@@ -193,6 +193,19 @@ class TestFiles:
         assert again.config.tie_word_embeddings
         assert torch.equal(logits(again, ids()), logits(model, ids()))
 
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_words_in_clusters(self, tied, tmp_path):
+        """Adaptive input and softmax: saved once, read back, and generated with."""
+        adaptive = {"cutoffs": [6, 13, 21], "divisor": 2, "tie_projections": tied}
+        model = make(tie_embeddings=tied, adaptive=adaptive)
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(logits(again, ids()), logits(model, ids()))
+        assert logits(model, ids()).exp().sum(-1).allclose(torch.ones(2, 20), atol=1e-5)
+        made = again.generate(ids(1, 5), max_new_tokens=6, do_sample=False)
+        for position in range(5, 11):
+            assert logits(model, made[:, :position])[0, -1].argmax() == made[0, position]
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
     def test_dtypes_and_devices(self, model, tmp_path, dtype, device_map):

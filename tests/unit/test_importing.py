@@ -71,6 +71,15 @@ def ids():
     return torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_their_one_table_of_words_becomes_no_clusters(tmp_path, kind):
+    saved(kind, tmp_path / "hf")
+    with pytest.raises(
+        ConversionError, match=rf"model.adaptive does not go with a {kind}, whose embedding is one table"
+    ):
+        from_hf(tmp_path / "hf", tmp_path / "ours", ["adaptive={cutoffs: [16]}"])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(tmp_path, ids, tied):
     model = saved("llama", tmp_path / "hf", tie_word_embeddings=tied)

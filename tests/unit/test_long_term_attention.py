@@ -193,6 +193,22 @@ def test_an_analysis_shows_the_longest_text_and_the_last_layer() -> None:
     assert shown.attention.max() == max(others)
 
 
+def test_layers_may_remember_from_different_tokens_on() -> None:
+    """The second layer's memory begins a chunk later, so that it is empty when the token shown is predicted."""
+    stage = infinity_stage()
+    late = {**stage.config.mixer_at(1).model_dump(mode="json"), "short_memory": CHUNK}
+    tree = stage.config.model_dump(mode="json") | {"memory": [{"layers": [1], "mixer": late}]}
+    stage = build_stage(type(stage.config).model_validate(tree), PlainLinears())
+    initialize_parameters(stage, 2)
+    text = Text("text", tuple(tokens_of(50).tolist()))
+    analysis, shown = analyze(stage.double(), [text], None, layer=0, token=2 * CHUNK)
+    assert shown is analysis.layers[0]
+    assert [len(layer.attended) for layer in analysis.layers] == [CHUNK, 0]
+    assert [len(layer.attention) for layer in analysis.layers] == [CHUNK, 0]
+    with pytest.raises(ConfigError, match=r"--token 16: .* give a number from 17 to 49"):
+        analyze(stage, [text], None, layer=1, token=2 * CHUNK)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

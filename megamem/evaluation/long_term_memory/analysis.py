@@ -5,7 +5,7 @@ Martins, Marinho and Martins, "infinity-former: Infinite Memory Transformer", 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class LayerAnalysis:
     predicted: int
     """Number of the token whose prediction `attention` belongs to."""
     attended: tuple[Word, ...]
-    """The words in the memory then."""
+    """The words in the memory then; none if it was empty."""
     attention: Float64
     """[words] the share of the attention that each of them gets, a mean over heads."""
     remembered: tuple[Word, ...]
@@ -75,7 +75,6 @@ def analyze(
     layer: int | None = None,
     token: int | None = None,
     by_token: bool = False,
-    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Analysis, LayerAnalysis]:
     """Read documents with a whole model and analyze what its long-term memories are attended to with.
 
@@ -88,7 +87,6 @@ def analyze(
         token: number of the token whose prediction is shown; if not given, the one of the last chunk that gives most
             of its attention to a single word.
         by_token: whether single tokens are shown in the place of words.
-        progress: called with the documents read and all documents.
     Returns: the analysis of all layers, and the layer that is shown.
     Raises: ConfigError for a model without long-term memories, a layer or token that is none; DataError for texts that
         are too short.
@@ -96,11 +94,8 @@ def analyze(
     modules = long_term_layers(stage)
     shown = _layer_shown({name: module.long_term.layer for name, module in modules.items()}, layer)
     chosen = cut_texts(texts, stage, chunks)
-    reads = []
-    for number, text in enumerate(chosen):
-        reads.append(read_document(stage, torch.tensor(text.ids[:-1])))
-        if progress is not None:
-            progress(number + 1, len(chosen))
+    # the last token is predicted and not read
+    reads = [read_document(stage, torch.tensor(text.ids[:-1])) for text in chosen]
     words = _words(chosen[0].ids, decode, by_token)
     predicted = _token_shown(reads[0][shown], words, token)
     numbers = [module.long_term.layer for module in modules.values()]
@@ -161,8 +156,13 @@ def _layer(
 ) -> LayerAnalysis:
     """Return the analysis of one layer. documents: what was read in each; `words` are those of the first."""
     last = documents[0][-1]
-    read = next((read for read in documents[0] if read.begin < predicted <= read.end), last)
-    attended = between(words, read.cells.first, read.cells.end)
+    attended: list[Word] = []
+    attention: Float64 = np.zeros(0)
+    for read in documents[0]:
+        # none where this layer's memory begins later than that of the layer shown
+        if read.begin < predicted <= read.end:
+            attended = between(words, read.cells.first, read.cells.end)
+            attention = attention_to(read, word_borders(attended, read.cells))[predicted - 1 - read.begin]
     remembered = between(words, last.cells.first, last.cells.end)
     return LayerAnalysis(
         name=name,
@@ -172,7 +172,7 @@ def _layer(
         histogram=histogram(documents, chunk),
         predicted=predicted,
         attended=tuple(attended),
-        attention=attention_to(read, word_borders(attended, read.cells))[predicted - 1 - read.begin],
+        attention=attention,
         remembered=tuple(remembered),
         space=np.diff(word_borders(remembered, last.cells)),
         equal_space=np.diff(word_borders(remembered, last.equal)),

@@ -76,8 +76,8 @@ class InfinityFormerConfig(MixerConfig):
     sticky: Literal["none", "spread", "random"] = "none"
     """Where the old signal is read: at equal distances; where the chunk before attended, at equal shares of its
     attention (`spread`), or at random draws (`random`, the paper's)."""
-    bins: PositiveInt = 128
-    """Intervals over which attention is counted for sticky memories."""
+    bins: int = Field(default=128, ge=0)
+    """Intervals of the histogram of attention that sticky memories draw from, 2 or more."""
     bin_place: float = Field(default=0.5, ge=0, le=1)
     """Where in its interval the signal is read: 0.5 in the middle; 0 at the left edge, as the authors' code."""
     seed: int = Field(default=0, ge=0)
@@ -125,6 +125,11 @@ class InfinityFormerConfig(MixerConfig):
         changed = [n for n in ("bins", "bin_place", "seed") if getattr(self, n) != type(self).model_fields[n].default]
         if self.sticky == "none" and changed:
             raise ValueError(f"{changed[0]} is for sticky memories, but sticky is none; use spread or random")
+        if self.sticky != "none" and self.bins < 2:
+            raise ValueError(
+                f"sticky {self.sticky} with bins {self.bins}: sticky memories draw from a histogram of attention; give "
+                "at least 2 bins (the paper's code has 128)"
+            )
         condition = condition_number(self.regression(model))
         if not condition < WORST_CONDITION:
             raise ValueError(

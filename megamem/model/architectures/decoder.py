@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors
 from megamem.memory.shared.blocks import token_positions
+from megamem.model.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from megamem.model.layer import Layer
 from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
@@ -62,8 +63,12 @@ class Decoder(Stage):
     def __init__(self, model: ModelConfig, linears: Linears, layers: range) -> None:
         super().__init__(model, linears, layers)
         vocabulary, start = model.resolved_padded_vocab_size, normal(model.init_std)
+        adaptive = model.adaptive
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = linears.embedding(vocabulary, model.hidden_size, start)
+            if adaptive and adaptive.input:
+                self.embedding = AdaptiveEmbedding(model, linears, self.first or adaptive.tie_projections)
+            else:
+                self.embedding = linears.embedding(vocabulary, model.hidden_size, start)
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
             self.positions = declare(nn.Parameter(table), start)
@@ -75,10 +80,20 @@ class Decoder(Stage):
         if self.last:
             # layers that normalize behind themselves have done so already
             self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
-            if not model.tie_embeddings:
+            if adaptive and adaptive.softmax:
+                self.head: nn.Module = AdaptiveSoftmax(model, linears)
+            elif not model.tie_embeddings:
                 self.head = linears.column(model.hidden_size, vocabulary, start)
         if model.mup is not None:
             follow_width(self, meta_stage(model.model_copy(update={"mup": None})), meta_stage(model.base))
+
+    @property
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """See `Stage.tied_parameters`; the projections of an adaptive embedding are tied by themselves."""
+        tied = super().tied_parameters
+        if tied and self.config.adaptive and not self.config.adaptive.tie_projections:
+            return list(cast(AdaptiveEmbedding, self.embedding).clusters.parameters())
+        return tied
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -170,6 +185,8 @@ class Decoder(Stage):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Stage.logits`; hidden: [tokens, batch, hidden_size]."""
+        if (adaptive := self._adaptive_softmax) is not None:
+            return adaptive.logits(hidden, self._tied_embedding)
         scale = self.config.logit_scale
         x = self.linears.enter(hidden if scale == 1.0 else hidden * scale)
         if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
@@ -182,6 +199,29 @@ class Decoder(Stage):
             spare = torch.arange(logits.shape[-1], device=logits.device) >= real
             logits = logits.masked_fill(spare, -torch.inf)
         return logits
+
+    @property
+    def _adaptive_softmax(self) -> AdaptiveSoftmax | None:
+        """The output head where it is in clusters, else None."""
+        adaptive = self.config.adaptive
+        return cast(AdaptiveSoftmax, self.head) if adaptive and adaptive.softmax else None
+
+    @property
+    def _tied_embedding(self) -> AdaptiveEmbedding | None:
+        """The embedding whose vectors an adaptive softmax uses; None if it has its own."""
+        return cast(AdaptiveEmbedding, self.embedding) if self.config.tie_embeddings else None
+
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor]:
+        """See `Stage._token_losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
+        if (adaptive := self._adaptive_softmax) is not None:
+            return (adaptive.token_losses(hidden, labels, self._tied_embedding),)
+        return super()._token_losses(hidden, labels)
+
+    def _token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Stage._token_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
+        if (adaptive := self._adaptive_softmax) is not None:
+            return adaptive.token_scores(hidden, labels, self._tied_embedding)
+        return super()._token_scores(hidden, labels)
 
 
 def tied(hidden: Tensor, state: State) -> Tensor:

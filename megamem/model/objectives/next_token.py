@@ -24,6 +24,14 @@ class NextTokenConfig(ObjectiveConfig):
     """Coefficient of the squared logarithm of the softmax's normalizer, which keeps logits from drifting (Chowdhery et
     al. 2022, with 1e-4). It is a term of its own; the run's loss stays the cross-entropy."""
 
+    def check(self, model: ModelConfig) -> None:
+        """See `ObjectiveConfig.check`."""
+        if self.z_loss and model.adaptive and model.adaptive.softmax:
+            raise ValueError(
+                f"training.objective.z_loss {self.z_loss:g} does not go with model.adaptive.softmax true, which has a "
+                "normalizer for each cluster; use z_loss 0"
+            )
+
     def build(self, model: ModelConfig) -> NextToken:
         """See `ObjectiveConfig.build`."""
         return NextToken(model, self.z_loss)
