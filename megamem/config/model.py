@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 from megamem.config.adaptive import AdaptiveConfig, Cluster
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_layers, check_positions, check_side_rows
+from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows, check_softmax
 from megamem.config.mup import MupConfig
 from megamem.config.registry import Registry
 
@@ -204,6 +204,11 @@ class ModelConfig(ConfigModel):
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
     qk_norm: bool = False
     """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops values of embeddings, of what mixers and MLPs add to the residual stream,
+    and of the places that docs/training.md names."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops shares of softmax attention, which no fused kernel then computes."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None
@@ -354,11 +359,7 @@ class ModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
-        if self.head_dim is None and self.hidden_size % self.heads:
-            said = f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}"
-            raise ValueError(f"{said}; choose a multiple or give head_dim")
-        if self.heads % self.resolved_kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
+        check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
         if self.resolved_padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
         check_positions(self.positions, self.max_positions, self.chunk_size)
@@ -373,8 +374,7 @@ class ModelConfig(ConfigModel):
             self.adaptive.check(
                 self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup is not None
             )
-        if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
-            raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+        check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         inner = self.layer_model
         side_rows = [mixer.side_rows(inner) for mixer in mixers]
