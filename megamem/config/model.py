@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 from megamem.config.adaptive import AdaptiveConfig, Cluster
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_layers, check_positions, check_side_rows
+from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows
 from megamem.config.mup import MupConfig
 from megamem.config.registry import Registry
 
@@ -48,6 +48,10 @@ class MixerConfig(ConfigModel):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""
+        return 0
+
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """Return how many of these are one layer's u and v, of which the model has one pair for all such layers."""
         return 0
 
     def rotates(self) -> bool:
@@ -354,11 +358,7 @@ class ModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
-        if self.head_dim is None and self.hidden_size % self.heads:
-            said = f"hidden_size {self.hidden_size} is not divisible by heads {self.heads}"
-            raise ValueError(f"{said}; choose a multiple or give head_dim")
-        if self.heads % self.resolved_kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.resolved_kv_heads}")
+        check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
         if self.resolved_padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
         check_positions(self.positions, self.max_positions, self.chunk_size)

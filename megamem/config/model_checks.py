@@ -16,6 +16,15 @@ def check_layers(layers: int, named: Iterable[int]) -> None:
         seen.add(layer)
 
 
+def check_heads(hidden_size: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError where the width is no whole number of heads, or query heads do not share key heads evenly."""
+    if head_dim is None and hidden_size % heads:
+        message = f"hidden_size {hidden_size} is not divisible by heads {heads}"
+        raise ValueError(f"{message}; choose a multiple or give head_dim")
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+
+
 def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
     """Raise ValueError where the table of learned positions is missing, not wanted, or ends inside a chunk."""
     if (positions == "learned") != (max_positions is not None):
