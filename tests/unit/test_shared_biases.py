@@ -109,7 +109,7 @@ def test_a_layer_outside_of_a_model_has_its_own():
 
 
 def test_local_attention_has_none_to_share():
+    model = model_of("transformer_xl", False).model_dump(mode="json")
     with pytest.raises(ValidationError, match="shared_biases true needs a short_memory"):
-        model = model_of("transformer_xl", False).model_dump(mode="json")
         ModelConfig.model_validate({**model, "mixer": {"kind": "infinity_former", "shared_biases": True}})
     assert not MIXERS.parse("infinity_former").shared_biases
