@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, Valida
 from megamem.config.adaptive import AdaptiveConfig, Cluster
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows
+from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows, check_softmax
 from megamem.config.mup import MupConfig
 from megamem.config.registry import Registry
 
@@ -208,6 +208,11 @@ class ModelConfig(ConfigModel):
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
     qk_norm: bool = False
     """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops values of embeddings, of what mixers and MLPs add to the residual stream,
+    and of the places that docs/training.md names."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops shares of softmax attention, which no fused kernel then computes."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None
@@ -371,17 +376,15 @@ class ModelConfig(ConfigModel):
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         if self.adaptive:
             self.adaptive.check(
-                self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup is not None
+                self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup
             )
-        if self.qk_norm and not any(mixer.query_key_norms() for mixer in mixers):
-            raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+        check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         inner = self.layer_model
-        side_rows = [mixer.side_rows(inner) for mixer in mixers]
-        check_side_rows([mixer.kind for mixer in mixers], side_rows, self.architecture.kind)
-        for layer in range(self.layers):
+        check_side_rows([m.kind for m in mixers], [m.side_rows(inner) for m in mixers], self.architecture.kind)
+        for mixer in mixers:
             try:
-                self.mixer_at(layer).check(inner)
+                mixer.check(inner)
             except ValueError as error:
                 if inner.chunk_size == self.chunk_size:
                     raise
@@ -391,10 +394,11 @@ class ModelConfig(ConfigModel):
                 ) from None
         if self.mup is not None:
             try:
-                base = self.base
-                ModelConfig.model_validate({name: getattr(base, name) for name in type(self).model_fields})
+                ModelConfig.model_validate(dict(self.base))
             except ValueError as error:
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                message = reason.removeprefix("Value error, ")
-                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
+                message = (
+                    f"base_width {self.mup.base_width} gives no base model: {reason.removeprefix('Value error, ')}"
+                )
+                raise ValueError(f"mup: {message}") from None
         return self

@@ -1,8 +1,18 @@
-"""Checks of a model's layers: that those named exist, and that someone carries the rows which they share."""
+"""Checks of a model's heads, layers and positions, and of the options that only some layers can have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+
+def check_heads(hidden_size: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError where heads do not divide the hidden size, or key/value heads the query heads."""
+    if head_dim is None and hidden_size % heads:
+        raise ValueError(
+            f"hidden_size {hidden_size} is not divisible by heads {heads}; choose a multiple or give head_dim"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
 
 def check_layers(layers: int, named: Iterable[int]) -> None:
@@ -14,15 +24,6 @@ def check_layers(layers: int, named: Iterable[int]) -> None:
         if layer in seen:
             raise ValueError(f"memory.layers: layer {layer} has two mixers")
         seen.add(layer)
-
-
-def check_heads(hidden_size: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError where the width is no whole number of heads, or query heads do not share key heads evenly."""
-    if head_dim is None and hidden_size % heads:
-        message = f"hidden_size {hidden_size} is not divisible by heads {heads}"
-        raise ValueError(f"{message}; choose a multiple or give head_dim")
-    if heads % kv_heads:
-        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
 
 def check_positions(positions: str, max_positions: int | None, chunk_size: int) -> None:
@@ -56,4 +57,20 @@ def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture
         raise ValueError(
             f"architecture {architecture} carries no side rows, which {kinds[layer]} (layer {layer}) takes up the "
             "layers; use architecture decoder"
+        )
+
+
+def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool, attention_dropout: float) -> None:
+    """Raise ValueError for options of softmax attention in a model that has none.
+
+    mixers: kind and `MixerConfig.query_key_norms` of each layer's mixer.
+    """
+    if any(norms for _, norms in mixers):
+        return
+    if qk_norm:
+        raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+    if attention_dropout:
+        raise ValueError(
+            f"attention_dropout {attention_dropout:g}: no layer has softmax attention with shares to drop (mixers: "
+            f"{', '.join(dict.fromkeys(kind for kind, _ in mixers))}); use 0, or dropout for the residual stream"
         )

@@ -122,6 +122,7 @@ def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         tie_word_embeddings=model.tie_embeddings,
         initializer_range=model.init_std,
+        attention_dropout=model.attention_dropout,
         max_position_embeddings=trained_length,
         bos_token_id=None,
         eos_token_id=None,

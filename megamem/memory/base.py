@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megamem.errors import ContractError
+from megamem.ops.dropout import Dropout, DropoutKeys
 
 Axis = int | str
 """The size of an axis: a number, or a name that `TensorSpec.shape` lists."""
@@ -105,6 +106,10 @@ class Chunk:
     borders: tuple[tuple[int, ...], ...] | None = None
     """The places inside the call, from 1 on and ascending, at which further documents begin in each batch row; their
     memory is fresh there. None: documents begin where chunks do, in this call and in all others."""
+    # no part of equality: what is cached by place does not depend on it
+    dropout: DropoutKeys | None = field(default=None, compare=False)
+    """What dropout draws by: training fills it in where the model drops anything. None: nothing is dropped, whatever
+    the model's configuration says."""
 
     @property
     def rows(self) -> int:
@@ -118,12 +123,13 @@ class Chunk:
 
     def after(self, tokens: int) -> Chunk:
         """Return the place `tokens` later."""
+        drops = None if self.dropout is None else self.dropout.after(tokens)
         if self.borders is None:
-            return Chunk(tuple(start + tokens for start in self.starts))
+            return Chunk(tuple(start + tokens for start in self.starts), dropout=drops)
         latest = [max((place for place in row if place <= tokens), default=None) for row in self.borders]
         starts = (tokens + s if place is None else tokens - place for s, place in zip(self.starts, latest, strict=True))
         left = (tuple(place - tokens for place in row if place > tokens) for row in self.borders)
-        return Chunk(tuple(starts), borders=tuple(left))
+        return Chunk(tuple(starts), borders=tuple(left), dropout=drops)
 
     def part(self, begin: int, end: int) -> Chunk:
         """Return the place of the call's tokens `begin` to `end` - 1."""
@@ -131,7 +137,27 @@ class Chunk:
         if later.borders is None:
             return later
         inside = (tuple(place for place in row if place < end - begin) for row in later.borders)
-        return Chunk(later.starts, borders=tuple(inside))
+        return replace(later, borders=tuple(inside))
+
+    def unbroken(self, tokens: int) -> Chunk:
+        """Return the place `tokens` later, for tokens among which no document begins."""
+        return replace(self.after(tokens), borders=None)
+
+    def inside(self, place: str) -> Chunk:
+        """Return the same for a part of the model, whose dropout draws by its name."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.inside(place))
+
+    def drops(self, share: float, place: str, first: int = 0) -> Dropout | None:
+        """Return which values are dropped at a place of the model; None if none are.
+
+        Args:
+            share: probability with which a value is dropped.
+            place: name of the place, within the part of the model that this chunk is `inside`.
+            first: number of this rank's first head or channel among all ranks'.
+        """
+        if not share or self.dropout is None:
+            return None
+        return Dropout(share, self.dropout.inside(place), self.side_rows, first)
 
     def positions(self, tokens: int) -> npt.NDArray[np.int64]:
         """Return the position in its document of each of `tokens` tokens, [tokens, batch], or [tokens, 1] if alike."""

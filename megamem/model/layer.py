@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,8 @@ from megamem.memory.base import Chunk, Losses, State
 from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
 from megamem.model.stage import add_losses
-from megamem.parallel.linears import Linears
+from megamem.ops.dropout import dropped
+from megamem.parallel.linears import Linears, token_share
 
 
 class Layer(nn.Module):
@@ -27,6 +30,8 @@ class Layer(nn.Module):
         self.mlp_norm = make_norm(model, linears)
         self.mlp = make_mlp(model, linears)
         self.norms_behind = model.norm_position == "post"
+        self.dropout = model.dropout
+        self.place = f"layers.{layer}"
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read one call's tokens.
@@ -41,16 +46,21 @@ class Layer(nn.Module):
             return self._document_by_document(hidden, state, chunk)
         if chunk.side_rows and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
+        here = chunk.inside(self.place)
         if self.norms_behind:
-            mixed, state, losses = self.mixer.forward(hidden, state, chunk)
-            hidden = self.mixer_norm(hidden + mixed)
-            hidden = self.mlp_norm(hidden + self.mlp(hidden))
+            mixed, state, losses = self.mixer.forward(hidden, state, here)
+            hidden = self.mixer_norm(hidden + self._dropped(mixed, here, "mixer"))
+            hidden = self.mlp_norm(hidden + self._dropped(self.mlp.forward(hidden, here), here, "mlp"))
         else:
-            mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, chunk)
-            hidden = hidden + mixed
-            hidden = hidden + self.mlp(self.mlp_norm(hidden))
-        hidden, state = self.mixer.after_layer(hidden, state, chunk)
+            mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, here)
+            hidden = hidden + self._dropped(mixed, here, "mixer")
+            hidden = hidden + self._dropped(self.mlp.forward(self.mlp_norm(hidden), here), here, "mlp")
+        hidden, state = self.mixer.after_layer(hidden, state, here)
         return hidden, state, losses
+
+    def _dropped(self, x: Tensor, chunk: Chunk, place: str) -> Tensor:
+        """Drop values of what is added to the residual stream, x [this rank's tokens and side rows, batch, width]."""
+        return dropped(x, chunk.drops(self.dropout, place), *token_share(self.linears))
 
     def _document_by_document(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read hidden [tokens, batch, hidden_size] in parts in which no row holds two documents."""
@@ -60,7 +70,7 @@ class Layer(nn.Module):
         outputs: list[Tensor] = []
         losses: Losses = {}
         for part in chunk.document_splits(hidden.shape[0]):
-            here = Chunk(chunk.after(part.start).starts)
+            here = chunk.unbroken(part.start)
             state = self.mixer.reset_inside(state, part.start, here.starts, hidden)
             output, state, of_part = self.forward(hidden[part], state, here)
             outputs.append(output)
@@ -73,5 +83,5 @@ class Layer(nn.Module):
         """Read the tokens alone; the side rows of hidden [tokens and side rows, batch, hidden_size] pass unchanged."""
         whole = self.linears.join_tokens(hidden)
         tokens, side = whole.split((whole.shape[0] - chunk.side_rows, chunk.side_rows))
-        own, state, losses = self.forward(self.linears.split_tokens(tokens), state, Chunk(chunk.starts))
+        own, state, losses = self.forward(self.linears.split_tokens(tokens), state, replace(chunk, side_rows=0))
         return self.linears.split_tokens(torch.cat((self.linears.join_tokens(own), side))), state, losses

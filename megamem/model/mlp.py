@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk
+from megamem.ops.dropout import dropped
 from megamem.parallel.linears import Linears, normal
 
 
@@ -27,8 +29,8 @@ class SwiGLU(nn.Module):
         self.up = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
         self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
+    def forward(self, hidden: Tensor, chunk: Chunk) -> Tensor:
+        """[tokens, batch, hidden] -> [tokens, batch, hidden]; nothing is dropped inside."""
         x = self.linears.enter(hidden)
         out: Tensor = self.down(self.gated(self.gate(x), self.up(x)))
         return out
@@ -46,13 +48,17 @@ class TwoLayerMLP(nn.Module):
         super().__init__()
         self.linears = linears
         self.activation = gelu if model.mlp == "gelu" else F.relu
+        # GPT-2 drops nothing here, the first Transformers and Transformer-XL do
+        self.dropout = 0.0 if model.mlp == "gelu" else model.dropout
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
         self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.bias)
         self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[tokens, batch, hidden] -> [tokens, batch, hidden]."""
-        out: Tensor = self.down(self.activation(self.up(self.linears.enter(hidden))))
+    def forward(self, hidden: Tensor, chunk: Chunk) -> Tensor:
+        """[tokens, batch, hidden] -> [tokens, batch, hidden]; chunk: where the tokens lie, for dropout."""
+        inner = self.activation(self.up(self.linears.enter(hidden)))
+        dropout = chunk.drops(self.dropout, "inner", self.linears.tp_rank * inner.shape[-1])
+        out: Tensor = self.down(dropped(inner, dropout))
         return out
 
 

@@ -269,7 +269,7 @@ class Stage(nn.Module, ABC):
         for part in chunk.document_splits(tokens):
             begin = part.start
             while begin < part.stop:
-                here = Chunk(chunk.after(begin).starts)
+                here = chunk.unbroken(begin)
                 end = min(begin + size - here.starts[0] % size, part.stop)
                 output, states, extra = self.read_chunk(x[begin:end], states, here)
                 outputs.append(output)

@@ -140,6 +140,11 @@ class Linears(Protocol):
         """Return the largest of all ranks' logits [..., rows / tp_size], and the first row that has it: [...] each."""
 
 
+def token_share(linears: Linears) -> tuple[int, int]:
+    """Return which part of a call's tokens is this rank's outside of parallel regions, and of how many."""
+    return (linears.tp_rank, linears.tp_size) if linears.sequence_parallel else (0, 1)
+
+
 class PlainLinears:
     """Everything on one device, with torch's own layers."""
 

@@ -20,6 +20,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.placement import balance, contiguous
 from megamem.pipeline.simulate import Cost
+from megamem.pipeline.train_chunk import dropout_keys
 
 REPEATS = 3
 
@@ -78,9 +79,10 @@ def _measure(config: RunConfig, device: torch.device, layer: int, with_head: boo
         stage.to(dtype)
         x = torch.ones(stage.border_shape(size, rows)).to(dtype).requires_grad_()
         labels = typical_labels(config.model, size, rows)
+    place = Chunk((0,) * rows, dropout=dropout_keys(config.model, 0, 0, range(rows)))
 
     def once() -> None:
-        hidden, _, _ = stage.read_chunk(x, stage.initial_states(rows, device, dtype), Chunk((0,) * rows))
+        hidden, _, _ = stage.read_chunk(x, stage.initial_states(rows, device, dtype), place)
         (stage.token_losses(hidden, labels) if with_head else hidden).sum().backward()
 
     return _median_seconds(once, device)

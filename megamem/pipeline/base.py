@@ -24,7 +24,7 @@ from megamem.pipeline.deepspeed_settings import deepspeed_config
 from megamem.pipeline.freezing import freeze, learning
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
-from megamem.pipeline.train_chunk import loss_names
+from megamem.pipeline.train_chunk import chunk_places, dropout_keys, loss_names
 from megamem.pipeline.window import select_states
 
 Watch = Callable[[str], None]
@@ -124,6 +124,8 @@ class TrainingEngine(ABC):
         """Finds spikes, where the run skips them."""
         self.carried: dict[int, States] = {}
         """The states at the end of each micro-batch where the next step reads on, by its index."""
+        self.steps_before = 0
+        """Steps that the run has made before the one under way."""
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 
@@ -204,11 +206,27 @@ class TrainingEngine(ABC):
             return self.carried[micro_batch]
         return self.fresh_states(batch.tokens.shape[1])
 
-    def step(self, batches: Sequence[Batch], lr: float, watch: Watch | None = None) -> StepResult:
+    def places(self, micro_batch: int, batch: Batch) -> list[Chunk]:
+        """Return where the chunks of a micro-batch lie, and what dropout draws by: the rows' numbers in the step."""
+        rows = batch.tokens.shape[1]
+        first = (micro_batch * self.topology.dp_size + self.topology.dp_rank) * rows
+        seed = self.config.training.seed
+        return chunk_places(batch, dropout_keys(self.config.model, seed, self.steps_before, range(first, first + rows)))
+
+    def step(
+        self, batches: Sequence[Batch], lr: float, watch: Watch | None = None, steps_before: int = 0
+    ) -> StepResult:
         """One optimizer step.
 
         If the loss or a gradient of any rank is not finite, or if the step is a spike, no rank updates anything.
+
+        Args:
+            batches: this rank's micro-batches, on its device.
+            lr: learning rate.
+            watch: called with a few words before each action.
+            steps_before: steps that the run has made before; dropout draws by it.
         """
+        self.steps_before = steps_before
         batches = [self._prepared(batch) for batch in batches]
         if watch is not None:
             watch("counting tokens")

@@ -26,7 +26,6 @@ from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.freezing import check_stages_learn
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
-from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
 
@@ -62,7 +61,7 @@ class WindowEngine(TrainingEngine):
         sums = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
-        places = [chunk_places(batch) for batch in batches]
+        places = [self.places(index, batch) for index, batch in enumerate(batches)]
         passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
@@ -153,6 +152,7 @@ class PipelineEngine(TrainingEngine):
             watch,
             self._before_backward,
             self.carries,
+            [self.places(index, batch) for index, batch in enumerate(batches)],
         )
         watch("reduction of gradients and losses over stages")
         dist.all_reduce(sums, group=topology.pp_group)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megamem.data.batch import Batch
-from megamem.memory.base import States, detach, map_state, state_tensors
+from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 from megamem.pipeline.channels import Borders, Shape
@@ -85,6 +85,7 @@ class StageExecutor:
         watch: Watch = lambda action: None,
         before_backward: Callable[[], None] = lambda: None,
         keep_states: bool = True,
+        places: Sequence[Sequence[Chunk]] | None = None,
     ) -> tuple[Tensor, dict[int, States]]:
         """Carry out `order`, accumulating gradients in the parameters' `.grad`.
 
@@ -96,12 +97,13 @@ class StageExecutor:
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
             keep_states: whether anyone reads on; if not, a micro-batch's states are dropped where it ends.
+            places: where the chunks of each micro-batch lie; as `chunk_places` without dropout if not given.
         Returns: `loss_names`, [names] summed over tokens in float64 (this stage's parts of them); the kept states at
             the end.
         """
         self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
         self._begin, self._keep = states, keep_states
-        self._places = [chunk_places(batch) for batch in batches]
+        self._places = [chunk_places(batch) for batch in batches] if places is None else places
         self._states: dict[int, States] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}

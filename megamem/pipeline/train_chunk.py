@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from megamem.config.model import ModelConfig
 from megamem.data.batch import Batch
 from megamem.errors import ContractError
 from megamem.memory.base import Chunk, Losses, States
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
+from megamem.ops.dropout import DropoutKeys
 
 
 def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
@@ -19,15 +22,36 @@ def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
     return (*objective.names, *stage.auxiliary_losses)
 
 
-def chunk_places(batch: Batch) -> list[Chunk]:
-    """Return where the tokens of each chunk of a micro-batch lie in their documents."""
+def dropout_keys(model: ModelConfig, seed: int, step: int, rows: Iterable[int]) -> DropoutKeys | None:
+    """Return what dropout draws by in rows of the global batch; None if the model drops nothing.
+
+    Args:
+        model: its shares of dropout.
+        seed: of the run.
+        step: optimizer steps that the run has made before.
+        rows: numbers of the rows in the global batch.
+    """
+    return DropoutKeys.of(seed, step, rows) if model.dropout or model.attention_dropout else None
+
+
+def chunk_places(batch: Batch, dropout: DropoutKeys | None = None) -> list[Chunk]:
+    """Return where the tokens of each chunk of a micro-batch lie in their documents.
+
+    dropout: keys of its rows at the start of their sequences; None: nothing is dropped.
+    """
+    size = batch.tokens.shape[0] // len(batch.starts)
+    keys = [dropout and dropout.after(size * index) for index in range(len(batch.starts))]
     if batch.begins is None:
-        return [Chunk(tuple(starts.tolist())) for starts in batch.starts]
+        return [Chunk(tuple(starts.tolist()), dropout=own) for starts, own in zip(batch.starts, keys, strict=True)]
     # [chunks, tokens of a chunk, rows]; what begins with a chunk is in its `starts`
     inside = batch.begins.reshape(len(batch.starts), -1, batch.starts.shape[1])[:, 1:]
     return [
-        Chunk(tuple(starts.tolist()), borders=tuple(tuple((np.flatnonzero(row) + 1).tolist()) for row in begins.T))
-        for starts, begins in zip(batch.starts, inside, strict=True)
+        Chunk(
+            tuple(starts.tolist()),
+            borders=tuple(tuple((np.flatnonzero(r) + 1).tolist()) for r in begins.T),
+            dropout=own,
+        )
+        for starts, begins, own in zip(batch.starts, inside, keys, strict=True)
     ]
 
 

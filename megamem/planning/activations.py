@@ -31,6 +31,7 @@ from megamem.config.model import ModelConfig
 from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Chunk, Growing, States, detach, map_state, state_tensors
 from megamem.model.stage import Stage, build_stage, typical_labels
+from megamem.pipeline.train_chunk import dropout_keys
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
 
@@ -256,7 +257,8 @@ def _read_chunks(
     while len(measured) < chunks:
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
         reads = {name: map_state(_leaf, state) for name, state in states.items()}
-        position = Chunk((len(measured) * size,) * rows)
+        keys = dropout_keys(model, 0, 0, range(rows))
+        position = Chunk((len(measured) * size,) * rows, dropout=keys and keys.after(len(measured) * size))
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:

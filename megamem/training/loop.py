@@ -153,7 +153,7 @@ class Trainer:
         micro_batches = [b.to(self.topology.device) for b in itertools.islice(batches, self.engine.accumulation)]
         self.data_wait += time.monotonic() - started
         self.lr = learning_rate(self.config.optimizer, step, self.config.steps)
-        result = self.engine.step(micro_batches, self.lr, lambda what: self.watch(f"step {step + 1}: {what}"))
+        result = self.engine.step(micro_batches, self.lr, lambda what: self.watch(f"step {step + 1}: {what}"), step)
         self.step += 1
         # the sum of whole numbers is exact in float64 up to 2^53 tokens between two looks
         self._uncounted = result.tokens if self._uncounted is None else self._uncounted + result.tokens

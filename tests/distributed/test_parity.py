@@ -4,7 +4,16 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import ADAPTIVE, EVERY, GPT2, MUP, RECURRENT, SHARED_BIASES, SIDE_ROWS
+from tests.distributed.training_cases import (
+    ADAPTIVE,
+    DROPOUT,
+    EVERY,
+    GPT2,
+    MUP,
+    RECURRENT,
+    SHARED_BIASES,
+    SIDE_ROWS,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -27,6 +36,10 @@ WORLDS = {
             2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}
         ),
         "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
+        "tp2-dropout-recompute": case(
+            2, 1, bptt=2, micro=4, model=DROPOUT, parallel={"sequence_parallel": True}, training={"recompute": True}
+        ),
+        "dp2-zero3-dropout": case(1, 3, micro=1, model=DROPOUT),
         "tp2-adaptive-sequence-parallel": case(
             2, 1, micro=8, model=ADAPTIVE, parallel={"sequence_parallel": True}, training={"recompute": True}
         ),

@@ -7,6 +7,7 @@ from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     CHUNK,
+    DROPOUT,
     EVERY,
     GPT2,
     LENGTH,
@@ -56,6 +57,8 @@ WORLDS = {
         "documents-anywhere": staged(2, 1, 1, 2, 2, 1, model=EVERY, data=ANYWHERE),
         "recurrent-memory": staged(2, 1, 1, 4, 2, 1, model=RECURRENT),
         "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
+        "dropout": staged(2, 1, 1, 2, 4, 1, model=DROPOUT),
+        "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
         "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),
         "placed-by-measurement": staged(2, 1, 1, 4, 2, 0, parallel={"placement": "measured"}),

@@ -18,7 +18,7 @@ from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.topology import Topology
 from megamem.pipeline.engine import PipelineEngine, build_engine
-from megamem.pipeline.train_chunk import chunk_places
+from megamem.pipeline.train_chunk import chunk_places, dropout_keys
 from tests.contract.cases import CASES
 
 ROWS, LENGTH, CHUNK, VOCABULARY = 8, 64, 16, 64
@@ -59,6 +59,12 @@ SIDE_ROWS = {
     ],
 }
 """Summary rows that rise through the layers and pass one of them by."""
+
+DROPOUT = {
+    "dropout": 0.2, "attention_dropout": 0.3, "mlp": "relu", "norm_position": "post", "init_std": 0.1,
+    **layers_of(["transformer_xl", "elastic_memory", "full_attention", "memorizing_attention"]),
+}  # fmt: skip
+"""Every place where values are dropped."""
 
 MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 """Half as wide a base with as many heads: start values, learning rates, attention and tied logits all differ."""
@@ -155,7 +161,8 @@ def reference(
     losses = []
     for step in range(steps):
         batch = step_batch(step, documents)
-        tokens, labels, places = batch.tokens, batch.labels, chunk_places(batch)
+        tokens, labels = batch.tokens, batch.labels
+        places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, range(ROWS)))
         states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
         total, nats = torch.zeros(()), 0.0
         for c in range(LENGTH // CHUNK):
@@ -185,7 +192,7 @@ def train_case(case: dict) -> dict:
     for step in range(case["steps"]):
         if step == 0:
             gradients = _gradients(config, topology)
-        result = engine.step(local_batches(config, topology, step), case["lr"])
+        result = engine.step(local_batches(config, topology, step), case["lr"], steps_before=step)
         torch.distributed.all_reduce(result.loss_sum, group=topology.dp_group)
         out["losses"].append((result.loss_sum / result.predicted).item())
         if step == 0:

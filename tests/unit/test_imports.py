@@ -33,7 +33,7 @@ ALLOWED = {
     "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
     "megamem.pipeline": {
         "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model",
-        "megamem.parallel",
+        "megamem.ops", "megamem.parallel",
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {

@@ -88,7 +88,7 @@ def losses_at_once(stage: Stage, tokens: Tensor) -> Tensor:
     hidden = stage.embedding(tokens[:-1])[:, 0]
     for layer in stage.own_layers:
         hidden = hidden + attend_whole(layer.mixer, layer.mixer_norm(hidden))
-        hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        hidden = hidden + layer.mlp(layer.mlp_norm(hidden), Chunk((0,)))
     return stage.token_losses(stage.norm(hidden)[:, None], tokens[1:])[:, 0]
 
 

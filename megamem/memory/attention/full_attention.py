@@ -19,6 +19,7 @@ from megamem.memory.shared.block_attention import (
     open_specs,
 )
 from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.memory.shared.row_by_row import row_chunk
 from megamem.ops.attention.softmax import Past, attention
 from megamem.parallel.linears import Linears
 
@@ -95,7 +96,7 @@ class FullAttention(AttentionProjections):
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
         seen = self.scaled_query(query), *self.local(key, value)
         if chunk.borders is None:
-            output = attention(*seen, self._visible(entries, chunk), self.backend)
+            output = attention(*seen, self._visible(entries, chunk), self.backend, self.dropout(chunk.dropout))
         else:
             output = self._row_by_row(seen, entries, chunk)
         past = list(state["past"])
@@ -120,13 +121,14 @@ class FullAttention(AttentionProjections):
         assert chunk.borders is not None
         rows = []
         for row, places in enumerate(chunk.borders):
-            own = slice(row, row + 1)
+            own, here = slice(row, row + 1), row_chunk(chunk, row)
             past = [(keys[:, own], values[:, own]) for keys, values in entries]
             visible = self._visible(past, Chunk(chunk.starts[own]))
             parts = []
             for begin, end in pairwise((0, *places, seen[0].shape[0])):
                 query, key, value = (x[begin:end, own] for x in seen)
-                parts.append(attention(query, key, value, () if begin else visible, self.backend))
+                dropout = self.dropout(here.after(begin).dropout)
+                parts.append(attention(query, key, value, () if begin else visible, self.backend, dropout))
             rows.append(torch.cat(parts))
         return torch.cat(rows, dim=1)
 

@@ -26,6 +26,7 @@ from megamem.memory.shared.gate import MemoryGate, gated
 from megamem.memory.shared.queue import entry_counts, push, queued, readable
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
+from megamem.ops.dropout import Dropout
 from megamem.parallel.linears import Linears
 
 INITIAL_SCALE = 20.0
@@ -159,18 +160,20 @@ class MemorizingAttention(BlockAttention):
         entries = self.entries(block_slice)
         # where every queue is empty the gate mixes A_local with itself: ZeRO 3 needs a gradient of every parameter, if
         # of zeros, from each backward pass
-        retrieved = self.retrieve(query, state, entries) if any(entries) else output
+        dropout = self.dropout(block_slice.dropout, "memory")
+        retrieved = self.retrieve(query, state, entries, dropout) if any(entries) else output
         return gated(retrieved, output, self.gate(), entries)
 
-    def retrieve(self, query: Tensor, state: State, entries: list[int]) -> Tensor:
+    def retrieve(self, query: Tensor, state: State, entries: list[int], dropout: Dropout | None) -> Tensor:
         """Return A_mem [tokens, batch, local heads, head_dim]; anything finite in rows with an empty queue.
 
-        query (before rotation): [tokens, batch, local heads, head_dim]; entries: by row, see `entries`.
+        query (before rotation): [tokens, batch, local heads, head_dim]; entries: by row, see `entries`; dropout: of the
+        queue's shares.
         """
         past = readable(state["keys"], state["values"], entries)
         if self.config.top_k is None:
-            return past_attention(self.scaled_query(query), past, self.backend)
-        return nearest_attention(self.scaled_query(query), past, self.config.top_k, self.backend)
+            return past_attention(self.scaled_query(query), past, self.backend, dropout)
+        return nearest_attention(self.scaled_query(query), past, self.config.top_k, self.backend, dropout)
 
     def remember(self, state: State, block_slice: BlockSlice, keys: Tensor, values: Tensor) -> State:
         """See `BlockAttention.remember`: the block is appended and the oldest tokens are dropped."""

@@ -118,9 +118,10 @@ class SlidingAttention(AttentionProjections):
         """
         before, outputs = self.window - 1, []
         for begin, end in self._parts(chunk, query.shape[0]):
-            past = self._past(keys, values, begin, end, chunk.after(begin))
+            here = chunk.after(begin)
+            past = self._past(keys, values, begin, end, here)
             own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
-            outputs.append(attention(query[begin:end], *own, past, self.backend))
+            outputs.append(attention(query[begin:end], *own, past, self.backend, self.dropout(here.dropout)))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _parts(self, chunk: Chunk, tokens: int) -> list[tuple[int, int]]:

@@ -112,7 +112,7 @@ class Sequential(Mixer):
             prefix = f"{i}_"
             own = {name.removeprefix(prefix): part for name, part in state.items() if name.startswith(prefix)}
             x = hidden if total is None else F.rms_norm(hidden + total, hidden.shape[-1:], eps=self.eps)
-            out, after, of_mixer = mixer(x, own, chunk)
+            out, after, of_mixer = mixer(x, own, chunk.inside(prefix))
             total = out if total is None else total + out
             new |= {f"{prefix}{name}": part for name, part in after.items()}
             losses |= {f"{prefix}{name}": loss for name, loss in of_mixer.items()}

@@ -39,6 +39,7 @@ from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, open_v
 from megamem.memory.shared.gate import MemoryGate
 from megamem.memory.shared.queue import entry_counts, gated_reading, push
 from megamem.ops.attention.softmax import Past, attention, unmasked_attention
+from megamem.ops.dropout import DropoutKeys
 from megamem.ops.rotary import consecutive_rotary_tables
 from megamem.parallel.linears import Initializer, Linears, declare, normal
 
@@ -272,16 +273,19 @@ class Melodi(BlockAttention):
         visible = None if all(written) else to_device(written, like.device, torch.bool)
         return [Past(self.keys(memory), self.heads_of(self.value, memory), visible)]
 
-    def join(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
+    def join(
+        self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice, keys: DropoutKeys | None
+    ) -> Tensor:
         """Return g A_E + (1 - g) output; `output` alone where the long-term memory has no entries yet.
 
-        output, query (before rotation): [T or U, B, H, D]. Returns: like `output`.
+        output, query (before rotation): [T or U, B, H, D]; keys: what dropout draws by. Returns: like `output`.
         """
         if self.gate is None:
             return output
         entries = entry_counts(block_slice, self.config.long_increment, state["long_keys"].shape[0])
         queue = state["long_keys"], state["long_values"]
-        return gated_reading(output, self.scaled_query(query), *queue, entries, self.gate(), self.backend)
+        dropout = self.dropout(keys, "memory")
+        return gated_reading(output, self.scaled_query(query), *queue, entries, self.gate(), self.backend, dropout)
 
     def summarize(self, seen: list[Past], outputs: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return the memory that a finished block leaves, m' = norm(u + W_o (z_u + M^T [z; z_u])), [U, B, hidden_size].
@@ -297,8 +301,13 @@ class Melodi(BlockAttention):
         # summary tokens have no order: all of them stand at the position after the block's last token
         after = consecutive_rotary_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
         rotated_query, key = (self.apply_rotary(part, *after) for part in (query, key))
-        own = unmasked_attention(self.scaled_query(rotated_query), [*seen, Past(key, value)], self.backend)
-        own = self.join(own, query, state, block_slice)
+        keys = block_slice.dropout
+        if keys is not None:
+            # numbered by the end of the block, however many calls have read it
+            keys = keys.inside("summaries").at((keys.offset + block_slice.tokens) * self.config.summaries)
+        parts = [*seen, Past(key, value)]
+        own = unmasked_attention(self.scaled_query(rotated_query), parts, self.backend, self.dropout(keys))
+        own = self.join(own, query, state, block_slice, keys)
         # M acts on tokens and W_o on channels, so that they commute: mixed first, few rows are projected, and no rank
         # needs the others' heads
         mixed = own + self.mixing(outputs, own)
@@ -336,9 +345,10 @@ class Melodi(BlockAttention):
             past = [*memory, Past(rotated_keys[:open_tokens], seen_values[:open_tokens], visible)]
         rotated_query = self.apply_rotary(query, cos[open_tokens:], sin[open_tokens:])
         output = attention(
-            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend
-        )
-        output = self.join(output, query, state, block_slice)
+            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend,
+            self.dropout(block_slice.dropout),
+        )  # fmt: skip
+        output = self.join(output, query, state, block_slice, block_slice.dropout)
         outputs = torch.cat((state["open_outputs"], output)) if open_tokens else output
         new = dict(state)
         if any(block_slice.closing):

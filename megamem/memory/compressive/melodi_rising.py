@@ -201,7 +201,8 @@ class RisingMelodi(AttentionProjections):
         all_values = torch.cat((memory_value, seen_values, values[tokens:]))
         own = all_keys.shape[0] - query.shape[0] - 1
         past = Past(all_keys[:own], all_values[:own])
-        output = attention(rotated_query, all_keys[own:-1], all_values[own:-1], [past], self.backend)
+        dropout = self.dropout(chunk.dropout, side_rows=chunk.side_rows)
+        output = attention(rotated_query, all_keys[own:-1], all_values[own:-1], [past], self.backend, dropout)
         output = self.join_long(output, query, state, chunk)
         kept = 0 if chunk.side_rows else tokens
         new = {**state, "open_keys": last_columns(keys, kept), "open_values": last_columns(values, kept)}
@@ -217,7 +218,8 @@ class RisingMelodi(AttentionProjections):
         capacity, sizes = state["long_keys"].shape[0], self.rising
         entries = [min(max(start, 0) // sizes.tokens * sizes.long_increment, capacity) for start in chunk.starts]
         queue = state["long_keys"], state["long_values"]
-        return gated_reading(output, query, *queue, entries, self.gate(), self.backend)
+        dropout = self.dropout(chunk.dropout, "memory", chunk.side_rows)
+        return gated_reading(output, query, *queue, entries, self.gate(), self.backend, dropout)
 
     def after_layer(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         """See `Mixer.after_layer`: where a chunk ends, its memory is written and the summary rows are mixed."""

@@ -17,6 +17,7 @@ from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSp
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.ops.attention.softmax import Past, attention
+from megamem.ops.dropout import Dropout, DropoutKeys
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears, constant, declare, normal
 
@@ -92,6 +93,7 @@ class AttentionProjections(Mixer):
         self.theta = model.rope_theta
         self.backend = model.attention_kernel
         self.score_scale = model.score_scale
+        self.attention_dropout = model.attention_dropout
         self.rotates = model.positions == "rotary"
         self.apply_rotary = apply_rotary if self.rotates else unrotated
         init = normal(model.init_std)
@@ -137,6 +139,19 @@ class AttentionProjections(Mixer):
         The attention kernels divide scores by sqrt(head_dim) themselves; any other scale enters here.
         """
         return query if self.score_scale == 1.0 else query * self.score_scale
+
+    def dropout(self, keys: DropoutKeys | None, place: str = "attention", side_rows: int = 0) -> Dropout | None:
+        """Return which shares of attention are dropped; None if none are.
+
+        Args:
+            keys: at the first query (`Chunk.dropout`).
+            place: name of one softmax among those of the mixer.
+            side_rows: how many of the last queries are side rows.
+        """
+        if keys is None or not self.attention_dropout:
+            return None
+        first = self.linears.tp_rank * (self.sizes["heads"] // self.tp_size)
+        return Dropout(self.attention_dropout, keys.inside(place), side_rows, first)
 
     def local(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [tokens, batch, local kv_heads, head_dim] of a block as its own queries see them.
@@ -219,8 +234,9 @@ class BlockAttention(AttentionProjections):
             visible = open_visible(block_slice, open_tokens, key.device)
             past = [*past, Past(rotated_keys[:open_tokens], seen_values[:open_tokens], visible)]
         output = attention(
-            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend
-        )
+            self.scaled_query(rotated_query), rotated_keys[open_tokens:], seen_values[open_tokens:], past, self.backend,
+            self.dropout(block_slice.dropout),
+        )  # fmt: skip
         output = self.mix(output, query, state, block_slice)
         new = dict(state)
         if any(block_slice.closing):

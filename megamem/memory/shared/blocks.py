@@ -11,7 +11,7 @@ chunk of a deep memory, a segment of Memory Caching.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megamem.memory.base import Chunk, to_device
+from megamem.ops.dropout import DropoutKeys
 from megamem.ops.rotary import RotaryTables, consecutive_rotary_tables, rotary_tables
 
 
@@ -33,6 +34,8 @@ class BlockSlice:
     """Position in its document of each row's token `begin`; negative in left padding."""
     block: int
     """Tokens of a block."""
+    dropout: DropoutKeys | None = field(default=None, kw_only=True, compare=False)
+    """See `Chunk.dropout`."""
 
     @property
     def tokens(self) -> int:
@@ -72,10 +75,9 @@ def block_slices(chunk: Chunk, tokens: int, block: int) -> list[BlockSlice]:
         here = chunk.after(part.start)
         first_borders = {part.start + -start % block for start in here.starts}
         inner = {cut for first in first_borders for cut in range(first, part.stop, block)}
-        slices += [
-            BlockSlice(begin, end, chunk.after(begin).starts, block)
-            for begin, end in pairwise(sorted({part.start, part.stop, *inner}))
-        ]
+        for begin, end in pairwise(sorted({part.start, part.stop, *inner})):
+            own = chunk.after(begin)
+            slices.append(BlockSlice(begin, end, own.starts, block, dropout=own.dropout))
     return slices
 
 

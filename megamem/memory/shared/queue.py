@@ -13,6 +13,7 @@ from megamem.memory.base import to_device
 from megamem.memory.shared.blocks import BlockSlice
 from megamem.memory.shared.gate import gated
 from megamem.ops.attention.softmax import Past, past_attention
+from megamem.ops.dropout import Dropout
 
 
 def entry_counts(block_slice: BlockSlice, per_block: int, capacity: int) -> list[int]:
@@ -43,7 +44,14 @@ def readable(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
 
 
 def gated_reading(
-    output: Tensor, query: Tensor, keys: Tensor, values: Tensor, entries: list[int], gate: Tensor, backend: str
+    output: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    entries: list[int],
+    gate: Tensor,
+    backend: str,
+    dropout: Dropout | None,
 ) -> Tensor:
     """Return g A_queue + (1 - g) output; `output` alone in rows whose queue has no entries yet.
 
@@ -54,10 +62,11 @@ def gated_reading(
         entries: by row.
         gate: `MemoryGate()`, [heads, head_dim or 1].
         backend: one of `model.attention_kernel`.
+        dropout: drops shares of the queue.
     Returns: like `output`.
     """
     # without entries the gate mixes the output with itself: ZeRO 3 needs a gradient from each backward pass
-    retrieved = past_attention(query, readable(keys, values, entries), backend) if any(entries) else output
+    retrieved = past_attention(query, readable(keys, values, entries), backend, dropout) if any(entries) else output
     return gated(retrieved, output, gate, entries)
 
 

@@ -22,7 +22,9 @@ def apart(chunk: Chunk) -> bool:
 
 def row_chunk(chunk: Chunk, row: int) -> Chunk:
     """Return the place of one row of a call."""
-    return Chunk(chunk.starts[row : row + 1], borders=None if chunk.borders is None else chunk.borders[row : row + 1])
+    own = slice(row, row + 1)
+    borders = None if chunk.borders is None else chunk.borders[own]
+    return Chunk(chunk.starts[own], borders=borders, dropout=chunk.dropout and chunk.dropout.of_rows(own))
 
 
 def read_rows(

@@ -156,6 +156,7 @@ class SegmentAttention(AttentionProjections):
         self.memory_length = memory_length
         self.window = memory_length if same_length else None
         self.clamp_length = clamp_length
+        self.table_dropout = model.dropout
         init = normal(model.init_std)
         self.distance_key = linears.column(model.hidden_size, model.heads * self.width, init)
         self.biases = ScoreBiases(model.heads // linears.tp_size, self.width, model.init_std)
@@ -210,7 +211,7 @@ class SegmentAttention(AttentionProjections):
         keys = torch.cat((self.keys(before), own_keys))
         values = torch.cat((self.heads_of(self.value, before), own_values))
         queries = self.biased(self.scaled_query(query))
-        distance_keys = self._distance_keys(keys.shape[0], x)
+        distance_keys = self._distance_keys(keys.shape[0], x, chunk)
         if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
             mixed, received = self._read(queries, keys, values, distance_keys, slices)
         else:
@@ -236,9 +237,14 @@ class SegmentAttention(AttentionProjections):
         cached = last_columns(received, min(self.memory_length, received.shape[0]))
         return F.pad(cached, (0, 0, self.memory_length - cached.shape[0], 0))
 
-    def _distance_keys(self, columns: int, like: Tensor) -> Tensor:
-        """Return W_r s_d of the distances columns, ..., 1, 0: [columns + 1, H, D]; like: x [T, B, hidden_size]."""
+    def _distance_keys(self, columns: int, like: Tensor, chunk: Chunk) -> Tensor:
+        """Return W_r s_d of the distances columns, ..., 1, 0: [columns + 1, H, D].
+
+        like: x [T, B, hidden_size]; chunk: its place. Dropout is the same in all rows and calls of an optimizer step.
+        """
         table = sinusoids(columns + 1, self.clamp_length, like.shape[2], like.dtype, like.device)
+        if (drops := chunk.drops(self.table_dropout, "distances")) is not None:
+            table = drops.table(table)
         return self.heads_of(self.distance_key, table[:, None])[:, 0]
 
     def _read(
@@ -270,7 +276,7 @@ class SegmentAttention(AttentionProjections):
             of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
             output, counted = relative_attention(
                 content, distance, keys[first:last], values[first:last], of_distances, unseen,
-                fused=self.backend != "eager", count=self.counts_attention,
+                fused=self.backend != "eager", count=self.counts_attention, dropout=self.dropout(part.dropout),
             )  # fmt: skip
             outputs.append(output)
             if counted is not None:

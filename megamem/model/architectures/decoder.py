@@ -28,7 +28,8 @@ from megamem.model.layer import Layer
 from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
 from megamem.model.stage import Stage, add_losses, meta_stage
-from megamem.parallel.linears import Initializer, Linears, declare, normal
+from megamem.ops.dropout import dropped
+from megamem.parallel.linears import Initializer, Linears, declare, normal, token_share
 
 
 @ARCHITECTURES.register
@@ -165,12 +166,12 @@ class Decoder(Stage):
         hidden: Tensor = self.embedding(tokens)
         if self.config.scale_embedding:
             hidden = hidden * self.config.hidden_size**0.5
-        if self.config.positions == "rotary":
-            return hidden
-        own = hidden.shape[0]
-        first = self.linears.tp_rank * own if self.linears.sequence_parallel else 0
-        places = token_positions(chunk, tokens.shape[0], hidden.device)[first : first + own] % self.positions.shape[0]
-        return hidden + self.linears.outside(self.positions)[places]
+        rank, ranks = token_share(self.linears)
+        if self.config.positions == "learned":
+            own = slice(rank * hidden.shape[0], (rank + 1) * hidden.shape[0])
+            places = token_positions(chunk, tokens.shape[0], hidden.device)[own] % self.positions.shape[0]
+            hidden = hidden + self.linears.outside(self.positions)[places]
+        return dropped(hidden, chunk.drops(self.config.dropout, "embedding"), rank, ranks)
 
     def run_layers(self, hidden: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """Take hidden [tokens, batch, hidden] through this stage's layers, and on the last stage the final norm.
@@ -192,6 +193,9 @@ class Decoder(Stage):
             losses = add_losses(losses, extra)
         if self.last:
             hidden = self.norm(hidden)
+            if self.config.norm_position == "post":
+                # as Transformer-XL; behind the norm of other models GPT-2 drops nothing
+                hidden = dropped(hidden, chunk.drops(self.config.dropout, "last"), *token_share(self.linears))
         return hidden, new_states, losses
 
     def logits(self, hidden: Tensor) -> Tensor:

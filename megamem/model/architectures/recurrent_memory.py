@@ -140,7 +140,11 @@ class RecurrentMemory(Decoder):
         self.check_grid(chunk)
         place = chunk.starts[0] % size
         inside = self.settings.rows_before + place if place else 0
-        return Chunk(tuple(start // size * long + inside for start in chunk.starts))
+        dropout = chunk.dropout
+        if dropout is not None:
+            # apart enough that the rows of no two chunks have one place, wherever documents begin
+            dropout = dropout.at((dropout.offset - place) * long + inside)
+        return Chunk(tuple(start // size * long + inside for start in chunk.starts), dropout=dropout)
 
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_chunk`; x: ids [tokens, batch], or hidden [rows and tokens, batch, hidden_size]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megamem.ops.attention.softmax import Past, past_attention
+from megamem.ops.dropout import Dropout
 
 SCORES = 2**25
 """Scores (rows x heads x queries x keys) that are held at once at most; more queries are taken in parts."""
@@ -44,22 +45,25 @@ def nearest(query: Tensor, past: Past, count: int) -> Past:
     return Past(past.key, past.value, chosen.scatter_(-1, best, True) & allowed)
 
 
-def nearest_attention(query: Tensor, past: Past, count: int, backend: str = "sdpa") -> Tensor:
+def nearest_attention(
+    query: Tensor, past: Past, count: int, backend: str = "sdpa", dropout: Dropout | None = None
+) -> Tensor:
     """Attend from each query to its `count` nearest keys; arguments and result as in `past_attention` and `nearest`.
 
     query: [tokens, batch, heads, width]. Many queries are taken in parts that the backward pass computes again, so that
     the table of queries by keys never exists as a whole.
     """
 
-    def attend(queries: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return past_attention(queries, nearest(queries, Past(key, value, past.visible), count), backend)
+    def attend(queries: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        drops = None if dropout is None else dropout.after(first)
+        return past_attention(queries, nearest(queries, Past(key, value, past.visible), count), backend, drops)
 
     tokens, batch, heads, _ = query.shape
     part = max(SCORES // (batch * heads * past.key.shape[0]), 1)
     if tokens <= part:
-        return attend(query, past.key, past.value)
+        return attend(query, past.key, past.value, 0)
     outputs = [
-        checkpoint(attend, queries, past.key, past.value, use_reentrant=False, preserve_rng_state=False)
-        for queries in query.split(part)
+        checkpoint(attend, queries, past.key, past.value, part * i, use_reentrant=False, preserve_rng_state=False)
+        for i, queries in enumerate(query.split(part))
     ]
     return torch.cat(outputs)

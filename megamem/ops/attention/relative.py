@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.dropout import Dropout
+
 QUERIES_AT_ONCE = 128
 """Queries of a block on the CPU: fewer make matrix products small, the scores of more fill its caches."""
 
@@ -57,6 +59,7 @@ def relative_attention(
     unseen: Tensor,
     fused: bool = True,
     count: bool = False,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from each query to the keys that it sees.
 
@@ -67,7 +70,8 @@ def relative_attention(
         distance_key: r_d of the distances K, ..., 1, 0: [K + 1, H, D].
         unseen: which keys a query does not see, bool [T, K] or [B, T, K]: at least those behind it.
         fused: False computes in float32 at least, operation by operation (for tests).
-        count: whether to sum up the attention that each key gets.
+        count: whether to sum up the attention that each key gets, before any is dropped.
+        dropout: drops shares; its place is that of the first query.
     Returns: [T, B, H, D] in the query's dtype; with `count` the attention of all queries and heads to each key, [K, B]
         in float32 at least and off the graph, else None.
     """
@@ -79,11 +83,14 @@ def relative_attention(
     keys, values = (_heads_first(x).to(compute).repeat_interleave(groups, dim=0) for x in (key, value))
     table = distance_key.to(compute).transpose(0, 1)  # [H, K + 1, D]
     received: Tensor | None = None
-    if not fused or count:
+    if not fused or count or dropout is not None:
         scores = query @ keys.transpose(2, 3) + _distance_scores(by_distance, table)
         shares = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1, dtype=_exact(compute))
         received = shares.detach().sum((0, 2)).T if count else None
-        out = shares.to(compute) @ values
+        shares = shares.to(compute)
+        if dropout is not None:
+            shares = dropout.shares(shares.transpose(0, 1), causal=True).transpose(0, 1)
+        out = shares @ values
     elif query.is_cuda:
         bias = _distance_scores(by_distance, table).masked_fill(unseen, -torch.inf)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=1.0)

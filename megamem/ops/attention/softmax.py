@@ -7,7 +7,8 @@ Every mixer with attention calls this. Memory tokens, a cache of earlier chunks 
 token-by-token decoding are all pasts. Kernels (`model.attention_kernel`): `eager` computes the scores as a tensor (for
 tests), `sdpa` is torch's fused kernel (on the CPU one call per part, merged exactly, see
 `megamem.ops.attention.merged`), `flex` is FlexAttention, `flash_attn` the package of that name. A past that is visible
-in part goes to `sdpa` with a mask, whichever of the fused kernels is configured.
+in part goes to `sdpa` with a mask, whichever of the fused kernels is configured. With dropout of shares every backend
+computes the scores as a tensor: no fused kernel takes such a mask.
 
 Letters of shapes: T queries, K keys, B batch rows, H query heads, G key/value heads, D width of a head. Queries come as
 [T, B, H, D], keys and values as [K, B, G, D]; kernels want [B, H, T, D].
@@ -19,7 +20,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from torch import Tensor
 
 from megamem.errors import ConfigError
 from megamem.ops.attention.merged import merged_attention
+from megamem.ops.dropout import Dropout
 
+Drop = Callable[[Tensor], Tensor]
+"""A function that drops some of the shares [B, H, T, K] of attention."""
 FLEX_SHAPES = 64
 """Number of shapes that FlexAttention may be compiled for: chunks of a document, with and without a graph."""
 
@@ -45,7 +49,14 @@ class Past:
     """Which keys are seen, bool: [B] (whole rows), [K, B], or [B, H, T, K] (each query its own); None: all."""
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = (), backend: str = "sdpa") -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Sequence[Past] = (),
+    backend: str = "sdpa",
+    dropout: Dropout | None = None,
+) -> Tensor:
     """Attend from each query to the past and, causally, to the queries' own keys; scores are divided by sqrt(D).
 
     Args:
@@ -53,9 +64,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = 
         key, value: the own ones, [T, B, G, D].
         past: what lies before them.
         backend: one of `model.attention_kernel`.
+        dropout: drops shares; its place is that of the first query.
     Returns: [T, B, H, D] in the query's dtype.
     """
     past = [part for part in past if part.key.shape[0]]
+    if dropout is not None:
+        drop = partial(dropout.shares, causal=True)
+        return _masked(query, key, value, past, fused=backend != "eager", drop=drop)
     masked = any(part.visible is not None for part in past)
     if backend == "eager" or masked:
         return _masked(query, key, value, past, fused=backend != "eager")
@@ -72,17 +87,20 @@ def attention(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past] = 
     return _BACKENDS[backend](query, key, value)
 
 
-def unmasked_attention(query: Tensor, parts: Sequence[Past], backend: str = "sdpa") -> Tensor:
+def unmasked_attention(
+    query: Tensor, parts: Sequence[Past], backend: str = "sdpa", dropout: Dropout | None = None
+) -> Tensor:
     """Attend from each query to everything visible in `parts`, in one softmax; scores are divided by sqrt(D).
 
     It is meant for few queries: every backend but `eager` is torch's fused kernel here.
 
-    Args: query [T, B, H, D]; parts and backend as in `attention`.
+    Args: query [T, B, H, D]; parts, backend and dropout as in `attention`.
     Returns: [T, B, H, D] in the query's dtype.
     """
-    if backend == "eager" or any(part.visible is not None for part in parts):
+    if backend == "eager" or dropout is not None or any(part.visible is not None for part in parts):
         none = parts[0].key[:0]
-        return _masked(query, none, none, parts, fused=backend != "eager")
+        drop = None if dropout is None else partial(dropout.shares, causal=False)
+        return _masked(query, none, none, parts, fused=backend != "eager", drop=drop)
     repeat = _repeated(query.shape[2] // parts[0].key.shape[2])
     keys, values = (torch.cat(columns) for columns in zip(*((p.key, p.value) for p in parts), strict=True))
     return _heads_last(_scaled_dot_product(_heads_first(query), repeat(keys), repeat(values)))
@@ -108,13 +126,14 @@ def _repeated(groups: int) -> Callable[[Tensor], Tensor]:
     return repeat
 
 
-def past_attention(query: Tensor, past: Past, backend: str = "sdpa") -> Tensor:
+def past_attention(query: Tensor, past: Past, backend: str = "sdpa", dropout: Dropout | None = None) -> Tensor:
     """Attend from each query [T, B, H, D] to the past alone; every query must see at least one of its keys.
 
-    Returns: [T, B, H, D] in the query's dtype.
+    backend, dropout: as in `attention`. Returns: [T, B, H, D] in the query's dtype.
     """
     mask = None if past.visible is None else _seen(past, query)
-    return _rectangle(query, past.key, past.value, mask, fused=backend != "eager")
+    drop = None if dropout is None else partial(dropout.shares, causal=False)
+    return _rectangle(query, past.key, past.value, mask, fused=backend != "eager", drop=drop)
 
 
 def _seen(part: Past, query: Tensor) -> Tensor:
@@ -135,28 +154,37 @@ def _mask(query: Tensor, own: int, past: Sequence[Past]) -> Tensor:
     return torch.cat([part.expand(batch, heads, tokens, -1) for part in parts], dim=-1)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fused: bool) -> Tensor:
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, past: Sequence[Past], fused: bool, drop: Drop | None = None
+) -> Tensor:
     """Attend with an explicit mask; query [T, B, H, D], own key and value [T, B, G, D], result like the query."""
     mask = _mask(query, key.shape[0], past)
     key = torch.cat([*(part.key for part in past), key])
     value = torch.cat([*(part.value for part in past), value])
-    return _rectangle(query, key, value, mask, fused)
+    return _rectangle(query, key, value, mask, fused, drop)
 
 
-def _rectangle(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fused: bool) -> Tensor:
+def _rectangle(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, fused: bool, drop: Drop | None = None
+) -> Tensor:
     """Attend where the mask allows it, everywhere if it is None.
 
-    query [T, B, H, D]; key, value [K, B, G, D]; mask [B, H or 1, T, K] bool; result like the query.
+    query [T, B, H, D]; key, value [K, B, G, D]; mask [B, H or 1, T, K] bool; drop: of the shares [B, H, T, K]; result
+    like the query.
     """
     groups = query.shape[2] // key.shape[2]
     q, k, v = _heads_first(query), _repeated(groups)(key), _repeated(groups)(value)
-    if fused:
+    if fused and drop is None:
         return _heads_last(_scaled_dot_product(q, k, v, attn_mask=mask))
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    compute = query.dtype if fused else exact
     scores = (q.to(compute) @ k.to(compute).transpose(-1, -2)) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    return _heads_last((scores.softmax(dim=-1) @ v.to(compute)).to(query.dtype))
+    shares = scores.softmax(dim=-1, dtype=exact).to(compute)
+    if drop is not None:
+        shares = drop(shares)
+    return _heads_last((shares @ v.to(compute)).to(query.dtype))
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
