@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
-from megamem.config.adaptive import AdaptiveConfig, Cluster
+from megamem.config.adaptive import AdaptiveConfig, Cluster, check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
 from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows, check_softmax
@@ -364,8 +364,9 @@ class ModelConfig(ConfigModel):
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
         check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
-        if self.resolved_padded_vocab_size < self.vocab_size:
-            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+        check_vocabulary(self.vocab_size, self.padded_vocab_size, self.adaptive)
+        if self.adaptive:
+            self.adaptive.check(self.vocab_size, self.hidden_size, self.tie_embeddings, self.mup)
         check_positions(self.positions, self.max_positions, self.chunk_size)
         check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
@@ -374,10 +375,6 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        if self.adaptive:
-            self.adaptive.check(
-                self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup
-            )
         check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         inner = self.layer_model
@@ -397,8 +394,6 @@ class ModelConfig(ConfigModel):
                 ModelConfig.model_validate(dict(self.base))
             except ValueError as error:
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                message = (
-                    f"base_width {self.mup.base_width} gives no base model: {reason.removeprefix('Value error, ')}"
-                )
-                raise ValueError(f"mup: {message}") from None
+                message = reason.removeprefix("Value error, ")
+                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
         return self
