@@ -20,6 +20,8 @@ from tests.unit.shipped import SHIPPED, model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*/*.yaml"))
+OTHER = {"demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19"}
+"""Recipes with a model of their own, for imported ones (`test_finetuning_configs.py`), or for those of wikitext103."""
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 # embedding and head are 45 % of the 100M model; papers' labels count one, both or neither
 TOLERANCE = 0.22
@@ -174,8 +176,7 @@ def test_melodi_adds_the_parameters_of_the_paper(summaries: int, millions: str) 
 
 def test_every_model_and_every_recipe_is_listed() -> None:
     assert {path.stem: path for path in MODELS} == {name: run.model for name, run in SHIPPED.items()}
-    others = {"demo", "pg19"}  # which brings its model, and which takes those of wikitext103
-    assert {run.recipe for run in SHIPPED.values()} == {path for path in RECIPES if path.stem not in others}
+    assert {run.recipe for run in SHIPPED.values()} == set(RECIPES) - {path for path in RECIPES if path.stem in OTHER}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
