@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 
 from megamem.config.base import ConfigModel
+from megamem.config.mup import MupConfig
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,9 @@ class AdaptiveConfig(ConfigModel):
         """The logits that stand for clusters after the first, filled up."""
         return self.filled(len(self.cutoffs))
 
-    def check(self, vocab_size: int, hidden_size: int, tied: bool, padded_vocab_size: int | None, mup: bool) -> None:
+    def check(self, vocab_size: int, hidden_size: int, tied: bool, mup: MupConfig | None) -> None:
         """Raise ValueError naming the field of a model that does not fit these clusters."""
-        if padded_vocab_size is not None:
-            raise ValueError(
-                f"padded_vocab_size {padded_vocab_size} does not go with adaptive, which fills up each cluster to a "
-                f"multiple of adaptive.row_multiple {self.row_multiple}; leave it out"
-            )
-        if mup:
+        if mup is not None:
             raise ValueError("adaptive does not go with mup, which has no rule for clusters; leave one of them out")
         cutoffs = list(self.cutoffs)
         if cutoffs != sorted(set(cutoffs)):
@@ -118,6 +114,19 @@ class AdaptiveConfig(ConfigModel):
             for k in range(count)
         )
         return [begins[cluster] for cluster in clusters]
+
+
+def check_vocabulary(vocab_size: int, padded_vocab_size: int | None, adaptive: AdaptiveConfig | None) -> None:
+    """Raise ValueError where `padded_vocab_size` has no room for the vocabulary, or clusters are filled up instead."""
+    if padded_vocab_size is None:
+        return
+    if padded_vocab_size < vocab_size:
+        raise ValueError(f"padded_vocab_size {padded_vocab_size} is below vocab_size {vocab_size}")
+    if adaptive is not None:
+        raise ValueError(
+            f"padded_vocab_size {padded_vocab_size} does not go with adaptive, which fills up each cluster to a "
+            f"multiple of adaptive.row_multiple {adaptive.row_multiple}; leave it out"
+        )
 
 
 def narrow_width(clusters: Sequence[Cluster], hidden_size: int) -> int:

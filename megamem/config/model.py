@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
 
-from megamem.config.adaptive import AdaptiveConfig, Cluster
+from megamem.config.adaptive import AdaptiveConfig, Cluster, check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
 from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows, check_softmax
@@ -48,6 +48,10 @@ class MixerConfig(ConfigModel):
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""
+        return 0
+
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """Return how many of these are one layer's u and v, of which the model has one pair for all such layers."""
         return 0
 
     def rotates(self) -> bool:
@@ -360,8 +364,9 @@ class ModelConfig(ConfigModel):
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
         check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
-        if self.resolved_padded_vocab_size < self.vocab_size:
-            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+        check_vocabulary(self.vocab_size, self.padded_vocab_size, self.adaptive)
+        if self.adaptive:
+            self.adaptive.check(self.vocab_size, self.hidden_size, self.tie_embeddings, self.mup)
         check_positions(self.positions, self.max_positions, self.chunk_size)
         check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
@@ -370,18 +375,13 @@ class ModelConfig(ConfigModel):
             raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        if self.adaptive:
-            self.adaptive.check(
-                self.vocab_size, self.hidden_size, self.tie_embeddings, self.padded_vocab_size, self.mup is not None
-            )
         check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         inner = self.layer_model
-        side_rows = [mixer.side_rows(inner) for mixer in mixers]
-        check_side_rows([mixer.kind for mixer in mixers], side_rows, self.architecture.kind)
-        for layer in range(self.layers):
+        check_side_rows([m.kind for m in mixers], [m.side_rows(inner) for m in mixers], self.architecture.kind)
+        for mixer in mixers:
             try:
-                self.mixer_at(layer).check(inner)
+                mixer.check(inner)
             except ValueError as error:
                 if inner.chunk_size == self.chunk_size:
                     raise
@@ -391,8 +391,7 @@ class ModelConfig(ConfigModel):
                 ) from None
         if self.mup is not None:
             try:
-                base = self.base
-                ModelConfig.model_validate({name: getattr(base, name) for name in type(self).model_fields})
+                ModelConfig.model_validate(dict(self.base))
             except ValueError as error:
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
                 message = reason.removeprefix("Value error, ")

@@ -33,6 +33,7 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
         memory = mixer.extra_parameters(inside)
+        memory -= mixer.shared_parameters(inside)
         if not inside.rows_rise_from(layer):
             memory -= mixer.rising_parameters(inside)
         layers.append(
@@ -62,6 +63,13 @@ def row_parameters(model: ModelConfig) -> int:
 def cluster_parameters(model: ModelConfig) -> int:
     """Return the parameters of the words' vectors in adaptive input or softmax."""
     return sum(cluster.rows * cluster.width for cluster in model.clusters)
+
+
+def shared_parameters(model: ModelConfig) -> int:
+    """Return the parameters that layers share: one pair of u and v for all segment attention that wants it."""
+    inside = model.layer_model
+    shared = any(model.mixer_at(layer).shared_parameters(inside) for layer in range(model.layers))
+    return 2 * model.heads * model.resolved_head_dim if shared else 0
 
 
 def embedding_parameters(model: ModelConfig) -> int:
@@ -111,7 +119,7 @@ def parameter_counts(model: ModelConfig) -> dict[str, int]:
         "attention": sum(layer.attention for layer in layers),
         "mlp": sum(layer.mlp for layer in layers),
         "norms": sum(layer.norms for layer in layers) + model.last_norm_vectors,
-        "memory": sum(layer.memory for layer in layers) + row_parameters(model),
+        "memory": sum(layer.memory for layer in layers) + row_parameters(model) + shared_parameters(model),
     }
     outer = {
         "embedding": embedding_parameters(model),

@@ -107,7 +107,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
     theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
-    added = re.compile(r"layers\.\d+\.mixer\..*|side_rows\..*|memory_rows\..*")
+    added = re.compile(r"layers\.\d+\.mixer\..*|side_rows\..*|memory_rows\..*|score_biases\..*")
     if lacking := [name for name in new_parameters if name in theirs or not added.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, new_parameters

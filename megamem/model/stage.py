@@ -109,6 +109,17 @@ class Stage(nn.Module, ABC):
         return list(self.embedding.parameters()) if self.config.tie_embeddings else []
 
     @property
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """The parameters that layers of several stages use together, as far as layers of this stage do."""
+        return []
+
+    @property
+    def sharing_layers(self) -> list[int]:
+        """The layers of the whole model that share parameters, in order."""
+        inner = self.config.layer_model
+        return [layer for layer in range(self.config.layers) if self.config.mixer_at(layer).shared_parameters(inner)]
+
+    @property
     def components(self) -> dict[str, Stateful]:
         """The components whose states `read_chunk` takes; those it returns differ in `model_memories` alone.
 

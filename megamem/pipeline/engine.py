@@ -126,6 +126,10 @@ class PipelineEngine(TrainingEngine):
             # the first stage's copies are those that count in norms
             for parameter in self.stage.tied_parameters:
                 cast(Any, parameter).ds_pipe_replicated = True
+        if self.stage.sharing_layers and str(self.stage.sharing_layers[0]) not in self.stage.layers:
+            # likewise those of the first stage that has such layers
+            for parameter in self.stage.shared_parameters:
+                cast(Any, parameter).ds_pipe_replicated = True
         return self.stage
 
     def backward(
@@ -168,3 +172,21 @@ class PipelineEngine(TrainingEngine):
         if group is not None and not self.config.training.freeze:
             for parameter in self.stage.tied_parameters:
                 dist.all_reduce(getattr(parameter, "_hp_grad", parameter.grad), group=group)
+        if self.stage.sharing_layers:
+            self._sum_shared_gradients()
+
+    def _sum_shared_gradients(self) -> None:
+        """Each stage with layers that share parameters holds these, and a part of their gradients."""
+        model = self.config.model
+        count = 2 * model.heads * model.resolved_head_dim // self.topology.tp_size
+        total = torch.zeros(count, device=self.topology.device)
+        learning = [parameter for parameter in self.stage.shared_parameters if parameter.requires_grad]
+        # stages without such layers, and frozen parameters, add nothing: all stages make the same call
+        gradients = [cast(Tensor, getattr(parameter, "_hp_grad", parameter.grad)) for parameter in learning]
+        if gradients:
+            total = torch.cat([gradient.flatten() for gradient in gradients]).float()
+        dist.all_reduce(total, group=self.topology.pp_group)
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(total[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()

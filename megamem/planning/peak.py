@@ -89,6 +89,8 @@ def step_peak(
     counts = part_parameters(model, tp_size)
     parts = [activations.layer(layer, share) for layer in layers]
     sizes = [counts.layers[layer] for layer in layers]
+    if layers:  # what they share gets its gradient with the topmost of them first; it counts with the lowest
+        sizes[0] += counts.shared_by(layers)
     if stage == 0:
         parts.insert(0, activations.embedding(share))
         sizes.insert(0, counts.embedding)

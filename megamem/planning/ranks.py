@@ -10,6 +10,7 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.parameters import shared_parameters
 from megamem.costs.state_bytes import stage_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
@@ -48,6 +49,14 @@ class PartParameters:
     """Parameters of the output head and the last norm."""
     tied: int
     """Parameters of a tied embedding that the last of several stages holds too."""
+    shared: int
+    """Parameters that layers share; each stage with such layers holds them."""
+    sharing_layers: frozenset[int]
+    """The layers that share them."""
+
+    def shared_by(self, layers: range) -> int:
+        """Return the shared parameters that a stage with `layers` holds."""
+        return self.shared if self.sharing_layers.intersection(layers) else 0
 
 
 def part_parameters(model: ModelConfig, tp_size: int) -> PartParameters:
@@ -78,6 +87,8 @@ def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
         layers=tuple(counts[model.layer_kind(layer)] for layer in range(model.layers)),
         head=_count([ends]) - tied,
         tied=tied,
+        shared=shared_parameters(model) // tp_size,
+        sharing_layers=frozenset(first.sharing_layers),
     )
 
 
@@ -90,7 +101,7 @@ def stage_parameters(model: ModelConfig, layers: range, tp_size: int) -> int:
     """Return the parameters of a rank of the stage that holds `layers`. Raises LayoutError as `part_parameters`."""
     parts = part_parameters(model, tp_size)
     first, last = layers.start == 0, layers.stop == model.layers
-    count = sum(parts.layers[layer] for layer in layers)
+    count = sum(parts.layers[layer] for layer in layers) + parts.shared_by(layers)
     count += parts.embedding if first else 0
     return count + (parts.head + (0 if first else parts.tied) if last else 0)
 

@@ -4,7 +4,16 @@ import pytest
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
-from tests.distributed.training_cases import ADAPTIVE, DROPOUT, EVERY, GPT2, MUP, RECURRENT, SIDE_ROWS
+from tests.distributed.training_cases import (
+    ADAPTIVE,
+    DROPOUT,
+    EVERY,
+    GPT2,
+    MUP,
+    RECURRENT,
+    SHARED_BIASES,
+    SIDE_ROWS,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +45,7 @@ WORLDS = {
         ),
         # a rank reads one row at a time, so that some of its chunks have no word of a cluster
         "dp2-zero3-adaptive": case(1, 3, micro=1, model=ADAPTIVE),
+        "dp2-zero3-shared-biases": case(1, 3, micro=4, model=SHARED_BIASES),
         "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
         "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),

@@ -14,6 +14,7 @@ from tests.distributed.training_cases import (
     MUP,
     RECURRENT,
     ROWS,
+    SHARED_BIASES,
     SIDE_ROWS,
     TIED_ADAPTIVE,
 )
@@ -49,6 +50,7 @@ WORLDS = {
         "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
         "tied-zero1": staged(2, 1, 1, 4, 2, 1, model={"tie_embeddings": True}),
         "adaptive-tied": staged(2, 1, 1, 2, 2, 1, model=TIED_ADAPTIVE),
+        "shared-biases": staged(2, 1, 1, 2, 2, 1, model=SHARED_BIASES),
         "gpt2": staged(2, 1, 1, 2, 2, 1, model=GPT2),
         "mup": staged(2, 1, 1, 2, 2, 1, model=MUP),
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
@@ -67,6 +69,9 @@ WORLDS = {
         "adaptive-tied-tp2-recurrent-memory": staged(
             2, 2, 1, 2, 2, 0, model={**TIED_ADAPTIVE, **RECURRENT}, parallel={"sequence_parallel": True}
         ),
+        # the first of four stages has no u and v
+        "shared-biases-pp4": staged(4, 1, 1, 2, 2, 0, model=SHARED_BIASES),
+        "shared-biases-tp2": staged(2, 2, 1, 4, 2, 1, model=SHARED_BIASES),
         "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
         "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),

@@ -73,6 +73,14 @@ ADAPTIVE = {"adaptive": {"cutoffs": [10, 27, 40], "divisor": 2, "row_multiple": 
 """Words in four clusters, the last three of them narrower; each has spare rows."""
 TIED_ADAPTIVE = {"adaptive": {**ADAPTIVE["adaptive"], "tie_projections": True}, "tie_embeddings": True}
 
+SHARED_BIASES = {
+    "memory": [
+        {"layers": [1, 3], "mixer": {"kind": "transformer_xl", "memory_length": 12, "shared_biases": True}},
+        {"layers": [2], "mixer": {"kind": "compressive_transformer", "ratio": 4, "shared_biases": True}},
+    ],
+}
+"""One pair of u and v for all layers but the first, in which there are none."""
+
 
 def run_config(steps: int = 20, **sections) -> RunConfig:
     """A small run; `sections` are merged over the defaults."""

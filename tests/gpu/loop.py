@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import StepResult
+from megamem.pipeline.train_chunk import dropout_keys
 from megamem.pipeline.window import Window, select_states
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.metrics import Metrics
@@ -50,9 +52,11 @@ class Loop:
         recompute: bool = False,
         compiled: bool = False,
         anywhere: bool = False,
+        dropout: bool = False,
     ) -> None:
-        """anywhere: documents begin at any token."""
-        config = run_config(model=EVERY)
+        """anywhere: documents begin at any token; dropout: of values and of shares of attention."""
+        drops = {"dropout": 0.1, "attention_dropout": 0.1} if dropout else {}
+        config = run_config(model={**EVERY, **drops})
         with torch.device(device):
             self.stage = build_stage(config.model, PlainLinears())
         if device.type != "meta":
@@ -73,6 +77,12 @@ class Loop:
         return tokens.to(self.device), labels.to(self.device)
 
     def places(self, step: int) -> list[Chunk]:
+        """`lanes`, and what dropout draws by."""
+        keys = dropout_keys(self.stage.config, 0, step, range(ROWS))
+        lanes = enumerate(self.lanes(step))
+        return [replace(chunk, dropout=keys and keys.after(index * CHUNK)) for index, chunk in lanes]
+
+    def lanes(self, step: int) -> list[Chunk]:
         """Lanes at different places of their documents; in row 1 and 2 one begins inside the window.
 
         In row 2 it begins inside a chunk where documents begin anywhere.

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from megamem.ops.dropout import Dropout, DropoutKeys
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from tests.contract.cases import CASES, CHUNK
@@ -91,6 +92,13 @@ def test_memory_products_run_without_tf32(device):
     exact = a.double() @ b.double()
     error = ((a.to(device) @ b.to(device)).cpu().double() - exact).norm() / exact.norm()
     assert error < 1e-5, error
+
+
+def test_dropout_drops_what_it_drops_on_the_cpu(device):
+    dropout = Dropout(0.3, DropoutKeys.of(1, 2, range(3)).inside("here"), first=5)
+    values, shares = torch.ones(17, 3, 33), torch.ones(3, 4, 17, 29)
+    assert torch.equal(dropout.values(values.to(device)).cpu(), dropout.values(values))
+    assert torch.equal(dropout.shares(shares.to(device), True).cpu(), dropout.shares(shares, True))
 
 
 @pytest.mark.parametrize("gates", ["", "decay", "rate", "decay and rate"])

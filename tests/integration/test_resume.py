@@ -50,7 +50,11 @@ MUP = {"mup": {"base_width": 16, "base_heads": 4}}
 ADAPTIVE = {
     "adaptive": {"cutoffs": [40, 150, 200], "divisor": 2, "tie_projections": True}, "tie_embeddings": True,
 }  # fmt: skip
-STREAMS = {"data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2}}
+STREAMS = {
+    "data": {"feeding": "streams", "documents": "pad"}, "training": {"bptt_chunks": 2},
+    "model": {"dropout": 0.1, "attention_dropout": 0.1},
+}  # fmt: skip
+"""Text that is read on from step to step; its runs drop values too, which a resumption must drop again."""
 VALIDATED = {"evaluation": {"every": 1}}
 SPIKES = {"skip_spikes": 6.0, "spike_window": 4}
 LAYOUTS = {

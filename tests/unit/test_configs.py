@@ -10,6 +10,7 @@ import torch
 
 from megamem.config.load import load_config, parse_config, read_yaml
 from megamem.config.model import ModelConfig
+from megamem.config.recipe import load_run
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.memory.base import TensorSpec
@@ -19,6 +20,8 @@ from tests.unit.shipped import SHIPPED, model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*/*.yaml"))
+OTHER = {"demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19"}
+"""Recipes with a model of their own, for imported ones (`test_finetuning_configs.py`), or for those of wikitext103."""
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 # embedding and head are 45 % of the 100M model; papers' labels count one, both or neither
 TOLERANCE = 0.22
@@ -43,11 +46,12 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
             for part, pattern in {
                 "embedding": r"embedding\.",
                 "head": r"head\.",
-                "norms": r"(layers\.\d+\.\w+_)?norm\.|layers\.\d+\.mixer\.(mixers\.\d+\.)?(query|key)_norm\.",
+                "norms": r"(layers\.\d+\.\w+_)?norm\.|layers\.\d+\.mixer\.(mixers\.\d+\.)?(query|key)_norm\."
+                r"|layers\.\d+\.(mixer\.(query|key|value|output)|mlp\.\w+)\.bias",
                 "mlp": r"layers\.\d+\.mlp\.",
                 "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
                 r"(query|key|value|output|gate(?!\.logit)|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
-                "memory": r"layers\.\d+\.mixer\.|memory_rows\.|side_rows\.",
+                "memory": r"layers\.\d+\.mixer\.|memory_rows\.|side_rows\.|score_biases\.",
             }.items()
             if re.match(pattern, name)
         )
@@ -172,7 +176,7 @@ def test_melodi_adds_the_parameters_of_the_paper(summaries: int, millions: str) 
 
 def test_every_model_and_every_recipe_is_listed() -> None:
     assert {path.stem: path for path in MODELS} == {name: run.model for name, run in SHIPPED.items()}
-    assert {run.recipe for run in SHIPPED.values()} == {path for path in RECIPES if path.stem != "demo"}
+    assert {run.recipe for run in SHIPPED.values()} == set(RECIPES) - {path for path in RECIPES if path.stem in OTHER}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -194,7 +198,28 @@ def test_demo_loads() -> None:
     config.accumulation_steps(1)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+WORDS = [name for name, run in SHIPPED.items() if run.recipe.stem == "wikitext103"]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_read_as_published(name: str) -> None:
+    """The shapes and the training of infinity-former's comparison on WikiText-103."""
+    config, plain = shipped(name), shipped("transformer-xl-150m").model
+    model, data = config.model, config.data
+    assert (model.layers, model.hidden_size, model.heads, model.ffn_size, model.chunk_size) == (16, 410, 10, 2100, 150)
+    assert (config.global_rows, config.steps, config.optimizer.lr, model.dropout) == (40, 250_000, 2.5e-4, 0.1)
+    assert (data.feeding, data.documents, data.reset, data.sequence_length) == ("streams", "join", "none", 150)
+    assert model.model_copy(update={"mixer": plain.mixer}) == plain
+    books = load_run(CONFIGS / "recipes" / "pg19.yaml", [], SHIPPED[name].model)
+    changed = {"data": {"sources", "validation", "tokenizer"}}
+    assert books.model_dump(exclude=changed) == config.model_dump(exclude=changed)
+
+
+def test_the_standard_transformer_xl_has_its_published_size() -> None:
+    assert round(parameter_counts(shipped("transformer-xl-150m").model)["total"] / 1e6) == 151
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS)))
 def test_training_is_the_published_one(name: str) -> None:
     """The papers' budgets and rates by size."""
     config, size = shipped(name), name.rpartition("-")[2]

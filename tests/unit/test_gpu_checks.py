@@ -22,6 +22,7 @@ BF16 = torch.bfloat16
     [
         pytest.param(torch.float32, {}, id="plain"),
         pytest.param(torch.float32, {"anywhere": True}, id="documents-anywhere"),
+        pytest.param(torch.float32, {"dropout": True}, id="dropout"),
         pytest.param(BF16, {"recompute": True}, id="recompute", marks=pytest.mark.slow),
     ],
 )

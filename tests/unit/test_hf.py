@@ -193,6 +193,13 @@ class TestFiles:
         assert again.config.tie_word_embeddings
         assert torch.equal(logits(again, ids()), logits(model, ids()))
 
+    def test_layers_that_share_biases(self, tmp_path):
+        model = make(mixer={"kind": "transformer_xl", "shared_biases": True}, memory=[])
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert sum("biases" in name for name in again.state_dict()) == 2
+        assert torch.equal(logits(again, ids()), logits(model, ids()))
+
     @pytest.mark.parametrize("tied", [False, True])
     def test_words_in_clusters(self, tied, tmp_path):
         """Adaptive input and softmax: saved once, read back, and generated with."""

@@ -31,6 +31,7 @@ from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
     SegmentAttention,
+    bias_parameters,
     segment_flops,
     segment_parameters,
     segment_specs,
@@ -61,6 +62,8 @@ class CompressiveTransformerConfig(MixerConfig):
     """Weight of the attention-reconstruction loss, from which alone the convolutions learn."""
     clamp_length: PositiveInt | None = None
     """Distances beyond are taken for this one."""
+    shared_biases: bool = False
+    """Whether all layers share one pair of u and v, as Transformer-XL's; if not, each has its own."""
 
     def lengths(self, model: ModelConfig) -> tuple[int, int]:
         """Return the vectors of the cache and of the compressed memory."""
@@ -89,6 +92,10 @@ class CompressiveTransformerConfig(MixerConfig):
         if self.compression == "most_used":
             specs["attention"] = TensorSpec((cached, "batch"), dtype="float32")
         return specs
+
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """See `MixerConfig.shared_parameters`."""
+        return bias_parameters(model) if self.shared_biases else 0
 
     def rotates(self) -> bool:
         """See `MixerConfig.rotates`: positions are distances."""
@@ -163,7 +170,12 @@ class CompressiveTransformer(SegmentAttention):
     def __init__(self, config: CompressiveTransformerConfig, model: ModelConfig, linears: Linears) -> None:
         cached, self.compressed_length = config.lengths(model)
         super().__init__(
-            model, linears, config.state_specs(model), memory_length=cached, clamp_length=config.clamp_length
+            model,
+            linears,
+            config.state_specs(model),
+            memory_length=cached,
+            clamp_length=config.clamp_length,
+            shares_biases=config.shared_biases,
         )
         self.config = config
         self.counts_attention = config.compression == "most_used"

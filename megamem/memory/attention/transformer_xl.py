@@ -20,7 +20,13 @@ from pydantic import PositiveInt
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import StateSpec
-from megamem.memory.shared.segment_attention import SegmentAttention, segment_flops, segment_parameters, segment_specs
+from megamem.memory.shared.segment_attention import (
+    SegmentAttention,
+    bias_parameters,
+    segment_flops,
+    segment_parameters,
+    segment_specs,
+)
 from megamem.parallel.linears import Linears
 
 
@@ -36,6 +42,8 @@ class TransformerXLConfig(MixerConfig):
     """Every query sees the same number of keys, `memory_length` with its own, wherever in the chunk it stands."""
     clamp_length: PositiveInt | None = None
     """Distances beyond are taken for this one: for a memory that is longer than in training."""
+    shared_biases: bool = False
+    """Whether all layers share one pair of u and v, as in the paper's experiments; if not, each has its own."""
 
     def resolved(self, model: ModelConfig) -> int:
         """Return the number of tokens in the memory."""
@@ -44,6 +52,10 @@ class TransformerXLConfig(MixerConfig):
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory and the open chunk's hidden states."""
         return segment_specs(self.resolved(model))
+
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """See `MixerConfig.shared_parameters`."""
+        return bias_parameters(model) if self.shared_biases else 0
 
     def rotates(self) -> bool:
         """See `MixerConfig.rotates`: positions are distances."""
@@ -72,4 +84,5 @@ class TransformerXLConfig(MixerConfig):
             memory_length=self.resolved(model),
             same_length=self.same_length,
             clamp_length=self.clamp_length,
+            shares_biases=self.shared_biases,
         )

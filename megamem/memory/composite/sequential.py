@@ -64,6 +64,10 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.rotates`."""
         return any(mixer.rotates() for mixer in self.mixers)
 
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """See `MixerConfig.shared_parameters`."""
+        return sum(mixer.shared_parameters(model) for mixer in self.mixers)
+
     def query_key_norms(self) -> int:
         """See `MixerConfig.query_key_norms`."""
         return sum(mixer.query_key_norms() for mixer in self.mixers)

@@ -39,6 +39,7 @@ from megamem.memory.shared.gate import MemoryGate
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
     SegmentAttention,
+    bias_parameters,
     segment_flops,
     segment_parameters,
     segment_specs,
@@ -71,6 +72,8 @@ class InfinityFormerConfig(MixerConfig):
     short_memory: PositiveInt | None = None
     """Tokens before the chunk whose hidden states are kept as they are (Transformer-XL), a multiple of the chunk; if
     not given, attention is local to the chunk."""
+    shared_biases: bool = False
+    """Whether all layers share one pair of u and v, as Transformer-XL's, where there is a short memory."""
     restart_after: PositiveInt | None = None
     """Tokens in the long-term memory after which it begins again (the paper's memory threshold); never if not given."""
     sticky: Literal["none", "spread", "random"] = "none"
@@ -122,6 +125,8 @@ class InfinityFormerConfig(MixerConfig):
                 f"short_memory {self.short_memory} is no multiple of model.chunk_size {chunk}: parts of chunks would "
                 f"leave it; use {max(self.short_memory // chunk, 1) * chunk}"
             )
+        if self.shared_biases and self.short_memory is None:
+            raise ValueError("shared_biases true needs a short_memory: local attention has rotary positions, no biases")
         changed = [n for n in ("bins", "bin_place", "seed") if getattr(self, n) != type(self).model_fields[n].default]
         if self.sticky == "none" and changed:
             raise ValueError(f"{changed[0]} is for sticky memories, but sticky is none; use spread or random")
@@ -145,6 +150,10 @@ class InfinityFormerConfig(MixerConfig):
             return {**segment_specs(self.short_memory), **long_term}
         hidden = TensorSpec(("open", "batch", "hidden"), kind="open")
         return {**open_specs(model), "open_hidden": hidden, **long_term}
+
+    def shared_parameters(self, model: ModelConfig) -> int:
+        """See `MixerConfig.shared_parameters`."""
+        return bias_parameters(model) if self.shared_biases else 0
 
     def rotates(self) -> bool:
         """See `MixerConfig.rotates`: with a short memory positions are distances."""
@@ -307,7 +316,8 @@ class InfinityFormerXL(InfinityFormer, SegmentAttention):
 
     def __init__(self, config: InfinityFormerConfig, model: ModelConfig, linears: Linears, layer: int) -> None:
         assert config.short_memory is not None
-        SegmentAttention.__init__(self, model, linears, config.state_specs(model), memory_length=config.short_memory)
+        specs, length, shares = config.state_specs(model), config.short_memory, config.shared_biases
+        SegmentAttention.__init__(self, model, linears, specs, memory_length=length, shares_biases=shares)
         self.add_long_term(config, model, linears, layer)
 
     def attend(self, x: Tensor, query: Tensor, state: State, part: BlockSlice, chunk: Chunk) -> tuple[Tensor, State]:

@@ -75,6 +75,11 @@ def segment_parameters(model: ModelConfig) -> int:
     return (model.hidden_size + 2) * model.heads * model.resolved_head_dim
 
 
+def bias_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of u and v."""
+    return 2 * model.heads * model.resolved_head_dim
+
+
 class ScoreBiases(nn.Module):
     """The vectors u and v of each head: what every query asks for, by content and by distance.
 
@@ -132,6 +137,7 @@ class SegmentAttention(AttentionProjections):
         memory_length: int,
         same_length: bool = False,
         clamp_length: int | None = None,
+        shares_biases: bool = False,
     ) -> None:
         """Build the projections.
 
@@ -142,6 +148,8 @@ class SegmentAttention(AttentionProjections):
             memory_length: hidden vectors in the cache.
             same_length: whether every query sees `memory_length` keys, its own included.
             clamp_length: distances beyond are taken for this one; None: none.
+            shares_biases: whether u and v are those of all such layers of a model, which hands them over when it is
+                built (`share_biases`). A layer outside of a model has its own.
         """
         super().__init__(model, linears, specs)
         self.segment = model.chunk_size
@@ -152,6 +160,23 @@ class SegmentAttention(AttentionProjections):
         init = normal(model.init_std)
         self.distance_key = linears.column(model.hidden_size, model.heads * self.width, init)
         self.biases = ScoreBiases(model.heads // linears.tp_size, self.width, model.init_std)
+        self.shares_biases = shares_biases
+        # in a tuple, so that the module is not registered as the layer's own
+        self._shared: tuple[ScoreBiases, ...] = ()
+
+    def share_biases(self, biases: ScoreBiases) -> None:
+        """Use the model's u and v instead of its own, which are dropped."""
+        del self.biases
+        self._shared = (biases,)
+
+    def biased(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q + u and q + v of a query [T, B, H, D]."""
+        if not self._shared:
+            content, distance = self.biases(query)
+            return content, distance
+        # which lie on another device where layers are spread over several
+        content, distance = self._shared[0](query)
+        return content.to(query.device), distance.to(query.device)
 
     def columns_before(self, finished_tokens: int) -> int:
         """Return how many columns a row sees in front of its open chunk, after so many tokens in finished chunks."""
@@ -185,7 +210,7 @@ class SegmentAttention(AttentionProjections):
         # ZeRO 3 gathers the projections from all ranks whenever one uses them
         keys = torch.cat((self.keys(before), own_keys))
         values = torch.cat((self.heads_of(self.value, before), own_values))
-        queries = self.biases(self.scaled_query(query))
+        queries = self.biased(self.scaled_query(query))
         distance_keys = self._distance_keys(keys.shape[0], x, chunk)
         if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
             mixed, received = self._read(queries, keys, values, distance_keys, slices)

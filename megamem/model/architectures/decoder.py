@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors
 from megamem.memory.shared.blocks import token_positions
+from megamem.memory.shared.segment_attention import ScoreBiases, SegmentAttention
 from megamem.model.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from megamem.model.layer import Layer
 from megamem.model.mup import follow_width
@@ -78,6 +79,11 @@ class Decoder(Stage):
             self.side_rows = SideRows(model.side_rows, model.hidden_size, start)
         inner = model.layer_model
         self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
+        if any(layer in layers for layer in self.sharing_layers):
+            self.score_biases = ScoreBiases(model.heads // linears.tp_size, model.resolved_head_dim, model.init_std)
+            for module in self.layers.modules():
+                if isinstance(module, SegmentAttention) and module.shares_biases:
+                    module.share_biases(self.score_biases)
         if self.last:
             # layers that normalize behind themselves have done so already
             self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
@@ -95,6 +101,11 @@ class Decoder(Stage):
         if tied and self.config.adaptive and not self.config.adaptive.tie_projections:
             return list(cast(AdaptiveEmbedding, self.embedding).clusters.parameters())
         return tied
+
+    @property
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """See `Stage.shared_parameters`: u and v of segment attention."""
+        return list(self.score_biases.parameters()) if hasattr(self, "score_biases") else []
 
     @property
     def own_layers(self) -> list[Layer]:
