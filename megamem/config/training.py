@@ -32,7 +32,7 @@ class TrainingConfig(ConfigModel):
     bptt_chunks: PositiveInt | None = None
     """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
     recompute: bool = False
-    """Activation checkpointing: keep only each block's input (and states), compute the rest again in the backward.
+    """Activation checkpointing: keep only each layer's input (and states), compute the rest again in the backward.
     `auto`: the planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
