@@ -85,7 +85,13 @@ class AdaptiveEmbedding(nn.Module):
         return cast(list[SplitRows], list(self.clusters))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed ids [T, B] int64: this rank's [tokens, B, D]."""
+        """Embed ids [T, B] int64: this rank's [tokens, B, D].
+
+        Raises: IndexError on the CPU for an id that no cluster has; a device would wait, and has zeros there.
+        """
+        end = self.ranges[-1].end
+        if tokens.device.type == "cpu" and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < end:
+            raise IndexError(f"token ids from {int(tokens.min())} to {int(tokens.max())} in a vocabulary of {end}")
         wide, narrow = None, []
         for table, own in zip(self.tables, self.ranges, strict=True):
             # words of other clusters are nobody's rows: zeros, as those of other ranks

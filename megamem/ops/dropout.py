@@ -219,5 +219,5 @@ def _hash_of_name(name: str) -> int:
 def _on_device(keys: tuple[int, ...], device: torch.device) -> Tensor:
     """Return keys as int64 [keys] on a device, without making the host wait; cached for the backward pass."""
     with torch.inference_mode(False):
-        tensor = torch.tensor([_signed(key) for key in keys])
+        tensor = torch.tensor([_signed(key) for key in keys], device="cpu")
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 
@@ -44,6 +45,7 @@ class _CrossEntropies(torch.autograd.Function):
         return total.log() - label_logits
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the logits, [n, V] each. gradient: [N]."""
         gradients = []

@@ -16,12 +16,12 @@ from megamem.data.batch import Batch
 from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
 from megamem.model.objective import build_objective
-from megamem.model.stage import Stage, build_stage, meta_stage
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
-from megamem.pipeline.freezing import freeze, learning
+from megamem.pipeline.freezing import freeze, group_count, learning
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
 from megamem.pipeline.train_chunk import chunk_places, dropout_keys, loss_names
@@ -131,12 +131,7 @@ class TrainingEngine(ABC):
 
     def _groups(self, new_parameters: Collection[str]) -> list[dict[str, Any]]:
         """Return the optimizer's groups, as many on each stage of a pipeline."""
-        least = 0
-        if self.topology.pp_size > 1:
-            whole = meta_stage(self.config.model)
-            if self.config.training.freeze:
-                freeze(whole, new_parameters)
-            least = len(parameter_groups(learning(whole), self.config.optimizer, new_parameters))
+        least = group_count(self.config, new_parameters) if self.topology.pp_size > 1 else 0
         return parameter_groups(learning(self.stage), self.config.optimizer, new_parameters, least)
 
     def module(self) -> torch.nn.Module:

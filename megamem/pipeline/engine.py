@@ -23,7 +23,7 @@ from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
-from megamem.pipeline.freezing import check_stages_learn
+from megamem.pipeline.freezing import check_stages_learn, group_count
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
 from megamem.pipeline.window import Window
@@ -94,7 +94,7 @@ class PipelineEngine(TrainingEngine):
         counts = place(config, topology)
         layers = contiguous(counts)
         if config.training.freeze:
-            check_stages_learn(config.model, layers, new_parameters)
+            check_stages_learn(config.model, layers, new_parameters, group_count(config, new_parameters))
         super().__init__(config, topology, layers[topology.pp_rank], new_parameters, draw)
         self.placement = layers
         self.executor = StageExecutor(

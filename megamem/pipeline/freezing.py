@@ -9,32 +9,51 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
-from megamem.model.stage import Stage, build_stage
+from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears
+from megamem.pipeline.optimizer import parameter_groups
 
 
-def check_learns(new_parameters: Collection[str], weights: Path | None) -> None:
-    """Raise ConfigError for a frozen base without new parameters. weights: the file that would list them."""
+def check_learns(new_parameters: Collection[str], weights: Path | None, model: ModelConfig) -> None:
+    """Raise ConfigError for a frozen base without new parameters, or with some that `model` has not.
+
+    weights: the file that would list them.
+    """
     if not new_parameters:
         raise ConfigError(
             f"training.freeze base: {weights} lists no new parameters, so nothing would learn; import the model with a "
             "memory that has parameters of its own, or leave training.freeze out"
         )
+    names = {name for name, _ in meta_stage(model).named_parameters()}
+    if missing := sorted(name for name in new_parameters if name not in names):
+        raise ConfigError(
+            f"training.freeze base: {weights} lists the new parameter {missing[0]}, which the model has not; train the "
+            "model that was imported, or import it with this model's memory"
+        )
 
 
-def check_stages_learn(model: ModelConfig, placement: Sequence[range], new_parameters: Collection[str]) -> None:
-    """Raise ConfigError naming the first stage of a pipeline without a parameter that learns.
+def check_stages_learn(
+    model: ModelConfig, placement: Sequence[range], new_parameters: Collection[str], groups: int
+) -> None:
+    """Raise ConfigError naming the first stage of a pipeline where too few parameters learn.
 
-    placement: the layers of each stage.
+    Args:
+        model: the whole model.
+        placement: the layers of each stage.
+        new_parameters: the names of those that learn.
+        groups: groups that the optimizer has on every stage, none of them empty.
     """
     for stage, layers in enumerate(placement):
         with torch.device("meta"):
             names = [name for name, _ in build_stage(model, PlainLinears(), layers).named_parameters()]
-        if not any(name in new_parameters for name in names):
+        found = sum(name in new_parameters for name in names)
+        if found < groups:
             raise ConfigError(
-                f"training.freeze base: pipeline stage {stage} (layers {layers.start}-{layers.stop - 1}) has no new "
-                "parameter to train; add the memory to one of its layers, or use fewer stages (parallel.pp)"
+                f"training.freeze base: pipeline stage {stage} (layers {layers.start}-{layers.stop - 1}) has "
+                f"{found or 'no'} new parameters to train, but the optimizer groups them by rate and decay into "
+                f"{groups}; add the memory to more of its layers, or use fewer stages (parallel.pp)"
             )
 
 
@@ -47,6 +66,14 @@ def freeze(stage: Stage, new_parameters: Collection[str]) -> None:
 def learning(stage: Stage) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that learn, with their global names."""
     return [(name, parameter) for name, parameter in stage.named_parameters() if parameter.requires_grad]
+
+
+def group_count(config: RunConfig, new_parameters: Collection[str]) -> int:
+    """Return how many groups of parameters the optimizer makes of the whole model."""
+    whole = meta_stage(config.model)
+    if config.training.freeze:
+        freeze(whole, new_parameters)
+    return len(parameter_groups(learning(whole), config.optimizer, new_parameters))
 
 
 def frozen_part(parameter: nn.Parameter, dp_rank: int) -> tuple[Tensor, int]:

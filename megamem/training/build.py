@@ -63,7 +63,7 @@ def new_parameters(config: RunConfig) -> set[str]:
         return set()
     names = new_parameter_names(config.training.init_from)
     if config.training.freeze:
-        check_learns(names, config.training.init_from)
+        check_learns(names, config.training.init_from, config.model)
     return names
 
 

@@ -63,7 +63,7 @@ def check_run(config: RunConfig, processes: int) -> None:
     for feeder in feeders:
         feeder.check_files()
     if config.training.freeze and config.training.init_from:
-        check_learns(new_parameter_names(config.training.init_from), config.training.init_from)
+        check_learns(new_parameter_names(config.training.init_from), config.training.init_from, config.model)
     config = with_steps(config, feeders)
     # FP32 weights and two moments
     check_run_folder(config, 12 * parameter_counts(config.model)["total"])

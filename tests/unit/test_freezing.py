@@ -40,7 +40,11 @@ def test_a_base_is_needed():
 def test_new_parameters_are_needed(tmp_path):
     path = tmp_path / "start.safetensors"
     write_weights({}, path)
-    begun = config(training={"init_from": str(path)}, data={"sources": [str(make_shards(tmp_path))]})
+    begun = config(
+        model={"memory": [{"layers": [1], "mixer": "infini_attention"}]},
+        training={"init_from": str(path)},
+        data={"sources": [str(make_shards(tmp_path))]},
+    )
     said = r"training\.freeze base: .*start\.safetensors lists no new parameters, so nothing would learn"
     with pytest.raises(ConfigError, match=said):
         new_parameters(begun)
@@ -49,15 +53,22 @@ def test_new_parameters_are_needed(tmp_path):
     save_file({}, path, metadata={"new_parameters": '["layers.1.mixer.gate.logit"]'})
     assert new_parameters(begun) == {"layers.1.mixer.gate.logit"}
     assert new_parameters(config(training={"init_from": str(path), "freeze": None})) == set()
+    with pytest.raises(
+        ConfigError, match=r"lists the new parameter layers\.1\.mixer\.gate\.logit, which the model has"
+    ):
+        new_parameters(config(training={"init_from": str(path)}))
 
 
 def test_each_stage_needs_something_to_learn():
     model = config(model={"memory": [{"layers": [1, 2], "mixer": {"kind": "infini_attention"}}]}).model
     new = {name for name, _ in meta_stage(model).named_parameters() if "gate.logit" in name}
-    check_stages_learn(model, [range(2), range(2, 4)], new)
-    said = r"training\.freeze base: pipeline stage 1 \(layers 3-3\) has no new parameter to train; .* \(parallel\.pp\)"
+    check_stages_learn(model, [range(2), range(2, 4)], new, 1)
+    said = r"training\.freeze base: pipeline stage 1 \(layers 3-3\) has no new parameters to train, .* \(parallel\.pp\)"
     with pytest.raises(ConfigError, match=said):
-        check_stages_learn(model, [range(3), range(3, 4)], new)
+        check_stages_learn(model, [range(3), range(3, 4)], new, 1)
+    # one group of matrices and one of vectors, where each stage has a vector alone
+    with pytest.raises(ConfigError, match=r"stage 0 \(layers 0-1\) has 1 new parameters to train, .* into 2"):
+        check_stages_learn(model, [range(2), range(2, 4)], new, 2)
 
 
 def test_a_run_cannot_go_on_with_others_learning(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def continuous_attention(mean: Tensor, variance: Tensor, value: Tensor, centers: Tensor, variances: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class _ContinuousAttention(torch.autograd.Function):
         return bumps.to(value.dtype) @ value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of mean, variance and value; gradient: [B, H, T, D].
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megamem.ops.dropout import Dropout
 
@@ -151,11 +152,14 @@ class _BlockByBlock(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all arguments of `forward`; gradient: [H, B, T, D]."""
         query, by_distance, key, value, table, *kept = ctx.saved_tensors
         of_query, of_by_distance = torch.empty_like(query), torch.empty_like(by_distance)
-        of_key, of_value, of_table = (torch.zeros_like(x) for x in (key, value, table))
+        # sums over blocks, which BF16 would round again and again
+        exact = _exact(query.dtype)
+        of_key, of_value, of_table = (torch.zeros_like(x, dtype=exact) for x in (key, value, table))
         for (begin, end), shares in zip(_query_blocks(query.shape[2]), kept, strict=True):
             count, seen = end - begin, shares.shape[3]
             here, out = query[:, :, begin:end], gradient[:, :, begin:end]
@@ -170,7 +174,7 @@ class _BlockByBlock(torch.autograd.Function):
             products = products.view(query.shape[0], -1, seen + 1)  # [H, B queries, distances]
             of_by_distance[:, :, begin:end] = (products @ table[:, -seen - 1 :]).unflatten(1, (-1, count))
             of_table[:, -seen - 1 :] += products.transpose(1, 2) @ by_distance[:, :, begin:end].flatten(1, 2)
-        return of_query, of_by_distance, of_key, of_value, of_table, None
+        return of_query, of_by_distance, of_key.to(key), of_value.to(value), of_table.to(table), None
 
 
 def _query_blocks(tokens: int) -> list[tuple[int, int]]:
