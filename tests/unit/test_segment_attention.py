@@ -241,4 +241,4 @@ def test_a_step_sums_the_layers_own_losses_by_name() -> None:
         expected += float(auxiliary["reconstruction"].detach()) * CHUNK
     assert expected > 0
     assert float(sums[1]) == pytest.approx(expected, rel=1e-12)
-    assert float(loss) == pytest.approx(0.5 * float(sums.sum()), rel=1e-12)
+    assert float(loss.detach()) == pytest.approx(0.5 * float(sums.sum()), rel=1e-12)
