@@ -89,9 +89,10 @@ class AdaptiveEmbedding(nn.Module):
 
         Raises: IndexError on the CPU for an id that no cluster has; a device would wait, and has zeros there.
         """
-        end = self.ranges[-1].end
-        if tokens.device.type == "cpu" and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < end:
-            raise IndexError(f"token ids from {int(tokens.min())} to {int(tokens.max())} in a vocabulary of {end}")
+        if tokens.device.type == "cpu" and tokens.numel():
+            (lowest, highest), end = map(int, tokens.aminmax()), self.ranges[-1].end
+            if lowest < 0 or highest >= end:
+                raise IndexError(f"token ids from {lowest} to {highest} in a vocabulary of {end}")
         wide, narrow = None, []
         for table, own in zip(self.tables, self.ranges, strict=True):
             # words of other clusters are nobody's rows: zeros, as those of other ranks

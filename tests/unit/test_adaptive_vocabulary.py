@@ -18,6 +18,7 @@ from megamem.costs.parameters import parameter_counts
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.memory.base import LABEL_IGNORED, Chunk
+from megamem.model.adaptive_vocabulary import AdaptiveEmbedding
 from megamem.model.stage import build_stage, typical_labels
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.planning.rank_linears import tp_sizes
@@ -331,3 +332,12 @@ def test_every_word_can_be_read(stage):
     tokens = torch.arange(V + 3).clamp(max=V - 1)[: 2 * CHUNK, None]
     hidden, _, _ = stage.read_chunk(tokens[:CHUNK], stage.initial_states(1, tokens.device, torch.float64), Chunk((0,)))
     assert hidden.isfinite().all()
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    tree = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 40, "chunk_size": 4}
+    model = parse_config(ModelConfig, {**tree, "adaptive": {"cutoffs": [8, 20]}}, "test")
+    embedding = AdaptiveEmbedding(model, PlainLinears(), projects=True)
+    for wrong, said in ((40, "token ids from 1 to 40 in a vocabulary of 40"), (-1, "token ids from -1 to 1 in")):
+        with pytest.raises(IndexError, match=said):
+            embedding(torch.tensor([[1], [wrong]]))
