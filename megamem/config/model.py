@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
 
-from megamem.config.adaptive import AdaptiveConfig, Cluster, check_vocabulary
+from megamem.config.adaptive import check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.model_checks import check_heads, check_layers, check_positions, check_side_rows, check_softmax
-from megamem.config.mup import MupConfig
+from megamem.config.model_checks import (
+    check_heads,
+    check_layers,
+    check_mixers,
+    check_positions,
+    check_rotation,
+    check_softmax,
+)
+from megamem.config.mup import MupConfig, check_base
 from megamem.config.registry import Registry
+from megamem.config.side_rows import SideRows, check_side_rows
+from megamem.config.sizes import SizesConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,16 +80,32 @@ class MixerConfig(ConfigModel):
         """Return how many of these write side rows for a layer above, which the topmost such layer does without."""
         return 0
 
+    def shared_rising_parameters(self, model: ModelConfig) -> int:
+        """Return how many of these the model has once for all such layers."""
+        return 0
+
     def rising_flops(self, model: ModelConfig) -> Flops:
         """Return the FLOPs per token of writing side rows for a layer above."""
         return Flops(0.0, 0.0)
 
-    def side_rows(self, model: ModelConfig) -> int:
-        """Return how many side rows go up through such a layer with the last tokens of each chunk; 0 for most.
+    def side_rows(self, model: ModelConfig) -> SideRows | None:
+        """Return the rows that go up through such layers beside the tokens of each chunk; most take none.
 
         All layers that take side rows share one set of them, and others let it pass by.
         """
-        return 0
+        return None
+
+    def entry_specs(self, model: ModelConfig) -> StateSpec:
+        """Declare what the first stage keeps of a document's tokens to make side rows of."""
+        return {}
+
+    def top_state_specs(self, model: ModelConfig) -> StateSpec:
+        """Declare the state of the topmost layer that takes side rows, where it differs from the others'."""
+        return self.state_specs(model)
+
+    def top_mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
+        """Return `mixing_flops` of the topmost layer that takes side rows, where it differs from the others'."""
+        return self.mixing_flops(model, sequence_length, causal)
 
     def training_window(self, model: ModelConfig) -> int:
         """Return the fewest chunks a window must span for every parameter of one layer to get a gradient."""
@@ -164,33 +190,12 @@ class LayerMixer(ConfigModel):
     """The mixer of these layers."""
 
 
-class ModelConfig(ConfigModel):
+class ModelConfig(SizesConfig):
     """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer.
 
     Norm, MLP, biases and positions can be GPT-2's.
     """
 
-    layers: PositiveInt
-    """Number of layers."""
-    hidden_size: PositiveInt
-    """Width of the residual stream."""
-    heads: PositiveInt
-    """Number of query heads."""
-    kv_heads: PositiveInt | None = None
-    """Number of key/value heads (grouped-query attention); as many as `heads` if not given."""
-    head_dim: PositiveInt | None = None
-    """Width of a head; hidden_size / heads if not given."""
-    ffn_size: PositiveInt | None = None
-    """Inner width of the MLP; if not given, 8/3 of hidden_size rounded up to a multiple of 64, and 4 times with
-    `gelu` or `relu`."""
-    vocab_size: PositiveInt = 32_000
-    """Tokens that can be read and predicted; the tokenizer may have fewer pieces, never more."""
-    padded_vocab_size: PositiveInt | None = None
-    """Rows of embedding and head, where vocab_size does not divide by parallel.tp; those beyond are never predicted."""
-    adaptive: AdaptiveConfig | None = None
-    """Adaptive input and softmax: the vocabulary in clusters by frequency. One table of words if not given."""
-    chunk_size: PositiveInt
-    """Tokens of one chunk, the unit in which states pass from call to call. Blocks of mechanisms divide it."""
     architecture: AnyArchitecture = Field(default="decoder", validate_default=True)
     """How layers make a model: a `decoder`, or one of the architectures with a memory that spans the model."""
     mixer: AnyMixer = Field(default="local_attention", validate_default=True)
@@ -238,26 +243,6 @@ class ModelConfig(ConfigModel):
     BF16 on CUDA; everything else torch computes all the same."""
 
     @property
-    def resolved_kv_heads(self) -> int:
-        """The number of key/value heads, given or not."""
-        return self.kv_heads or self.heads
-
-    @property
-    def resolved_head_dim(self) -> int:
-        """The width of a head, given or not."""
-        return self.head_dim or self.hidden_size // self.heads
-
-    @property
-    def state_sizes(self) -> dict[str, int]:
-        """The named sizes in which mixers declare the shapes of their states (`TensorSpec`), before any split."""
-        return {
-            "heads": self.heads,
-            "kv_heads": self.resolved_kv_heads,
-            "hidden": self.hidden_size,
-            "chunk": self.chunk_size,
-        }
-
-    @property
     def resolved_ffn_size(self) -> int:
         """The inner width of the MLP, given or not."""
         if self.mlp != "swiglu":
@@ -268,23 +253,6 @@ class ModelConfig(ConfigModel):
     def mlp_matrices(self) -> int:
         """The number of weights of one layer's MLP, biases left out."""
         return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.resolved_ffn_size
-
-    @property
-    def resolved_padded_vocab_size(self) -> int:
-        """The logits of a token, and the rows of an embedding or output head that is no clusters."""
-        return self.padded_vocab_size or (self.adaptive.filled(self.vocab_size) if self.adaptive else self.vocab_size)
-
-    @property
-    def clusters(self) -> tuple[Cluster, ...]:
-        """The clusters of adaptive input and softmax; none where the vocabulary is one table."""
-        return self.adaptive.clusters(self.vocab_size, self.hidden_size) if self.adaptive else ()
-
-    @property
-    def vocabulary_share(self) -> tuple[str, int]:
-        """The field whose number tensor-parallel ranks must divide to share the vocabulary, and that number."""
-        if self.adaptive:
-            return "adaptive.row_multiple", self.adaptive.row_multiple
-        return "vocab_size" if self.padded_vocab_size is None else "padded_vocab_size", self.resolved_padded_vocab_size
 
     @property
     def norm_vectors(self) -> int:
@@ -329,10 +297,11 @@ class ModelConfig(ConfigModel):
         return self.architecture.layer_model(self)
 
     @property
-    def side_rows(self) -> int:
-        """The side rows that go up the layers with the last tokens of each chunk; 0 where no mixer takes any."""
+    def side_rows(self) -> SideRows | None:
+        """The side rows that go up the layers with the tokens of each chunk; None where no mixer takes any."""
         inner = self.layer_model
-        return max(self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
+        found = (self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
+        return next((rows for rows in found if rows is not None), None)
 
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:
@@ -342,8 +311,19 @@ class ModelConfig(ConfigModel):
     def rows_rise_from(self, layer: int) -> bool:
         """Return whether `layer` takes side rows and a layer above reads what it makes of them."""
         inner = self.layer_model
-        here, *above = (self.mixer_at(i).side_rows(inner) for i in range(layer, self.layers))
-        return here > 0 and any(above)
+        here, *above = (self.mixer_at(i).side_rows(inner) is not None for i in range(layer, self.layers))
+        return here and any(above)
+
+    def rows_end_at(self, layer: int) -> bool:
+        """Return whether `layer` is the topmost of those that take side rows."""
+        return self.mixer_at(layer).side_rows(self.layer_model) is not None and not self.rows_rise_from(layer)
+
+    def rows_through(self, layer: int) -> int:
+        """Return the rows of each chunk that go through all of `layer`: tokens, the architecture's and side rows."""
+        inner = self.layer_model
+        side = self.mixer_at(layer).side_rows(inner)
+        only_read = side is not None and side.place == "begin" and self.rows_end_at(layer)
+        return inner.chunk_size + (0 if side is None or only_read else side.count)
 
     def layer_kind(self, layer: int) -> str:
         """Return a text that is the same for layers that are built alike: equal mixers, with rows to hand up or not."""
@@ -351,14 +331,25 @@ class ModelConfig(ConfigModel):
 
     @property
     def rows_per_chunk(self) -> int:
-        """The rows that layers read of each chunk: tokens, rows of the architecture and side rows."""
-        return self.layer_model.chunk_size + self.side_rows
+        """The rows that stages hand up for each chunk: tokens, rows of the architecture and side rows."""
+        return self.layer_model.chunk_size + (self.side_rows.count if self.side_rows else 0)
+
+    @property
+    def entry_specs(self) -> dict[str, StateSpec]:
+        """The declared states of what the first stage alone keeps, by component."""
+        inner = self.layer_model
+        found = (self.mixer_at(layer).entry_specs(inner) for layer in range(self.layers))
+        return {"recent_tokens": specs} if (specs := next(filter(None, found), None)) else {}
 
     def component_specs(self) -> dict[str, StateSpec]:
-        """Return the declared state of the whole model by component: each layer, and memories that span the model."""
+        """Return the declared state of the whole model by component: layers, what stands below them or spans them."""
         inner = self.layer_model
-        layers = {f"layers.{layer}": self.mixer_at(layer).state_specs(inner) for layer in range(self.layers)}
-        return {**layers, **self.architecture.state_specs(self)}
+        layers = {}
+        for layer in range(self.layers):
+            mixer = self.mixer_at(layer)
+            top = self.rows_end_at(layer)
+            layers[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
+        return {**layers, **self.entry_specs, **self.architecture.state_specs(self)}
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
@@ -370,30 +361,15 @@ class ModelConfig(ConfigModel):
         check_positions(self.positions, self.max_positions, self.chunk_size)
         check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
-        rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
-        if self.resolved_head_dim % 2 and rotated:
-            raise ValueError(f"head_dim {self.resolved_head_dim} is odd; rotary positions need an even width")
+        check_rotation(self.resolved_head_dim, self.positions == "rotary" and any(mixer.rotates() for mixer in mixers))
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         inner = self.layer_model
         check_side_rows([m.kind for m in mixers], [m.side_rows(inner) for m in mixers], self.architecture.kind)
-        for mixer in mixers:
-            try:
-                mixer.check(inner)
-            except ValueError as error:
-                if inner.chunk_size == self.chunk_size:
-                    raise
-                added = inner.chunk_size - self.chunk_size
-                raise ValueError(
-                    f"{error} (chunk_size {self.chunk_size} and {added} rows of architecture {self.architecture.kind})"
-                ) from None
+        added = inner.chunk_size - self.chunk_size
+        check_mixers([partial(mixer.check, inner) for mixer in mixers], self.chunk_size, added, self.architecture.kind)
         if self.mup is not None:
-            try:
-                ModelConfig.model_validate(dict(self.base))
-            except ValueError as error:
-                reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-                message = reason.removeprefix("Value error, ")
-                raise ValueError(f"mup: base_width {self.mup.base_width} gives no base model: {message}") from None
+            check_base(self.mup, lambda: ModelConfig.model_validate(dict(self.base)))
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def check_heads(hidden_size: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -40,24 +40,29 @@ def check_positions(positions: str, max_positions: int | None, chunk_size: int) 
         )
 
 
-def check_side_rows(kinds: Sequence[str], side_rows: Sequence[int], architecture: str) -> None:
-    """Raise ValueError where layers do not agree on the side rows they share, or nobody would carry them.
+def check_rotation(head_dim: int, rotated: bool) -> None:
+    """Raise ValueError where heads of an odd width are to be rotated."""
+    if head_dim % 2 and rotated:
+        raise ValueError(f"head_dim {head_dim} is odd; rotary positions need an even width")
 
-    kinds, side_rows: of each layer's mixer; architecture: the kind of the model's.
+
+def check_mixers(checks: Iterable[Callable[[], None]], chunk_size: int, added: int, architecture: str) -> None:
+    """Raise ValueError where a mixer does not fit the model, with the size of chunks as its layers see them.
+
+    Args:
+        checks: of each layer's mixer.
+        chunk_size: tokens of a chunk.
+        added: rows that the architecture adds to them.
+        architecture: its kind.
     """
-    counts: dict[int, int] = {}
-    for layer, count in enumerate(side_rows):
-        if count:
-            counts.setdefault(count, layer)
-    if len(counts) > 1:
-        given = " and ".join(f"{count} (layer {layer})" for count, layer in counts.items())
-        raise ValueError(f"layers share one set of side rows, but are given {given}; use one number for all")
-    if counts and architecture != "decoder":
-        (layer,) = counts.values()
-        raise ValueError(
-            f"architecture {architecture} carries no side rows, which {kinds[layer]} (layer {layer}) takes up the "
-            "layers; use architecture decoder"
-        )
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            if not added:
+                raise
+            rows = f"(chunk_size {chunk_size} and {added} rows of architecture {architecture})"
+            raise ValueError(f"{error} {rows}") from None
 
 
 def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool, attention_dropout: float) -> None:

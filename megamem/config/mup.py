@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from collections.abc import Callable
+
+from pydantic import PositiveInt, ValidationError
 
 from megamem.config.base import ConfigModel
 
@@ -49,3 +51,13 @@ def share(name: str, amount: int, parts: int) -> int:
     if amount % parts:
         raise ValueError(f"{name} would be {amount / parts:g}; give another base_width, base_heads or base_kv_heads")
     return amount // parts
+
+
+def check_base(mup: MupConfig, build: Callable[[], object]) -> None:
+    """Raise ValueError where the base model is none. build: parses it, which raises ValueError if it is not valid."""
+    try:
+        build()
+    except ValueError as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        message = reason.removeprefix("Value error, ")
+        raise ValueError(f"mup: base_width {mup.base_width} gives no base model: {message}") from None

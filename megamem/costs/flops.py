@@ -48,11 +48,6 @@ def head_flops(model: ModelConfig) -> float:
     return flops
 
 
-def chunk_rows(model: ModelConfig, mixer: MixerConfig) -> int:
-    """Return the rows of a chunk that layers with `mixer` read: tokens, rows of the architecture and side rows."""
-    return model.layer_model.chunk_size + mixer.side_rows(model.layer_model)
-
-
 def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
     """Return forward and backward FLOPs per token of each part of the model, averaged over a sequence from its start.
 
@@ -62,7 +57,7 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     """
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
     inside = model.layer_model
-    rows = [chunk_rows(model, mixer) / model.chunk_size for mixer in mixers]
+    rows = [model.rows_through(layer) / model.chunk_size for layer in range(model.layers)]
     projected = sum(n * mixer.projection_parameters(inside) for n, mixer in zip(rows, mixers, strict=True))
     parts: dict[str, Flops] = {
         "projections": product(2 * projected),
@@ -85,6 +80,8 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
 def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: bool = True) -> dict[str, Flops]:
     """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
     mixer, inside = model.mixer_at(layer), model.layer_model
+    if model.rows_end_at(layer):
+        return mixer.top_mixing_flops(inside, sequence_rows, causal)
     parts = mixer.mixing_flops(inside, sequence_rows, causal)
     if model.rows_rise_from(layer):
         parts = {**parts, "side_rows": mixer.rising_flops(inside)}
@@ -114,7 +111,7 @@ def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
     inside = model.layer_model
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
-        rows = chunk_rows(model, mixer) / model.chunk_size
+        rows = model.rows_through(layer) / model.chunk_size
         mixing = mixing_flops(model, layer, round(rows * sequence_length)).values()
         # the backward of a product with weights is two products: for the input's and for the weights' gradient
         own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
@@ -128,7 +125,7 @@ def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
     """
     mixer, inside = model.mixer_at(layer), model.layer_model
-    size = chunk_rows(model, mixer)
+    size = model.rows_through(layer)
     rows = size / model.chunk_size
     dense = dense_flops(inside, mixer)
     costs = []

@@ -34,8 +34,8 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
         mixer = model.mixer_at(layer)
         memory = mixer.extra_parameters(inside)
         memory -= mixer.shared_parameters(inside)
-        if not inside.rows_rise_from(layer):
-            memory -= mixer.rising_parameters(inside)
+        rises = inside.rows_rise_from(layer)
+        memory -= mixer.shared_rising_parameters(inside) if rises else mixer.rising_parameters(inside)
         layers.append(
             LayerParameters(
                 mixer.projection_parameters(inside), model.mlp_matrices, layer_vectors(model, mixer), memory
@@ -57,7 +57,9 @@ def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
 
 def row_parameters(model: ModelConfig) -> int:
     """Return the parameters of learned rows beside the tokens: those of the architecture, and side rows."""
-    return model.architecture.extra_parameters(model) + model.side_rows * model.hidden_size
+    side = model.side_rows
+    learned = side.count if side is not None and side.source == "learned" else 0
+    return model.architecture.extra_parameters(model) + learned * model.hidden_size
 
 
 def cluster_parameters(model: ModelConfig) -> int:
@@ -66,10 +68,25 @@ def cluster_parameters(model: ModelConfig) -> int:
 
 
 def shared_parameters(model: ModelConfig) -> int:
-    """Return the parameters that layers share: one pair of u and v for all segment attention that wants it."""
-    inside = model.layer_model
-    shared = any(model.mixer_at(layer).shared_parameters(inside) for layer in range(model.layers))
-    return 2 * model.heads * model.resolved_head_dim if shared else 0
+    """Return the parameters that layers share: one pair of u and v for all segment attention that wants it.
+
+    Where memory rows look ahead, they share another v.
+    """
+    return sum(shared_vectors(model, range(model.layers)).values())
+
+
+def shared_vectors(model: ModelConfig, layers: range) -> dict[str, int]:
+    """Return the parameters that a stage with `layers` holds of those that layers share, by kind.
+
+    Kinds: `pair`, one u and one v; `ahead`, one v of memory rows that look ahead.
+    """
+    inside, vector = model.layer_model, model.heads * model.resolved_head_dim
+    mixers = [model.mixer_at(layer) for layer in layers]
+    rising = [mixer for layer, mixer in zip(layers, mixers, strict=True) if inside.rows_rise_from(layer)]
+    return {
+        "pair": 2 * vector if any(mixer.shared_parameters(inside) for mixer in mixers) else 0,
+        "ahead": vector if any(mixer.shared_rising_parameters(inside) for mixer in rising) else 0,
+    }
 
 
 def embedding_parameters(model: ModelConfig) -> int:

@@ -57,13 +57,22 @@ def model_state_bytes(
     if context_tokens < 0:
         raise ValueError(f"context_tokens must not be negative, got {context_tokens}")
     chunks, open_tokens = divmod(context_tokens, model.chunk_size)
-    # inside a chunk, layers have also read the rows that the architecture puts before its tokens; side rows leave none
-    sizes = state_sizes(model, rows, open_tokens + model.architecture.rows_before if open_tokens else 0)
     total = {"memory": 0, "open": 0}
-    for specs in model.component_specs().values():
+    for name, specs in model.component_specs().items():
+        # inside a chunk, layers have also read the rows that stand before its tokens
+        before = model.architecture.rows_before + _side_rows_before(model, name)
+        sizes = state_sizes(model, rows, open_tokens + before if open_tokens else 0)
         for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():
             total[kind] += count
     return total
+
+
+def _side_rows_before(model: ModelConfig, component: str) -> int:
+    """Return how many side rows a component keeps something of until the chunk that they came with ends."""
+    if not component.startswith("layers."):
+        return 0
+    side = model.mixer_at(int(component.removeprefix("layers."))).side_rows(model.layer_model)
+    return 0 if side is None else side.before
 
 
 def stage_state_bytes(
@@ -71,10 +80,11 @@ def stage_state_bytes(
 ) -> dict[str, int]:
     """Count the bytes of the states that the pipeline stage with `layers` holds on one tensor-parallel rank.
 
-    The first stage also holds the memories that span the model. Returns and raises as `state_bytes`.
+    The first stage also holds the memories that span the model, and what side rows are made of. Returns and raises as
+    `state_bytes`.
     """
     sizes, total = state_sizes(model, rows), {"memory": 0, "open": 0}
-    spanning = model.architecture.state_specs(model) if layers.start == 0 else {}
+    spanning = {**model.entry_specs, **model.architecture.state_specs(model)} if layers.start == 0 else {}
     names = [*(f"layers.{layer}" for layer in layers), *spanning]
     declared = model.component_specs()
     for name in names:

@@ -43,9 +43,13 @@ def memory_components(model: ModelConfig) -> list[str]:
 
 
 def memory_layers(model: ModelConfig) -> list[int]:
-    """Return the layers whose mixers declare a state which passes from chunk to chunk."""
-    names = memory_components(model)
-    return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+    """Return the layers whose mixers declare a state which passes from chunk to chunk, or read rows of such layers."""
+    names, inner = memory_components(model), model.layer_model
+    return [
+        layer
+        for layer in range(model.layers)
+        if f"layers.{layer}" in names or model.mixer_at(layer).side_rows(inner) is not None
+    ]
 
 
 def single_chunk_readings(documents: Sequence[EvaluationDocument], size: int) -> list[Reading]:

@@ -100,9 +100,11 @@ class Chunk:
     """The position of the call's first token in its document, for each batch row (host integers). 0: a document starts
     here, its memory is fresh. Negative: the row begins with that many tokens of left padding; mixers see calls in which
     such a row is padding only, and what they make of it is forgotten at position 0."""
-    side_rows: int = 0
-    """How many of the call's last places are no tokens but side rows, which some mixers take up through the layers
-    (`MixerConfig.side_rows`): a fixed number of them in the call that ends a chunk, 0 in all others."""
+    rows_before: int = 0
+    """How many of the call's first places are no tokens but side rows, which some mixers take up through the layers
+    (`MixerConfig.side_rows`): a fixed number of them in the call that begins a chunk, 0 in all others."""
+    rows_behind: int = 0
+    """How many of the call's last places are side rows: a fixed number in the call that ends a chunk, else 0."""
     borders: tuple[tuple[int, ...], ...] | None = None
     """The places inside the call, from 1 on and ascending, at which further documents begin in each batch row; their
     memory is fresh there. None: documents begin where chunks do, in this call and in all others."""
@@ -157,7 +159,7 @@ class Chunk:
         """
         if not share or self.dropout is None:
             return None
-        return Dropout(share, self.dropout.inside(place), self.side_rows, first)
+        return Dropout(share, self.dropout.inside(place), self.rows_before, self.rows_behind, first)
 
     def positions(self, tokens: int) -> npt.NDArray[np.int64]:
         """Return the position in its document of each of `tokens` tokens, [tokens, batch], or [tokens, 1] if alike."""

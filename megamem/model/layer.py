@@ -26,7 +26,9 @@ class Layer(nn.Module):
         self.mixer_norm = make_norm(model, linears)
         config = model.mixer_at(layer)
         self.mixer = config.build(model, linears, layer)
-        self.takes_side_rows = config.side_rows(model) > 0
+        side_rows = config.side_rows(model)
+        self.takes_side_rows = side_rows is not None
+        self.only_reads_rows = side_rows is not None and side_rows.place == "begin" and model.rows_end_at(layer)
         self.mlp_norm = make_norm(model, linears)
         self.mlp = make_mlp(model, linears)
         self.norms_behind = model.norm_position == "post"
@@ -44,9 +46,11 @@ class Layer(nn.Module):
         """
         if chunk.begins_inside and not self.mixer.reads_borders:
             return self._document_by_document(hidden, state, chunk)
-        if chunk.side_rows and not self.takes_side_rows:
+        if (chunk.rows_before or chunk.rows_behind) and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
         here = chunk.inside(self.place)
+        if chunk.rows_before and self.only_reads_rows:
+            return self._reading_side_rows(hidden, state, here)
         if self.norms_behind:
             mixed, state, losses = self.mixer.forward(hidden, state, here)
             hidden = self.mixer_norm(hidden + self._dropped(mixed, here, "mixer"))
@@ -81,7 +85,32 @@ class Layer(nn.Module):
 
     def _beside_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read the tokens alone; the side rows of hidden [tokens and side rows, batch, hidden_size] pass unchanged."""
+        before, tokens, behind = self._parted(hidden, chunk)
+        alone = replace(chunk, rows_before=0, rows_behind=0)
+        own, state, losses = self.forward(self.linears.split_tokens(tokens), state, alone)
+        return self.linears.split_tokens(torch.cat((before, self.linears.join_tokens(own), behind))), state, losses
+
+    def _reading_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Read hidden [side rows and tokens, batch, hidden_size]; the mixer reads the rows, nobody reads them above."""
+        before, tokens, _ = self._parted(hidden, chunk)
+        mixed, state, losses = self.mixer.forward(
+            hidden if self.norms_behind else self.mixer_norm(hidden), state, chunk
+        )
+        # what is left of the call are its tokens
+        own, alone = self.linears.split_tokens(tokens), replace(chunk, rows_before=0)
+        own = own + self._dropped(mixed, alone, "mixer")
+        if self.norms_behind:
+            own = self.mixer_norm(own)
+            own = self.mlp_norm(own + self._dropped(self.mlp.forward(own, alone), alone, "mlp"))
+        else:
+            own = own + self._dropped(self.mlp.forward(self.mlp_norm(own), alone), alone, "mlp")
+        hidden = self.linears.split_tokens(torch.cat((before, self.linears.join_tokens(own))))
+        hidden, state = self.mixer.after_layer(hidden, state, chunk)
+        return hidden, state, losses
+
+    def _parted(self, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Return side rows, tokens and side rows of hidden [tokens and side rows, batch, hidden_size], on all ranks."""
         whole = self.linears.join_tokens(hidden)
-        tokens, side = whole.split((whole.shape[0] - chunk.side_rows, chunk.side_rows))
-        own, state, losses = self.forward(self.linears.split_tokens(tokens), state, replace(chunk, side_rows=0))
-        return self.linears.split_tokens(torch.cat((self.linears.join_tokens(own), side))), state, losses
+        before, behind = chunk.rows_before, chunk.rows_behind
+        first, tokens, last = whole.split((before, whole.shape[0] - before - behind, behind))
+        return first, tokens, last

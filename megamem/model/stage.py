@@ -52,7 +52,11 @@ def add_losses(total: Losses, more: Losses) -> Losses:
 
 
 class ModelMemory(Stateful):
-    """The declared state of a memory that spans the model: written by the last stage, read by the first."""
+    """A declared state that belongs to no layer.
+
+    It is one of a memory that spans the model, written by the last stage and read by the first, or one that the first
+    stage alone keeps.
+    """
 
     def __init__(self, specs: StateSpec, sizes: Mapping[str, int]) -> None:
         """Declare the tensors. They are not split over tensor-parallel ranks: every rank holds them whole."""
@@ -92,6 +96,8 @@ class Stage(nn.Module, ABC):
         specs = model.architecture.state_specs(model)
         self.model_memories = {name: ModelMemory(spec, sizes) for name, spec in specs.items()}
         """Components that leave the last stage and enter the first one before the next chunk."""
+        self.entry_memories = {name: ModelMemory(spec, sizes) for name, spec in model.entry_specs.items() if self.first}
+        """Components that the first stage alone reads and writes: what side rows are made of."""
 
     @property
     @abstractmethod
@@ -114,6 +120,11 @@ class Stage(nn.Module, ABC):
         return []
 
     @property
+    def repeated_parameters(self) -> list[nn.Parameter]:
+        """Those of `shared_parameters` that an earlier stage holds too."""
+        return []
+
+    @property
     def sharing_layers(self) -> list[int]:
         """The layers of the whole model that share parameters, in order."""
         inner = self.config.layer_model
@@ -125,7 +136,7 @@ class Stage(nn.Module, ABC):
 
         The first stage takes the states of memories that span the model, the last one returns them.
         """
-        return {**self.layer_components, **(self.model_memories if self.first else {})}
+        return {**self.layer_components, **self.entry_memories, **(self.model_memories if self.first else {})}
 
     @property
     def state_specs(self) -> dict[str, StateSpec]:
@@ -170,7 +181,7 @@ class Stage(nn.Module, ABC):
         """Raise ContractError naming the component whose state at a chunk's border is not as declared."""
         for name, component in self.layer_components.items():
             self._check(name, component, states[name], rows)
-        for name, memory in self.model_memories.items():
+        for name, memory in {**self.entry_memories, **self.model_memories}.items():
             if name in states:
                 self._check(name, memory, states[name], rows)
 

@@ -93,8 +93,10 @@ class Dropout:
     """Probability with which a value is dropped; the others are divided by one minus it."""
     keys: DropoutKeys
     """What the random numbers of this place of the model begin with."""
-    side_rows: int = 0
-    """How many of the call's last rows are no tokens but side rows, which count by themselves."""
+    rows_before: int = 0
+    """How many of the call's first rows are no tokens but side rows, which count by themselves."""
+    rows_behind: int = 0
+    """How many of the call's last rows are side rows. A model has no more than one of the two kinds."""
     first: int = 0
     """Number of this rank's first head or channel among those of all tensor-parallel ranks."""
 
@@ -149,12 +151,15 @@ class Dropout:
 
     def _places(self, rows: int, device: torch.device) -> Tensor:
         """Return the places of `rows` rows of a call, int64: of tokens in the sequence, below zero of side rows."""
-        end = self.keys.offset + rows - self.side_rows
+        end = self.keys.offset + rows - self.rows_before - self.rows_behind
         tokens = torch.arange(self.keys.offset, end, device=device)
-        if not self.side_rows:
+        if self.rows_before:
+            first = self.keys.offset * self.rows_before
+            return torch.cat((-1 - torch.arange(first, first + self.rows_before, device=device), tokens))
+        if not self.rows_behind:
             return tokens
-        first = end * self.side_rows
-        return torch.cat((tokens, -1 - torch.arange(first, first + self.side_rows, device=device)))
+        first = end * self.rows_behind
+        return torch.cat((tokens, -1 - torch.arange(first, first + self.rows_behind, device=device)))
 
 
 def dropped(x: Tensor, dropout: Dropout | None, rank: int = 0, ranks: int = 1) -> Tensor:

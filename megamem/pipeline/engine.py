@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamem.config.run import RunConfig
+from megamem.costs.parameters import shared_parameters
 from megamem.data.batch import Batch
 from megamem.memory.base import States
 from megamem.parallel.topology import Topology
@@ -126,10 +127,9 @@ class PipelineEngine(TrainingEngine):
             # the first stage's copies are those that count in norms
             for parameter in self.stage.tied_parameters:
                 cast(Any, parameter).ds_pipe_replicated = True
-        if self.stage.sharing_layers and str(self.stage.sharing_layers[0]) not in self.stage.layers:
-            # likewise those of the first stage that has such layers
-            for parameter in self.stage.shared_parameters:
-                cast(Any, parameter).ds_pipe_replicated = True
+        # likewise those of the first stage that has layers which share them
+        for parameter in self.stage.repeated_parameters:
+            cast(Any, parameter).ds_pipe_replicated = True
         return self.stage
 
     def backward(
@@ -177,14 +177,14 @@ class PipelineEngine(TrainingEngine):
 
     def _sum_shared_gradients(self) -> None:
         """Each stage with layers that share parameters holds these, and a part of their gradients."""
-        model = self.config.model
-        count = 2 * model.heads * model.resolved_head_dim // self.topology.tp_size
-        total = torch.zeros(count, device=self.topology.device)
+        total = torch.zeros(shared_parameters(self.config.model) // self.topology.tp_size, device=self.topology.device)
         learning = [parameter for parameter in self.stage.shared_parameters if parameter.requires_grad]
         # stages without such layers, and frozen parameters, add nothing: all stages make the same call
         gradients = [cast(Tensor, getattr(parameter, "_hp_grad", parameter.grad)) for parameter in learning]
+        # in one order on all stages; the last one, of rows that look ahead, is missing where no layer has such rows
         if gradients:
-            total = torch.cat([gradient.flatten() for gradient in gradients]).float()
+            own = torch.cat([gradient.flatten() for gradient in gradients]).float()
+            total[: own.shape[0]] = own
         dist.all_reduce(total, group=self.topology.pp_group)
         start = 0
         for gradient in gradients:

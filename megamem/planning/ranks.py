@@ -10,7 +10,7 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.parameters import shared_parameters
+from megamem.costs.parameters import shared_vectors
 from megamem.costs.state_bytes import stage_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
@@ -49,14 +49,12 @@ class PartParameters:
     """Parameters of the output head and the last norm."""
     tied: int
     """Parameters of a tied embedding that the last of several stages holds too."""
-    shared: int
-    """Parameters that layers share; each stage with such layers holds them."""
-    sharing_layers: frozenset[int]
-    """The layers that share them."""
+    shared: tuple[tuple[int, frozenset[int]], ...]
+    """Numbers of parameters that layers share, each with these layers; a stage with some of them holds all of it."""
 
     def shared_by(self, layers: range) -> int:
         """Return the shared parameters that a stage with `layers` holds."""
-        return self.shared if self.sharing_layers.intersection(layers) else 0
+        return sum(count for count, sharing in self.shared if sharing.intersection(layers))
 
 
 def part_parameters(model: ModelConfig, tp_size: int) -> PartParameters:
@@ -87,8 +85,16 @@ def _part_parameters(model_json: str, tp_size: int) -> PartParameters:
         layers=tuple(counts[model.layer_kind(layer)] for layer in range(model.layers)),
         head=_count([ends]) - tied,
         tied=tied,
-        shared=shared_parameters(model) // tp_size,
-        sharing_layers=frozenset(first.sharing_layers),
+        shared=_shared(model, tp_size),
+    )
+
+
+def _shared(model: ModelConfig, tp_size: int) -> tuple[tuple[int, frozenset[int]], ...]:
+    """Return `PartParameters.shared`."""
+    held = [shared_vectors(model, range(layer, layer + 1)) for layer in range(model.layers)]
+    return tuple(
+        (count // tp_size, frozenset(layer for layer, own in enumerate(held) if own[kind]))
+        for kind, count in shared_vectors(model, range(model.layers)).items()
     )
 
 

@@ -88,7 +88,7 @@ def test_values_are_dropped_where_the_counters_say() -> None:
 
 
 def test_side_rows_count_by_themselves() -> None:
-    dropout = Dropout(SHARE, drops(offset=4).keys, side_rows=2)
+    dropout = Dropout(SHARE, drops(offset=4).keys, rows_behind=2)
     found = dropout.values(torch.ones(5, 2, 9, dtype=torch.float64))
     places = [4, 5, 6, -1 - 7 * 2, -2 - 7 * 2]
     for (t, place), b, c in product(enumerate(places), range(2), range(9)):
@@ -222,7 +222,7 @@ def test_relative_attention_against_masks_written_out() -> None:
     key, value, table = normal(columns, 2, 2, 6), normal(columns, 2, 2, 6, seed=1), normal(columns + 1, 2, 6)
     seen = torch.ones(tokens, columns, dtype=torch.bool).tril(columns - tokens)
     leaves = [content, distance, key, value, table]
-    found, received = relative_attention(*leaves, ~seen, count=True, dropout=dropout)
+    found, received, _ = relative_attention(*leaves, ~seen, count=True, dropout=dropout)
     scores = torch.full((2, 2, tokens, columns), -torch.inf, dtype=torch.float64)
     for i, j in product(range(tokens), range(columns)):
         back = columns - tokens + i - j

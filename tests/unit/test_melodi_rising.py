@@ -119,7 +119,7 @@ def test_other_layers_let_the_rows_pass_by() -> None:
     layer = stage.layers["1"]
     hidden = torch.randn(CHUNK + SUMMARIES, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     state = layer.mixer.initial_state(1, CPU, torch.float64)
-    output, _, _ = layer(hidden, state, Chunk((0,), side_rows=SUMMARIES))
+    output, _, _ = layer(hidden, state, Chunk((0,), rows_behind=SUMMARIES))
     alone, _, _ = layer(hidden[:CHUNK], state, Chunk((0,)))
     assert torch.equal(output[:CHUNK], alone)
     assert torch.equal(output[CHUNK:], hidden[CHUNK:])
@@ -139,7 +139,7 @@ def test_no_token_sees_itself_or_a_summary() -> None:
     stage = built(model(layers=1))
     mixer = stage.layers["0"].mixer
     hidden = torch.randn(CHUNK + SUMMARIES, 1, 16, dtype=torch.float64, requires_grad=True)
-    output, _, _ = mixer(hidden, mixer.initial_state(1, CPU, torch.float64), Chunk((0,), side_rows=SUMMARIES))
+    output, _, _ = mixer(hidden, mixer.initial_state(1, CPU, torch.float64), Chunk((0,), rows_behind=SUMMARIES))
     assert output[0].abs().max() == 0.0
     for row in range(1, CHUNK + SUMMARIES):
         (grad,) = torch.autograd.grad(output[row].square().sum(), hidden, retain_graph=True)

@@ -158,8 +158,8 @@ def test_attention_given_as_a_bias_agrees(dtype: torch.dtype) -> None:
     shapes = ((5, 2, 4, 8), (5, 2, 4, 8), (9, 2, 2, 8), (9, 2, 2, 8), (10, 4, 8))
     content, distance, key, value, table = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
     unseen = torch.arange(9) > torch.arange(4, 9)[:, None]
-    ours, counted = relative_attention(content, distance, key, value, table, unseen, count=True)
-    exact, _ = relative_attention(*(x.double() for x in (content, distance, key, value, table)), unseen, fused=False)
+    ours, counted, _ = relative_attention(content, distance, key, value, table, unseen, count=True)
+    exact, *_ = relative_attention(*(x.double() for x in (content, distance, key, value, table)), unseen, fused=False)
     # rounding of inputs' products to the dtype: half a unit in the last place, a few times
     assert (ours.double() - exact).abs().max() < {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     assert counted is not None
@@ -183,7 +183,7 @@ def test_attention_block_by_block_has_the_gradients_of_the_whole(queries: int, m
         unseen = unseen | (columns < torch.tensor([0, 30])[:, None, None])
     found = []
     for fused in (True, False):
-        out, _ = relative_attention(*given, unseen, fused=fused)
+        out, *_ = relative_attention(*given, unseen, fused=fused)
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         found.append((out, *torch.autograd.grad(out, given, weights)))
     for ours, whole in zip(*found, strict=True):

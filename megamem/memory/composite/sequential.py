@@ -33,7 +33,7 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.check`."""
         for mixer in self.mixers:
             mixer.check(model)
-            if mixer.side_rows(model):
+            if mixer.side_rows(model) is not None:
                 raise ValueError(f"sequential carries no side rows, which {mixer.kind} takes up the layers")
 
     def state_specs(self, model: ModelConfig) -> StateSpec:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops, attention_flops, product
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
+from megamem.config.side_rows import SideRows
 from megamem.memory.base import State, StateSpec, TensorSpec, to_device
 from megamem.memory.compressive.melodi_rising import RisingMelodi, RisingSizes
 from megamem.memory.shared.block_attention import (
@@ -106,9 +107,9 @@ class MelodiConfig(MixerConfig):
         memories = self.memories or self.summaries
         return RisingSizes(model.chunk_size, self.summaries, memories, self.long_memory, self.long_increment)
 
-    def side_rows(self, model: ModelConfig) -> int:
+    def side_rows(self, model: ModelConfig) -> SideRows | None:
         """See `MixerConfig.side_rows`."""
-        return self.summaries if self.form == "rising" else 0
+        return SideRows(self.summaries, "end", "learned") if self.form == "rising" else None
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory, and keys, values and attention outputs of the open block.

@@ -189,7 +189,7 @@ class RisingMelodi(AttentionProjections):
         memory_key, memory_value = self.remembered_pair(state["memory"])
         # the open tokens of the chunk stand in front of the new ones
         keys, values = torch.cat((state["open_keys"], key)), torch.cat((state["open_values"], value))
-        opened, tokens = state["open_keys"].shape[0], keys.shape[0] - chunk.side_rows
+        opened, tokens = state["open_keys"].shape[0], keys.shape[0] - chunk.rows_behind
         # in a call of left padding the chunk's first places may never have been read
         begin = (chunk.starts[0] - opened) % self.rising.tokens
         cos, sin = consecutive_rotary_tables(begin, keys.shape[0], self.width, self.theta, keys.dtype, keys.device)
@@ -201,10 +201,10 @@ class RisingMelodi(AttentionProjections):
         all_values = torch.cat((memory_value, seen_values, values[tokens:]))
         own = all_keys.shape[0] - query.shape[0] - 1
         past = Past(all_keys[:own], all_values[:own])
-        dropout = self.dropout(chunk.dropout, side_rows=chunk.side_rows)
+        dropout = self.dropout(chunk.dropout, rows_behind=chunk.rows_behind)
         output = attention(rotated_query, all_keys[own:-1], all_values[own:-1], [past], self.backend, dropout)
         output = self.join_long(output, query, state, chunk)
-        kept = 0 if chunk.side_rows else tokens
+        kept = 0 if chunk.rows_behind else tokens
         new = {**state, "open_keys": last_columns(keys, kept), "open_values": last_columns(values, kept)}
         return self.output(output.flatten(2)), new, {}
 
@@ -218,16 +218,16 @@ class RisingMelodi(AttentionProjections):
         capacity, sizes = state["long_keys"].shape[0], self.rising
         entries = [min(max(start, 0) // sizes.tokens * sizes.long_increment, capacity) for start in chunk.starts]
         queue = state["long_keys"], state["long_values"]
-        dropout = self.dropout(chunk.dropout, "memory", chunk.side_rows)
+        dropout = self.dropout(chunk.dropout, "memory", rows_behind=chunk.rows_behind)
         return gated_reading(output, query, *queue, entries, self.gate(), self.backend, dropout)
 
     def after_layer(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         """See `Mixer.after_layer`: where a chunk ends, its memory is written and the summary rows are mixed."""
         # with tokens split over ranks, every rank mixes whole columns alike
         whole = self.linears.join_tokens(hidden)
-        tokens, summaries = whole.split((whole.shape[0] - chunk.side_rows, chunk.side_rows))
+        tokens, summaries = whole.split((whole.shape[0] - chunk.rows_behind, chunk.rows_behind))
         outputs = torch.cat((state["open_outputs"], tokens))
-        if not chunk.side_rows:
+        if not chunk.rows_behind:
             return hidden, {**state, "open_outputs": outputs}
         # places in front of left padding were never read; what is written of them is forgotten
         outputs = F.pad(outputs, (0, 0, 0, 0, self.rising.tokens - outputs.shape[0], 0))

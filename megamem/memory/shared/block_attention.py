@@ -140,18 +140,20 @@ class AttentionProjections(Mixer):
         """
         return query if self.score_scale == 1.0 else query * self.score_scale
 
-    def dropout(self, keys: DropoutKeys | None, place: str = "attention", side_rows: int = 0) -> Dropout | None:
+    def dropout(
+        self, keys: DropoutKeys | None, place: str = "attention", rows_before: int = 0, rows_behind: int = 0
+    ) -> Dropout | None:
         """Return which shares of attention are dropped; None if none are.
 
         Args:
             keys: at the first query (`Chunk.dropout`).
             place: name of one softmax among those of the mixer.
-            side_rows: how many of the last queries are side rows.
+            rows_before, rows_behind: how many of the first and of the last queries are side rows.
         """
         if keys is None or not self.attention_dropout:
             return None
         first = self.linears.tp_rank * (self.sizes["heads"] // self.tp_size)
-        return Dropout(self.attention_dropout, keys.inside(place), side_rows, first)
+        return Dropout(self.attention_dropout, keys.inside(place), rows_before, rows_behind, first)
 
     def local(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [tokens, batch, local kv_heads, head_dim] of a block as its own queries see them.

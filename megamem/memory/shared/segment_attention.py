@@ -83,17 +83,27 @@ def bias_parameters(model: ModelConfig) -> int:
 class ScoreBiases(nn.Module):
     """The vectors u and v of each head: what every query asks for, by content and by distance.
 
-    A module of its own, which is called: ZeRO 3 gathers a parameter by hooks of the module that owns it.
+    Where queries look ahead, another v may stand for distances in that direction. A module of its own, which is called:
+    ZeRO 3 gathers a parameter by hooks of the module that owns it.
     """
 
-    def __init__(self, heads: int, width: int, std: float) -> None:
+    def __init__(self, heads: int, width: int, std: float, ahead: bool = False) -> None:
         super().__init__()
         self.content = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
         self.distance = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
 
-    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q + u and q + v of a query [T, B, H, D]."""
-        return query + self.content, query + self.distance
+        self.ahead = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0) if ahead else None
+
+    def forward(self, query: Tensor, rows: int = 0) -> tuple[Tensor, ...]:
+        """Return q + u [T, B, H, D] and q + v [T - rows, B, H, D] of a query [T, B, H, D].
+
+        rows: how many of the first queries look ahead; if there are any, their q + v [rows, B, H, D] comes third.
+        """
+        content = query + self.content
+        if not rows:
+            return content, query + self.distance
+        looking, others = query.split((rows, query.shape[0] - rows))
+        return content, others + self.distance, looking + (self.distance if self.ahead is None else self.ahead)
 
 
 @lru_cache(maxsize=32)
@@ -138,6 +148,7 @@ class SegmentAttention(AttentionProjections):
         same_length: bool = False,
         clamp_length: int | None = None,
         shares_biases: bool = False,
+        biases_ahead: bool = False,
     ) -> None:
         """Build the projections.
 
@@ -150,6 +161,7 @@ class SegmentAttention(AttentionProjections):
             clamp_length: distances beyond are taken for this one; None: none.
             shares_biases: whether u and v are those of all such layers of a model, which hands them over when it is
                 built (`share_biases`). A layer outside of a model has its own.
+            biases_ahead: whether there is another v for queries that look ahead.
         """
         super().__init__(model, linears, specs)
         self.segment = model.chunk_size
@@ -159,7 +171,7 @@ class SegmentAttention(AttentionProjections):
         self.table_dropout = model.dropout
         init = normal(model.init_std)
         self.distance_key = linears.column(model.hidden_size, model.heads * self.width, init)
-        self.biases = ScoreBiases(model.heads // linears.tp_size, self.width, model.init_std)
+        self.biases = ScoreBiases(model.heads // linears.tp_size, self.width, model.init_std, biases_ahead)
         self.shares_biases = shares_biases
         # in a tuple, so that the module is not registered as the layer's own
         self._shared: tuple[ScoreBiases, ...] = ()
@@ -169,14 +181,11 @@ class SegmentAttention(AttentionProjections):
         del self.biases
         self._shared = (biases,)
 
-    def biased(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q + u and q + v of a query [T, B, H, D]."""
-        if not self._shared:
-            content, distance = self.biases(query)
-            return content, distance
-        # which lie on another device where layers are spread over several
-        content, distance = self._shared[0](query)
-        return content.to(query.device), distance.to(query.device)
+    def biased(self, query: Tensor, rows: int = 0) -> tuple[Tensor, ...]:
+        """Return q + u and q + v of a query [T, B, H, D], see `ScoreBiases.forward`."""
+        biases = self._shared[0] if self._shared else self.biases
+        # shared ones lie on another device where layers are spread over several
+        return tuple(biased.to(query.device) for biased in biases(query, rows))
 
     def columns_before(self, finished_tokens: int) -> int:
         """Return how many columns a row sees in front of its open chunk, after so many tokens in finished chunks."""
@@ -274,7 +283,7 @@ class SegmentAttention(AttentionProjections):
             unseen = unseen_keys(part.tokens, last - first, self.window, hidden, keys.device)
             content, distance = (query[part.begin : part.end] for query in queries)
             of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
-            output, counted = relative_attention(
+            output, counted, _ = relative_attention(
                 content, distance, keys[first:last], values[first:last], of_distances, unseen,
                 fused=self.backend != "eager", count=self.counts_attention, dropout=self.dropout(part.dropout),
             )  # fmt: skip

@@ -1,11 +1,12 @@
 """The decoder: embedding, layers, final norm and output head, as in Llama 3 or GPT-2; memory lives in its layers.
 
-Where mixers take side rows, a set of learned rows joins the last tokens of each chunk at the bottom and goes up with
-them, across the borders of pipeline stages too; above the last layer it is dropped:
+Where mixers take side rows (`ModelConfig.side_rows`), a set of rows joins the first or the last tokens of each chunk at
+the bottom and goes up with them, across the borders of pipeline stages too; above the last layer it is dropped:
 
-    layer 2     x x x x | u u      u: side rows, `ModelConfig.side_rows` of them in the call that ends a chunk
-    layer 1     x x x x | u u      a layer that takes them changes them, others let them pass by
-    embedding   t t t t | w w      w: learned, the same in every chunk
+    layer 2     x x x x | u u      m m m | x x x x      u, m: side rows, in the call that ends, or begins, a chunk
+    layer 1     x x x x | u u      m m m | x x x x      a layer that takes them changes them, others let them pass by
+    embedding   t t t t | w w      e e e | t t t t      w: learned, the same in every chunk
+                                                        e: what tokens before the chunk were embedded as, no gradient
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors
 from megamem.memory.shared.blocks import token_positions
+from megamem.memory.shared.recent_tokens import RECENT_EMBEDDINGS
 from megamem.memory.shared.segment_attention import ScoreBiases, SegmentAttention
 from megamem.model.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 from megamem.model.layer import Layer
@@ -45,7 +47,7 @@ class DecoderConfig(ArchitectureConfig):
 
 
 class SideRows(nn.Module):
-    """The learned rows that enter the bottom layer behind the tokens of each chunk.
+    """The learned rows that enter the bottom layer beside the tokens of each chunk.
 
     A module of its own, which is called: ZeRO 3 gathers a parameter by hooks of the module that owns it.
     """
@@ -54,9 +56,9 @@ class SideRows(nn.Module):
         super().__init__()
         self.weight = declare(nn.Parameter(torch.empty(count, width)), start)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Put the rows behind tokens [tokens, batch, width]: [tokens and side rows, batch, width]."""
-        return torch.cat((tokens, self.weight[:, None].expand(-1, tokens.shape[1], -1)))
+    def forward(self, batch: int) -> Tensor:
+        """Return the rows, the same for all batch rows: [side rows, batch, width]."""
+        return self.weight[:, None].expand(-1, batch, -1)
 
 
 class Decoder(Stage):
@@ -74,13 +76,20 @@ class Decoder(Stage):
         if self.first and model.max_positions is not None:
             table = torch.empty(model.max_positions, model.hidden_size)
             self.positions = declare(nn.Parameter(table), start)
-        self.rows_behind = model.side_rows
-        if self.first and model.side_rows:
-            self.side_rows = SideRows(model.side_rows, model.hidden_size, start)
+        side = model.side_rows
+        if side is not None:
+            self.rows_before, self.rows_behind = side.before, side.behind
+        if self.first and side is not None and side.source == "learned":
+            self.side_rows = SideRows(side.count, model.hidden_size, start)
         inner = model.layer_model
         self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
         if any(layer in layers for layer in self.sharing_layers):
-            self.score_biases = ScoreBiases(model.heads // linears.tp_size, model.resolved_head_dim, model.init_std)
+            self.score_biases = ScoreBiases(
+                model.heads // linears.tp_size,
+                model.resolved_head_dim,
+                model.init_std,
+                ahead=any(layer in layers for layer in self.sharing_ahead),
+            )
             for module in self.layers.modules():
                 if isinstance(module, SegmentAttention) and module.shares_biases:
                     module.share_biases(self.score_biases)
@@ -106,6 +115,23 @@ class Decoder(Stage):
     def shared_parameters(self) -> list[nn.Parameter]:
         """See `Stage.shared_parameters`: u and v of segment attention."""
         return list(self.score_biases.parameters()) if hasattr(self, "score_biases") else []
+
+    @property
+    def repeated_parameters(self) -> list[nn.Parameter]:
+        """See `Stage.repeated_parameters`."""
+        if not hasattr(self, "score_biases"):
+            return []
+        *pair, last = self.shared_parameters
+        pair, ahead = (pair, [last]) if self.score_biases.ahead is not None else ([*pair, last], [])
+        repeated = pair if str(self.sharing_layers[0]) not in self.layers else []
+        return [*repeated, *(ahead if ahead and str(self.sharing_ahead[0]) not in self.layers else [])]
+
+    @property
+    def sharing_ahead(self) -> list[int]:
+        """The layers of the whole model that share a v of rows that look ahead, in order."""
+        model, inner = self.config, self.config.layer_model
+        layers = (layer for layer in range(model.layers) if model.rows_rise_from(layer))
+        return [layer for layer in layers if model.mixer_at(layer).shared_rising_parameters(inner)]
 
     @property
     def own_layers(self) -> list[Layer]:
@@ -143,7 +169,7 @@ class Decoder(Stage):
     def _read_with_side_rows(
         self, hidden: Tensor, states: States, chunk: Chunk, tokens: int
     ) -> tuple[Tensor, States, Losses]:
-        """Read a call that side rows join where a chunk ends.
+        """Read a call that side rows join where a chunk begins, or where it ends.
 
         Args:
             hidden: [tokens, batch, hidden_size] on the first stage; with the side rows on the others.
@@ -152,14 +178,42 @@ class Decoder(Stage):
         Returns: as `read_chunk`.
         """
         self.check_grid(chunk)
-        _, side = self.rows_around(chunk.starts[0], tokens)
-        # with tokens split over ranks, rows are added and dropped on the whole call
-        if side and self.first:
-            hidden = self.linears.split_tokens(self.side_rows(self.linears.join_tokens(hidden)))
-        hidden, states, losses = self.run_layers(hidden, states, replace(chunk, side_rows=side))
-        if side and self.last:
-            hidden = self.linears.split_tokens(self.linears.join_tokens(hidden)[:tokens])
-        return hidden, states, losses
+        before, behind = self.rows_around(chunk.starts[0], tokens)
+        entries: States = {}
+        if self.first:
+            hidden, entries = self._with_rows(hidden, states, chunk, before, behind)
+        hidden, states, losses = self.run_layers(hidden, states, replace(chunk, rows_before=before, rows_behind=behind))
+        if (before or behind) and self.last:
+            hidden = self.linears.split_tokens(self.linears.join_tokens(hidden)[before : before + tokens])
+        return hidden, {**states, **entries}, losses
+
+    def _with_rows(
+        self, embedded: Tensor, states: States, chunk: Chunk, before: int, behind: int
+    ) -> tuple[Tensor, States]:
+        """Put side rows around the tokens of a call: this rank's [rows and tokens, batch, hidden_size].
+
+        Args:
+            embedded: this rank's tokens, [tokens, batch, hidden_size].
+            states, chunk: as for `read_chunk`.
+            before, behind: how many rows go where (`rows_around`).
+        Returns: the rows and tokens; the new states of `entry_memories`.
+        """
+        if not (self.entry_memories or before or behind):
+            return embedded, {}
+        # with tokens split over ranks, rows are added on the whole call
+        whole = self.linears.join_tokens(embedded)
+        if not self.entry_memories:
+            rows = self.side_rows(whole.shape[1]) if before or behind else whole[:0]
+            parts = (rows, whole) if before else (whole, rows)
+            return self.linears.split_tokens(torch.cat(parts)), {}
+        ((name, memory),) = self.entry_memories.items()
+        recent = memory.reset(states[name], chunk, whole.device, whole.dtype)[RECENT_EMBEDDINGS]
+        # gradients stop at what was recorded; a copy, as a view would keep the whole call alive
+        own = whole.detach()[-recent.shape[0] :]
+        kept = torch.cat((recent[own.shape[0] :], own))
+        if before or behind:
+            whole = torch.cat((recent, whole) if before else (whole, recent))
+        return self.linears.split_tokens(whole), {name: {RECENT_EMBEDDINGS: kept}}
 
     def embed(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         """Embed ids [tokens, batch], with learned positions if there are any: this rank's [tokens, batch, hidden]."""

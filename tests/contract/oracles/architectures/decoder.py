@@ -1,4 +1,4 @@
-"""A decoder with Melodi's rising summaries, one document, one query at a time.
+"""A decoder with Melodi's rising summaries, one document, one query at a time. (With LaMemo: see `oracles/lamemo.py`.)
 
 A whole chunk is followed by the learned summary rows; tokens of an open chunk go up alone. Row i of a layer sees the
 layer's memory m (not rotated) and rows 0 .. i-1 (rotated to their places), never itself. Scores are cosines times the
@@ -20,11 +20,14 @@ import math
 import torch
 from torch import Tensor
 
+from tests.contract.oracles import lamemo
 from tests.contract.oracles.common import Answer, attend, columns, heads, rms_norm, rotary, swiglu
 
 
 def run(settings, model, weights: dict[str, Tensor], ids: Tensor) -> Answer:
     """Hidden states after the last norm [tokens, hidden_size], and every layer's state after the last token."""
+    if model.mixer_at(0).kind == "lamemo":
+        return lamemo.run(settings, model, weights, ids)
     layers = [Layer(model, weights, layer) for layer in range(model.layers)]
     outputs = []
     for begin in range(0, len(ids), model.chunk_size):
