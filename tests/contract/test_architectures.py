@@ -32,8 +32,17 @@ TOKENS = 3 * CHUNK + 3
 
 
 def memory_components(stage):
-    """The components in which this architecture keeps its memory: those that span the model, or else its layers."""
-    return list(stage.model_memories or stage.layer_components)
+    """The components in which this architecture keeps its memory: those that span the model, or else its layers.
+
+    What side rows are made of comes with the layers.
+    """
+    return list(stage.model_memories or {**stage.layer_components, **stage.entry_memories})
+
+
+def differentiable(stage):
+    """Whether gradients reach the chunk before: layers stop them, or all let them pass."""
+    (passes,) = {getattr(component, "differentiable_state", True) for component in stage.layer_components.values()}
+    return bool(stage.model_memories) or passes
 
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda case: case.id)
@@ -61,7 +70,10 @@ def test_equals_the_naive_loop(architecture, layout):
 @architectures
 def test_gradients_match_finite_differences(architecture):
     """Law 6: with respect to the incoming memory and every parameter; two calls, the second a chunk later."""
-    model = architecture.model(heads=2, head_dim=2).model_copy(update={"layers": 1})
+    model = architecture.model(heads=2, head_dim=2)
+    # rows that come where a chunk begins are only read by the topmost layer
+    layers = 2 if model.side_rows is not None and model.side_rows.before else 1
+    model = model.model_copy(update={"layers": layers})
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, 1)
     stage.double()
@@ -70,14 +82,16 @@ def test_gradients_match_finite_differences(architecture):
     states = detach(stage(x[:CHUNK], states, Chunk((0,)))[1])
     names = [name for name, _ in stage.named_parameters()]
     memories = {name: states[name] for name in memory_components(stage)}
-    arguments = [t.clone().requires_grad_() for t in (*state_tensors(memories), *stage.parameters())]
+    arguments = [t.detach().clone() for t in (*state_tensors(memories), *stage.parameters())]
+    for i, argument in enumerate(arguments):
+        argument.requires_grad_(i >= len(arguments) - len(names) or differentiable(stage))
 
     def call(*arguments):
         given = iter(arguments)
         before = {**states, **map_state(lambda _: next(given), memories)}
         weights = dict(zip(names, given, strict=True))
         output, after, _ = torch.func.functional_call(stage, weights, (x[CHUNK:], before, Chunk((CHUNK,))))
-        return (output, *state_tensors({name: after[name] for name in memories}))
+        return (output, *(t for t in state_tensors({name: after[name] for name in memories}) if t.requires_grad))
 
     # central differences of step 1e-6 in float64, as for mixers
     assert torch.autograd.gradcheck(call, arguments, eps=1e-6, atol=1e-7, rtol=1e-6)
@@ -85,11 +99,14 @@ def test_gradients_match_finite_differences(architecture):
 
 @architectures
 def test_gradients_reach_the_chunk_before(architecture):
-    """Law 6: through the memory, from what is read in the next chunk to the parameters that wrote it."""
+    """Law 6: through the memory, from what is read in the next chunk to the parameters that wrote it, or not at all."""
     subject = make(architecture, "stage")
     x = inputs(subject, 2 * CHUNK, 1)
     states = subject.initial_states(1, CPU, torch.float64)
     _, states, _ = subject(x[:CHUNK], states, Chunk((0,)))
+    if not differentiable(subject):
+        assert not any(tensor.requires_grad for tensor in state_tensors(states))
+        return
     memories = [t for t in state_tensors([states[name] for name in memory_components(subject)]) if t.numel()]
     output, _, _ = subject(x[CHUNK:], states, Chunk((CHUNK,)))
     for grad in torch.autograd.grad(output.square().sum(), memories):
@@ -145,7 +162,8 @@ def test_states_match_their_declaration_at_every_chunk_border(architecture, dtyp
                 part = x[chunk * CHUNK : (chunk + 1) * CHUNK]
                 _, states, _ = subject(part, states, one_grid(rows).chunk(chunk * CHUNK))
     for name in memory_components(subject):
-        declared = sum(torch.empty(s.sizes(sizes), dtype=dtype).nbytes for s in subject.state_specs[name].values())
+        specs = subject.state_specs[name].values()
+        declared = sum(torch.empty(spec.sizes(sizes), dtype=spec.torch_dtype(dtype)).nbytes for spec in specs)
         assert measured(states[name]) == declared
 
 
