@@ -326,6 +326,17 @@ ALL_CASES = [
 ]
 
 RISING = {"kind": "melodi", "form": "rising"}
+LAMEMO: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("lamemo", 1, {}, {}),
+    ("lamemo_short", 2, {"memory_length": 3}, {}),
+    ("lamemo_long", 1, {"memory_length": 19}, {}),
+    ("lamemo_signed", 1, {"positions": "transformer_xl"}, {}),
+    ("lamemo_forgetting", 1, {"interpolate": False}, {}),
+    ("lamemo_backward", 1, {"memory_length": 11, "look_ahead": False}, {}),
+    ("lamemo_unordered", 1, {"memory_length": 13, "order_mask": False}, {}),
+    ("lamemo_unordered_signed", 1, {"memory_length": 5, "order_mask": False, "positions": "transformer_xl"}, {}),
+    ("lamemo_shared", 2, {"memory_length": 10, "shared_biases": True}, QK_NORM),
+]
 ALL_ARCHITECTURES = [
     Case("decoder", "rising", {}, inside={**RISING, "summaries": 4}),
     Case(
@@ -336,40 +347,9 @@ ALL_ARCHITECTURES = [
         inside={**RISING, "summaries": 2, "memories": 3, "long_memory": 7, "long_increment": 2, "gate_init": -1.0},
     ),
     Case("decoder", "rising_one", {}, core=False, inside={**RISING, "summaries": 1}),
-    Case("decoder", "lamemo", {}, inside={"kind": "lamemo"}),
-    Case("decoder", "lamemo_short", {}, queries_per_key=2, inside={"kind": "lamemo", "memory_length": 3}),
-    Case("decoder", "lamemo_long", {}, core=False, inside={"kind": "lamemo", "memory_length": 19}),
-    Case("decoder", "lamemo_signed", {}, core=False, inside={"kind": "lamemo", "positions": "transformer_xl"}),
-    Case("decoder", "lamemo_forgetting", {}, core=False, inside={"kind": "lamemo", "interpolate": False}),
-    Case(
-        "decoder",
-        "lamemo_backward",
-        {},
-        core=False,
-        inside={"kind": "lamemo", "memory_length": 11, "look_ahead": False},
-    ),
-    Case(
-        "decoder",
-        "lamemo_unordered",
-        {},
-        core=False,
-        inside={"kind": "lamemo", "memory_length": 13, "order_mask": False},
-    ),
-    Case(
-        "decoder",
-        "lamemo_unordered_signed",
-        {},
-        core=False,
-        inside={"kind": "lamemo", "memory_length": 5, "order_mask": False, "positions": "transformer_xl"},
-    ),
-    Case(
-        "decoder",
-        "lamemo_shared",
-        {},
-        queries_per_key=2,
-        shape=QK_NORM,
-        core=False,
-        inside={"kind": "lamemo", "memory_length": 10, "shared_biases": True},
+    *(
+        Case("decoder", name, {}, per_key, name in ("lamemo", "lamemo_short"), {"kind": "lamemo", **options}, shape)
+        for name, per_key, options, shape in LAMEMO
     ),
     Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
     Case(

@@ -181,13 +181,13 @@ class Decoder(Stage):
         before, behind = self.rows_around(chunk.starts[0], tokens)
         entries: States = {}
         if self.first:
-            hidden, entries = self._with_rows(hidden, states, chunk, before, behind)
+            hidden, entries = self._with_side_rows(hidden, states, chunk, before, behind)
         hidden, states, losses = self.run_layers(hidden, states, replace(chunk, rows_before=before, rows_behind=behind))
         if (before or behind) and self.last:
             hidden = self.linears.split_tokens(self.linears.join_tokens(hidden)[before : before + tokens])
         return hidden, {**states, **entries}, losses
 
-    def _with_rows(
+    def _with_side_rows(
         self, embedded: Tensor, states: States, chunk: Chunk, before: int, behind: int
     ) -> tuple[Tensor, States]:
         """Put side rows around the tokens of a call: this rank's [rows and tokens, batch, hidden_size].
