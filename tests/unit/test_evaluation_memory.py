@@ -29,6 +29,7 @@ REMEMBERING = {
     "transformer_xl": ({"memory_length": SHORT}, {"memory_length": LONG}),
     "compressive_transformer": ({"memory_length": SHORT, "compressed_length": 3}, {"memory_length": LONG}),
     "infinity_former": ({**OLD, "short_memory": SHORT}, {"short_memory": LONG}),
+    "lamemo": ({"memory_length": SHORT}, {"memory_length": LONG}),
 }
 """Mechanisms with a memory of tokens as they are: options in training, and what an evaluation changes of them."""
 

@@ -76,6 +76,8 @@ ARCHITECTURES = [
     [
         *itertools.product(ARCHITECTURES, ["local_attention", "full_attention"]),
         ("decoder", {"kind": "melodi", "form": "rising", "summaries": 3, "memories": 2, "long_memory": 32}),
+        ("decoder", {"kind": "lamemo", "memory_length": 5}),
+        ("decoder", {"kind": "lamemo", "look_ahead": False}),
     ],
     ids=str,
 )

@@ -137,6 +137,13 @@ class LaMemoConfig(MixerConfig):
         parts = self._token_flops(model, round(share * sequence_length), causal)
         if self.look_ahead:
             parts["look_ahead"] = self._look_ahead_flops(model, round(share * sequence_length), causal)
+        else:
+            # rows ask for nothing, but are counted with all projections of a layer
+            queries = 2 * model.hidden_size * model.heads * model.resolved_head_dim
+            parts["projections"] = product(-queries * length / model.chunk_size)
+        if self.look_ahead and self.positions == "transformer_xl":
+            table = 2 * model.hidden_size * model.heads * model.resolved_head_dim * self._distances_ahead(model)
+            parts["distance_projection"] += fixed_product(table / model.chunk_size)
         return {name: Flops(share * flops.forward, share * flops.backward) for name, flops in parts.items()}
 
     def top_mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
@@ -149,30 +156,35 @@ class LaMemoConfig(MixerConfig):
         """Return the FLOPs per token of attention from tokens, and of projecting distances."""
         segment, length = min(model.chunk_size, sequence_length), self.resolved(model)
         cached = [min(begin, length) for begin in range(0, sequence_length, segment)]
-        keys = sum(cached) / len(cached) + ((segment + 1) / 2 if causal else segment)
+        keys = sum(cached) / len(cached) + (segment + 1) / 2 if causal else length + segment
         heads = model.heads * model.resolved_head_dim
         by_distance = keys if causal else keys + 1
         table = 2 * model.hidden_size * heads * (length + segment + 1) / segment
-        if self.look_ahead and self.positions == "transformer_xl":
-            table += 2 * model.hidden_size * heads * (length + 1) / segment
         return {
             "attention": attention_flops(model.heads, model.resolved_head_dim, keys) + product(2 * heads * by_distance),
             "distance_projection": fixed_product(table),
         }
+
+    def _distances_ahead(self, model: ModelConfig) -> int:
+        """Return the number of distances that rows look ahead at."""
+        return self.resolved(model) * (1 if self.order_mask else 2) + 1
 
     def _look_ahead_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> Flops:
         """Return the FLOPs per token of attention from rows, which see what lies between them and the chunk's start."""
         segment, length = min(model.chunk_size, sequence_length), self.resolved(model)
         reach = min(model.chunk_size, length)
         filled = [min(begin, length) for begin in range(0, sequence_length, segment)]
-        if causal and self.order_mask:
-            pairs = sum(sum(min(age, reach) for age in range(1, rows + 1)) for rows in filled) / len(filled)
+        pairs: float
+        distances: float
+        if not causal:
+            pairs, distances = length * reach, length * (length + (1 if self.order_mask else reach))
+        elif self.order_mask:
+            pairs = distances = sum(sum(min(age, reach) for age in range(1, c + 1)) for c in filled) / len(filled)
         else:
-            pairs = length * reach
+            pairs = distances = sum(rows * min(rows + 1, reach) for rows in filled) / len(filled)
         heads = model.heads * model.resolved_head_dim
-        return attention_flops(model.heads, model.resolved_head_dim, pairs / segment) + product(
-            2 * heads * pairs / segment
-        )
+        by_distance = product(2 * heads * distances / segment)
+        return attention_flops(model.heads, model.resolved_head_dim, pairs / segment) + by_distance
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> LaMemo:
         """See `MixerConfig.build`."""
