@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.errors import ConfigError
+from megamem.costs.backward import BackwardPass
+from megamem.errors import CheckpointError, ConfigError
 from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears
 from megamem.pipeline.optimizer import parameter_groups
@@ -55,6 +60,103 @@ def check_stages_learn(
                 f"{found or 'no'} new parameters to train, but the optimizer groups them by rate and decay into "
                 f"{groups}; add the memory to more of its layers, or use fewer stages (parallel.pp)"
             )
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns of a model with a frozen base, and how far its backward pass goes."""
+
+    names: frozenset[str]
+    """The parameters that learn, by global name."""
+    total: int
+    """Number of their elements in the whole model."""
+    backward: BackwardPass
+
+    def of_layer(self, layer: int) -> tuple[str, ...]:
+        """Return the names that learn in a layer, as the layer itself calls them."""
+        prefix = f"layers.{layer}."
+        return tuple(sorted(name.removeprefix(prefix) for name in self.names if name.startswith(prefix)))
+
+    def reaches_input(self, layer: int) -> bool:
+        """Return whether the hidden states that enter a layer have a gradient; the number of layers is the head."""
+        return layer > self.backward.lowest or (self.backward.enters and layer == self.backward.lowest)
+
+
+def learning_of(config: RunConfig) -> Learning | None:
+    """Return what learns in a run with a frozen base; None if everything does.
+
+    Raises: CheckpointError if the weights that the run starts from, which list it, cannot be read.
+    """
+    if config.training.freeze is None or config.training.init_from is None:
+        return None
+    return what_learns(config.model, new_parameter_names(config.training.init_from))
+
+
+def backward_pass_of(config: RunConfig) -> BackwardPass | None:
+    """Return what a frozen base leaves of a run's backward pass; None if everything learns. Raises as `learning_of`."""
+    learning = learning_of(config)
+    return None if learning is None else learning.backward
+
+
+def new_parameter_names(path: Path) -> set[str]:
+    """Return the parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
+    try:
+        found = path.stat()
+        return set(_listed(path, found.st_mtime_ns, found.st_size))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+@lru_cache(maxsize=16)
+def _listed(path: Path, changed: int, size: int) -> frozenset[str]:
+    """Return what a weights file lists; the time of its last change and its size tell another file of the same name."""
+    with safe_open(path, framework="pt") as file:
+        return frozenset(json.loads((file.metadata() or {}).get("new_parameters", "[]")))
+
+
+def what_learns(model: ModelConfig, names: Collection[str]) -> Learning:
+    """Return what learns where the parameters `names` do, and the others are frozen."""
+    return _what_learns(model.model_dump_json(), frozenset(names))
+
+
+@lru_cache(maxsize=16)
+def _what_learns(model_json: str, names: frozenset[str]) -> Learning:
+    """Return `what_learns` of a model as JSON, which a cache can have as key."""
+    model = ModelConfig.model_validate_json(model_json)
+    whole, inside = meta_stage(model), model.layer_model
+    with torch.device("meta"):
+        below = build_stage(model, PlainLinears(), range(0))
+        above = build_stage(model, PlainLinears(), range(model.layers, model.layers))
+    freeze(whole, names)
+    enters = any(name in names for name, _ in below.named_parameters())
+    # parameters that layers share are those of the first of them here, and no layer's elsewhere
+    shared = whole.sharing_layers if any(p.requires_grad for p in whole.shared_parameters) else []
+    own = [int(layer) for layer, module in whole.layers.items() if any(p.requires_grad for p in module.parameters())]
+    reached = [*own, *shared]
+    matrices = []
+    for layer in range(model.layers):
+        # a frozen matrix is taken for one of those that are not the memory's own
+        dense = model.mlp_matrices + model.mixer_at(layer).projection_parameters(inside)
+        module = whole.layers[str(layer)]
+        frozen = sum(p.numel() for p in module.parameters() if p.ndim > 1 and not p.requires_grad)
+        matrices.append(max(dense - frozen, 0))
+    return Learning(
+        names,
+        sum(p.numel() for p in whole.parameters() if p.requires_grad),
+        BackwardPass(
+            lowest=0 if enters else min(reached, default=model.layers),
+            enters=enters,
+            layer_matrices=tuple(matrices),
+            embedding=_learning_share(below.named_parameters(), names),
+            head=_learning_share(above.named_parameters(), names),
+        ),
+    )
+
+
+def _learning_share(parameters: Iterable[tuple[str, nn.Parameter]], names: Collection[str]) -> float:
+    """Return the share of the elements of matrices that learn, 0 if there are no matrices."""
+    sizes = {name: parameter.numel() for name, parameter in parameters if parameter.ndim > 1}
+    return sum(size for name, size in sizes.items() if name in names) / max(sum(sizes.values()), 1)
 
 
 def freeze(stage: Stage, new_parameters: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from megamem.model.stage import meta_stage
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
+from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.schedule import peak_units
 from megamem.training.phases import phases_of
 
@@ -46,7 +47,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     if stages == 1:
         return []
     layers_per_stage = [len(layers) for layers in engine.placement]
-    costs = flop_costs(config.model, config.data.sequence_length).by_stage(layers_per_stage)
+    costs = flop_costs(config.model, config.data.sequence_length, backward_pass_of(config)).by_stage(layers_per_stage)
     parameters = parameter_costs(config.model).by_stage(layers_per_stage)
     units = engine.accumulation, config.chunks, config.bptt_chunks
     lines = [
@@ -56,7 +57,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
         f"{peak_units(stage, stages, *units, config.interleaved)} chunks in flight"
         for stage, layers in enumerate(engine.placement)
     ]
-    cost = chunk_flops(config.model, config.chunks, layers_per_stage)
+    cost = chunk_flops(config.model, config.chunks, layers_per_stage, backward_pass_of(config))
     plan = compare(stages, *units, cost, config.interleaved)
     if config.interleaved and engine.accumulation < stages:
         lines.append(
