@@ -21,6 +21,17 @@ from megamem.parallel.linears import PlainLinears
 from megamem.pipeline.optimizer import parameter_groups
 
 
+def whole_model(model: ModelConfig) -> Stage:
+    """Return `meta_stage` of a model, which is built once for all who look at its parameters and change nothing."""
+    return _whole_model(model.model_dump_json())
+
+
+@lru_cache(maxsize=4)
+def _whole_model(model_json: str) -> Stage:
+    """Return `whole_model` of a model as JSON, which a cache can have as key."""
+    return meta_stage(ModelConfig.model_validate_json(model_json))
+
+
 def check_learns(new_parameters: Collection[str], weights: Path | None, model: ModelConfig) -> None:
     """Raise ConfigError for a frozen base without new parameters, or with some that `model` has not.
 
@@ -31,7 +42,7 @@ def check_learns(new_parameters: Collection[str], weights: Path | None, model: M
             f"training.freeze base: {weights} lists no new parameters, so nothing would learn; import the model with a "
             "memory that has parameters of its own, or leave training.freeze out"
         )
-    names = {name for name, _ in meta_stage(model).named_parameters()}
+    names = {name for name, _ in whole_model(model).named_parameters()}
     if missing := sorted(name for name in new_parameters if name not in names):
         raise ConfigError(
             f"training.freeze base: {weights} lists the new parameter {missing[0]}, which the model has not; train the "
@@ -123,26 +134,25 @@ def what_learns(model: ModelConfig, names: Collection[str]) -> Learning:
 def _what_learns(model_json: str, names: frozenset[str]) -> Learning:
     """Return `what_learns` of a model as JSON, which a cache can have as key."""
     model = ModelConfig.model_validate_json(model_json)
-    whole, inside = meta_stage(model), model.layer_model
+    whole, inside = whole_model(model), model.layer_model
     with torch.device("meta"):
         below = build_stage(model, PlainLinears(), range(0))
         above = build_stage(model, PlainLinears(), range(model.layers, model.layers))
-    freeze(whole, names)
     enters = any(name in names for name, _ in below.named_parameters())
-    # parameters that layers share are those of the first of them here, and no layer's elsewhere
-    shared = whole.sharing_layers if any(p.requires_grad for p in whole.shared_parameters) else []
-    own = [int(layer) for layer, module in whole.layers.items() if any(p.requires_grad for p in module.parameters())]
-    reached = [*own, *shared]
+    learning = {id(parameter): parameter.numel() for name, parameter in whole.named_parameters() if name in names}
+    # parameters that layers share reach down to the first of these
+    reached = whole.sharing_layers if any(id(p) in learning for p in whole.shared_parameters) else []
     matrices = []
     for layer in range(model.layers):
+        parameters = list(whole.layers[str(layer)].parameters())
+        if any(id(p) in learning for p in parameters):
+            reached.append(layer)
         # a frozen matrix is taken for one of those that are not the memory's own
         dense = model.mlp_matrices + model.mixer_at(layer).projection_parameters(inside)
-        module = whole.layers[str(layer)]
-        frozen = sum(p.numel() for p in module.parameters() if p.ndim > 1 and not p.requires_grad)
-        matrices.append(max(dense - frozen, 0))
+        matrices.append(max(dense - sum(p.numel() for p in parameters if p.ndim > 1 and id(p) not in learning), 0))
     return Learning(
         names,
-        sum(p.numel() for p in whole.parameters() if p.requires_grad),
+        sum(learning.values()),
         BackwardPass(
             lowest=0 if enters else min(reached, default=model.layers),
             enters=enters,
@@ -172,10 +182,14 @@ def learning(stage: Stage) -> list[tuple[str, nn.Parameter]]:
 
 def group_count(config: RunConfig, new_parameters: Collection[str]) -> int:
     """Return how many groups of parameters the optimizer makes of the whole model."""
-    whole = meta_stage(config.model)
-    if config.training.freeze:
-        freeze(whole, new_parameters)
-    return len(parameter_groups(learning(whole), config.optimizer, new_parameters))
+    parameters = whole_model(config.model).named_parameters()
+    return len(
+        parameter_groups(
+            [(name, p) for name, p in parameters if not config.training.freeze or name in new_parameters],
+            config.optimizer,
+            new_parameters,
+        )
+    )
 
 
 def frozen_part(parameter: nn.Parameter, dp_rank: int) -> tuple[Tensor, int]:

@@ -8,11 +8,10 @@ from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs
 from megamem.costs.parameters import parameter_costs
 from megamem.data.feeder import Feeder
-from megamem.model.stage import meta_stage
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
-from megamem.pipeline.freezing import backward_pass_of
+from megamem.pipeline.freezing import backward_pass_of, whole_model
 from megamem.pipeline.schedule import peak_units
 from megamem.training.phases import phases_of
 
@@ -35,7 +34,7 @@ def describe_learning(config: RunConfig, new_parameters: Collection[str]) -> lis
     """Describe in a line how many parameters learn, where some do not. new_parameters: names of those that do."""
     if config.training.freeze is None:
         return []
-    sizes = {name: parameter.numel() for name, parameter in meta_stage(config.model).named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in whole_model(config.model).named_parameters()}
     learning = sum(size for name, size in sizes.items() if name in new_parameters)
     total = sum(sizes.values())
     return [f"learning: {learning:,} new of {total:,} parameters ({learning / total:.2%}); the others are frozen"]
