@@ -1,4 +1,4 @@
-"""LaMemo: what rows see, what they are mixed of, how it compares with Transformer-XL, what it costs, what is refused."""
+"""LaMemo: what rows see and are mixed of, how it compares with Transformer-XL, what it costs, what is refused."""
 
 from __future__ import annotations
 

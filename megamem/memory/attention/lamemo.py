@@ -61,8 +61,8 @@ class LaMemoConfig(MixerConfig):
     interpolate: bool = True
     """Whether what rows read before is mixed with what they see ahead; if not, it is forgotten."""
     positions: Literal["disentangled", "transformer_xl"] = "disentangled"
-    """Of the look-ahead: `disentangled` has a v of its own and the distance as it is, `transformer_xl` the v of the
-    other direction and negative distances."""
+    """How the look-ahead counts places: `disentangled` with a v of its own and distances as they are, `transformer_xl`
+    with the v of the other direction and negative distances."""
     order_mask: bool = True
     """Whether rows look ahead to later places only; if not, to all of the newest ones, earlier and own ones too."""
     shared_biases: bool = False

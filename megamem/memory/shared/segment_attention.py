@@ -91,7 +91,6 @@ class ScoreBiases(nn.Module):
         super().__init__()
         self.content = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
         self.distance = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0)
-
         self.ahead = declare(nn.Parameter(torch.empty(heads, width)), normal(std), shard_axis=0) if ahead else None
 
     def forward(self, query: Tensor, rows: int = 0) -> tuple[Tensor, ...]:

@@ -16,8 +16,6 @@ Letters of shapes: M memory rows, K keys, B batch rows, H query heads, G key/val
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -32,12 +30,13 @@ from megamem.ops.attention.relative import (
     query_blocks,
 )
 from megamem.ops.dropout import Dropout
+from megamem.ops.tables import kept_table
 
 EPSILON = 1e-6
 """Added to the sum that the share of the old is divided by, in the authors' code."""
 
 
-@lru_cache(maxsize=32)
+@kept_table(32)
 def unseen_ahead(rows: int, keys: int, ordered: bool, hidden: tuple[int, ...] | None, device: torch.device) -> Tensor:
     """Return which of the newest `keys` keys a memory row does not see. Cached for all layers.
 
@@ -49,13 +48,12 @@ def unseen_ahead(rows: int, keys: int, ordered: bool, hidden: tuple[int, ...] | 
         device: where the result lies.
     Returns: bool [rows, keys], or [batch, rows, keys] where rows are masked.
     """
-    with torch.inference_mode(False):
-        places = torch.arange(rows + 1 - keys, rows + 1, device=device)
-        unseen = (places <= torch.arange(rows, device=device)[:, None]) & ordered
-        if hidden is None:
-            return unseen
-        first = torch.tensor(hidden, device="cpu").to(device)
-        return unseen | (places < first[:, None, None])
+    places = torch.arange(rows + 1 - keys, rows + 1, device=device)
+    unseen = (places <= torch.arange(rows, device=device)[:, None]) & ordered
+    if hidden is None:
+        return unseen
+    first = torch.tensor(hidden, device=device)
+    return unseen | (places < first[:, None, None])
 
 
 def look_ahead_attention(
