@@ -18,12 +18,14 @@ from megamem.costs.flops import flops_per_token
 
 SEGMENT = 150
 PUBLISHED = {
-    "local_attention": 148, "transformer_xl": 157, "compressive_transformer": 169, "infinity_former": 235,
+    "local_attention": 148, "transformer_xl": 157, "lamemo": 191, "compressive_transformer": 169,
+    "infinity_former": 235,
 }  # fmt: skip
 """Millions, of Ji et al., "LaMemo: Language Modeling with Look-Ahead Memory", 2022, Table 1."""
 OPTIONS: dict[str, dict[str, object]] = {
     "local_attention": {},
     "transformer_xl": {"memory_length": SEGMENT},
+    "lamemo": {"memory_length": SEGMENT},
     # ratio 4 in the infinity-former paper does not divide a segment of 150
     "compressive_transformer": {"memory_length": SEGMENT, "compressed_length": SEGMENT, "ratio": 5},
     "infinity_former": {"basis": SEGMENT, "samples": 512, "short_memory": SEGMENT, "sticky": "random"},

@@ -42,6 +42,7 @@ def models(quick: bool) -> dict[str, ModelConfig]:
         LOCAL: {"kind": "local_attention"},
         "full_attention": {"kind": "full_attention"},
         "transformer_xl": {"kind": "transformer_xl", "memory_length": chunk},
+        "lamemo": {"kind": "lamemo", "memory_length": chunk},
         "compressive_transformer": {
             "kind": "compressive_transformer", "memory_length": chunk, "compressed_length": chunk,
         },

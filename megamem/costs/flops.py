@@ -95,8 +95,8 @@ def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: boo
     if model.rows_end_at(layer):
         return mixer.top_mixing_flops(inside, sequence_rows, causal)
     parts = mixer.mixing_flops(inside, sequence_rows, causal)
-    if model.rows_rise_from(layer):
-        parts = {**parts, "side_rows": mixer.rising_flops(inside)}
+    if model.rows_rise_from(layer) and (rising := mixer.rising_flops(inside)).forward:
+        parts = {**parts, "side_rows": rising}
     return parts
 
 
