@@ -9,6 +9,7 @@ from tests.distributed.training_cases import (
     DROPOUT,
     EVERY,
     GPT2,
+    LAMEMO,
     MUP,
     RECURRENT,
     SHARED_BIASES,
@@ -54,6 +55,7 @@ WORLDS = {
         # the same with a memory of the whole model, which that document leaves behind
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
         "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
+        "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),

@@ -60,6 +60,15 @@ SIDE_ROWS = {
 }
 """Summary rows that rise through the layers and pass one of them by."""
 
+LAMEMO = {
+    "mixer": {"kind": "lamemo", "memory_length": 12, "shared_biases": True},
+    "memory": [
+        {"layers": [1], "mixer": "local_attention"},
+        {"layers": [2], "mixer": {"kind": "transformer_xl", "memory_length": 12, "shared_biases": True}},
+    ],
+}
+"""Memory rows made in the first layer and read in the last; between them a layer that shares u and v alone."""
+
 DROPOUT = {
     "dropout": 0.2, "attention_dropout": 0.3, "mlp": "relu", "norm_position": "post", "init_std": 0.1,
     **layers_of(["transformer_xl", "elastic_memory", "full_attention", "memorizing_attention"]),

@@ -45,7 +45,15 @@ def test_a_model_has_weights_that_the_seed_gives(path):
     assert megamem.build_model(config.model, dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", sorted(MIXERS.kinds()))
+STANDING_ALONE = {case.kind for case in ALL_CASES}
+"""All mechanisms but those that work on side rows alone (see `test_lamemo.py` for how these are refused)."""
+
+
+def test_those_that_do_not_stand_alone_are_known():
+    assert set(MIXERS.kinds()) - STANDING_ALONE == {"lamemo"}
+
+
+@pytest.mark.parametrize("kind", sorted(STANDING_ALONE))
 def test_every_mechanism_stands_alone(kind):
     """The first case of each: calls of any length give what one call gives, and row 1 can begin a new document."""
     case = next(case for case in ALL_CASES if case.kind == kind)
