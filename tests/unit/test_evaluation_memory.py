@@ -13,6 +13,7 @@ from megamem.evaluation.run import final_evaluation
 from megamem.hf.configuration import MegamemConfig
 from megamem.hf.held_out import open_exported
 from megamem.hf.modeling import MegamemForCausalLM
+from megamem.hf.trained import is_exported, open_trained
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.training.held_out import evaluate_run
@@ -126,6 +127,15 @@ def test_what_parameters_depend_on_is_refused(kind, change, of_a_checkpoint, of_
         open_exported(tmp_path / "hf", [f"model.mixer.{name}={'null' if value is None else value}"]).load()
     with pytest.raises(ConfigError, match=r"memory_length 12 is no multiple of model\.chunk_size 8"):
         open_exported(tmp_path / "hf", ["model.mixer={kind: compressive_transformer, memory_length: 12}"])
+
+
+def test_models_are_opened_by_what_lies_at_their_path(tmp_path):
+    exported(stage_of(remembering("transformer_xl")), tmp_path / "hf")
+    assert is_exported(tmp_path / "hf")
+    assert not is_exported(tmp_path)
+    assert open_trained(tmp_path / "hf").title == "hf"
+    with pytest.raises(CheckpointError):
+        open_trained(tmp_path)
 
 
 def test_an_export_has_no_text_of_its_own(tmp_path):
