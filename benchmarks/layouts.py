@@ -68,7 +68,7 @@ def _runs() -> Iterator[tuple[str, RunConfig]]:
 
 def _chosen(name: str, config: RunConfig) -> list[str]:
     """Return the row of a model: what is chosen for each number of devices, and what takes most there."""
-    activations = Activations(config.model, config.training.precision, config.chunks, cores())
+    activations = Activations.of_run(config, cores())
     cells, parts = [], []
     for devices in DEVICES:
         found = resolve_auto(config, devices, machine("h100", devices), activations)

@@ -37,13 +37,13 @@ from checkpoints.training_state import (
     spike_fragments,
     update_model_weights,
 )
-from checkpoints.weights import new_parameter_names
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import meta_stage
 from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.freezing import new_parameter_names
 
 
 def choose_checkpoint(config: CheckpointConfig, folder: Location) -> tuple[Checkpoint | None, list[str]]:

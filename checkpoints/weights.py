@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megamem.errors import CheckpointError, DataError
+from megamem.errors import DataError
 from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
@@ -50,15 +50,6 @@ def write_weights(weights: dict[str, Tensor], path: Path, new_parameters: Sequen
         metadata={"format": "megamem", "dtype": "fp32", "new_parameters": json.dumps(list(new_parameters))},
     )
     temporary.replace(path)
-
-
-def new_parameter_names(path: Path) -> set[str]:
-    """Return the parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return set(json.loads((file.metadata() or {}).get("new_parameters", "[]")))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
 
 
 def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:

@@ -241,7 +241,7 @@ def plan(config: RunConfig | AnyPath, devices: int | None = None, device: str = 
 
     if isinstance(config, str | PathLike):
         config = load_config(config)
-    activations = Activations(config.model, config.training.precision, config.chunks)
+    activations = Activations.of_run(config)
     config = resolve_for(config, devices, device, activations)
     dp_size = data_parallel(config, devices or config.auto.devices)
     ranks = dp_size * config.parallel.tp * config.parallel.pp

@@ -104,7 +104,7 @@ def _print_plan(
     efficiency = efficiency or EFFICIENCY
     # this process is nothing but a plan: it can be forked
     processes = cores() if sys.platform == "linux" else 1
-    activations = Activations(settings.model, settings.training.precision, settings.chunks, processes)
+    activations = Activations.of_run(settings, processes)
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")

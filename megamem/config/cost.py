@@ -18,6 +18,11 @@ class Flops:
         """Return the sum, pass by pass."""
         return Flops(self.forward + other.forward, self.backward + other.backward)
 
+    @property
+    def total(self) -> float:
+        """Operations of both passes."""
+        return self.forward + self.backward
+
 
 def product(forward: float) -> Flops:
     """Return the operations of a matrix product of which both factors get gradients: its backward is two products."""

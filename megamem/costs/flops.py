@@ -12,6 +12,7 @@ from collections import Counter
 from megamem.config.adaptive import narrow_width
 from megamem.config.cost import Flops, product
 from megamem.config.model import MixerConfig, ModelConfig
+from megamem.costs.backward import BackwardPass, embedding_products, head_products, layer_products, reached_part
 from megamem.costs.parts import PartCosts
 
 
@@ -53,12 +54,15 @@ def chunk_rows(model: ModelConfig, mixer: MixerConfig) -> int:
     return model.layer_model.chunk_size + mixer.side_rows(model.layer_model)
 
 
-def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
+def flops_by_part(
+    model: ModelConfig, sequence_length: int, causal: bool = True, backward: BackwardPass | None = None
+) -> dict[str, Flops]:
     """Return forward and backward FLOPs per token of each part of the model, averaged over a sequence from its start.
 
     Parts: `projections`, `mlp`, `head`, `embedding` where it has projections, and what the mixers declare
     (`attention`, `memory_update`, ...).
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
+    backward: what is left of the backward pass where parameters are frozen; everything learns if not given.
     """
     mixers = [model.mixer_at(layer) for layer in range(model.layers)]
     inside = model.layer_model
@@ -67,17 +71,25 @@ def flops_by_part(model: ModelConfig, sequence_length: int, causal: bool = True)
     parts: dict[str, Flops] = {
         "projections": product(2 * projected),
         "mlp": product(2 * sum(rows) * model.mlp_matrices),
-        "head": product(head_flops(model)),
+        "head": head_products(head_flops(model), model.layers, backward),
     }
+    if backward is not None:
+        # gradients of inputs where the pass comes by; those of learning matrices count with the projections'
+        above = range(backward.lowest, model.layers)
+        inputs = 2 * sum(rows[layer] * mixers[layer].projection_parameters(inside) for layer in above)
+        weights = 2 * sum(rows[layer] * backward.layer_matrices[layer] for layer in above)
+        parts["projections"] = Flops(2 * projected, inputs + weights)
+        parts["mlp"] = Flops(parts["mlp"].forward, 2 * sum(rows[layer] for layer in above) * model.mlp_matrices)
     if projections := embedding_flops(model):
-        parts["embedding"] = product(projections)
+        parts["embedding"] = embedding_products(projections, backward)
     # layers with equal mixers cost the same
     kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    reached = Counter(kinds[backward.lowest :] if backward else kinds)
     for kind, count in Counter(kinds).items():
         layer = kinds.index(kind)
-        layers = rows[layer] * count
+        layers, passed = rows[layer] * count, rows[layer] * reached[kind]
         for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
-            more = Flops(layers * flops.forward, layers * flops.backward)
+            more = Flops(layers * flops.forward, passed * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
 
@@ -91,13 +103,16 @@ def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: boo
     return parts
 
 
-def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float]:
+def flops_per_token(
+    model: ModelConfig, sequence_length: int, backward_pass: BackwardPass | None = None
+) -> dict[str, float]:
     """Return FLOPs per token, averaged over sequences of `sequence_length` tokens.
 
     Keys: each part's forward (see `flops_by_part`), their sum `total`, `backward` (twice the forward, except for
     a memory's products with constant matrices, which hand on one gradient), and `training`, the sum of both passes.
+    backward_pass: what is left of it where parameters are frozen; everything learns if not given.
     """
-    parts = flops_by_part(model, sequence_length)
+    parts = flops_by_part(model, sequence_length, backward=backward_pass)
     forward = sum(part.forward for part in parts.values())
     backward = sum(part.backward for part in parts.values())
     return {
@@ -108,38 +123,46 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> dict[str, float
     }
 
 
-def flop_costs(model: ModelConfig, sequence_length: int) -> PartCosts:
-    """Return the training FLOPs per token of each layer, embedding and output head, averaged over a sequence."""
+def flop_costs(model: ModelConfig, sequence_length: int, backward: BackwardPass | None = None) -> PartCosts:
+    """Return the training FLOPs per token of each layer, embedding and output head, averaged over a sequence.
+
+    backward: what is left of the backward pass where parameters are frozen; everything learns if not given.
+    """
     layers = []
     inside = model.layer_model
     for layer in range(model.layers):
         mixer = model.mixer_at(layer)
         rows = chunk_rows(model, mixer) / model.chunk_size
         mixing = mixing_flops(model, layer, round(rows * sequence_length)).values()
-        # the backward of a product with weights is two products: for the input's and for the weights' gradient
-        own = 3 * dense_flops(inside, mixer) + sum(flops.forward + flops.backward for flops in mixing)
+        dense = layer_products(dense_flops(inside, mixer), layer, backward)
+        own = dense.total + sum(reached_part(flops, layer, backward).total for flops in mixing)
         layers.append(rows * own)
-    return PartCosts(tuple(layers), 3.0 * embedding_flops(model), 3.0 * head_flops(model))
+    embedding = embedding_products(embedding_flops(model), backward)
+    return PartCosts(tuple(layers), embedding.total, head_products(head_flops(model), model.layers, backward).total)
 
 
-def layer_chunk_flops(model: ModelConfig, layer: int, chunks: int) -> list[Flops]:
+def layer_chunk_flops(
+    model: ModelConfig, layer: int, chunks: int, backward_pass: BackwardPass | None = None
+) -> list[Flops]:
     """Return the FLOPs per token of a layer for each chunk of a sequence: a memory that grows costs more later on.
 
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
+    backward_pass: what is left of it where parameters are frozen; everything learns if not given.
     """
     mixer, inside = model.mixer_at(layer), model.layer_model
     size = chunk_rows(model, mixer)
     rows = size / model.chunk_size
-    dense = dense_flops(inside, mixer)
+    dense = layer_products(dense_flops(inside, mixer), layer, backward_pass)
     costs = []
     # mixing FLOPs of the sequence up to the chunk before, times its chunks
     forward_before = backward_before = 0.0
     for chunk in range(chunks):
         # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        mixing = mixing_flops(model, layer, (chunk + 1) * size).values()
+        whole = mixing_flops(model, layer, (chunk + 1) * size).values()
+        mixing = [reached_part(flops, layer, backward_pass) for flops in whole]
         forward = (chunk + 1) * sum(flops.forward for flops in mixing)
         backward = (chunk + 1) * sum(flops.backward for flops in mixing)
-        chunk_forward, chunk_backward = dense + forward - forward_before, 2 * dense + backward - backward_before
-        costs.append(Flops(rows * chunk_forward, rows * chunk_backward))
+        chunk_forward, chunk_backward = dense.forward + forward - forward_before, dense.backward + backward
+        costs.append(Flops(rows * chunk_forward, rows * (chunk_backward - backward_before)))
         forward_before, backward_before = forward, backward
     return costs

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
+
+from megamem.ops.tables import kept_table
 
 RotaryTables = tuple[Tensor, Tensor]
 """Cosine and sine of each token's angles, [tokens, batch or 1, 1, head_dim / 2] each."""
@@ -30,7 +30,7 @@ def rotary_tables(positions: Tensor, width: int, theta: float, dtype: torch.dtyp
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@lru_cache(maxsize=32)
+@kept_table(32)
 def consecutive_rotary_tables(
     first: int, tokens: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
@@ -38,10 +38,8 @@ def consecutive_rotary_tables(
 
     Cached, so that layers and chunks share them.
     """
-    # tables first built under inference_mode must still be usable in training
-    with torch.inference_mode(False):
-        positions = torch.arange(first, first + tokens, device=device)[:, None]
-        return rotary_tables(positions, width, theta, dtype)
+    positions = torch.arange(first, first + tokens, device=device)[:, None]
+    return rotary_tables(positions, width, theta, dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.costs.backward import BackwardPass, embedding_products, head_products
 from megamem.costs.flops import embedding_flops, flop_costs, head_flops, layer_chunk_flops
 from megamem.costs.parameters import parameter_costs
 from megamem.costs.parts import PartCosts
@@ -18,6 +19,7 @@ from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage, typical_labels
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.topology import Topology
+from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.placement import balance, contiguous
 from megamem.pipeline.simulate import Cost
 from megamem.pipeline.train_chunk import dropout_keys
@@ -30,24 +32,28 @@ def place_by(costs: PartCosts, stages: int) -> list[int]:
     return balance(costs.layers, stages, costs.embedding, costs.head)
 
 
-def chunk_flops(model: ModelConfig, chunks: int, counts: Sequence[int]) -> Cost:
+def chunk_flops(
+    model: ModelConfig, chunks: int, counts: Sequence[int], backward_pass: BackwardPass | None = None
+) -> Cost:
     """Return the FLOPs per token of each action on each stage, by the chunk's index.
 
     counts: layers of each stage.
+    backward_pass: what is left of it where parameters are frozen; everything learns if not given.
     """
     forward = [[0.0] * chunks for _ in counts]
     backward = [[0.0] * chunks for _ in counts]
     for stage, layers in enumerate(contiguous(counts)):
         for layer in layers:
-            for chunk, flops in enumerate(layer_chunk_flops(model, layer, chunks)):
+            for chunk, flops in enumerate(layer_chunk_flops(model, layer, chunks, backward_pass)):
                 forward[stage][chunk] += flops.forward
                 backward[stage][chunk] += flops.backward
-    embedding, head = embedding_flops(model), head_flops(model)
+    embedding = embedding_products(embedding_flops(model), backward_pass)
+    head = head_products(head_flops(model), model.layers, backward_pass)
     for chunk in range(chunks):
-        forward[0][chunk] += embedding
-        backward[0][chunk] += 2 * embedding
-        forward[-1][chunk] += head
-        backward[-1][chunk] += 2 * head
+        forward[0][chunk] += embedding.forward
+        backward[0][chunk] += embedding.backward
+        forward[-1][chunk] += head.forward
+        backward[-1][chunk] += head.backward
     return lambda stage, action: (forward if action.kind == "forward" else backward)[stage][action.chunk]
 
 
@@ -103,7 +109,7 @@ def planned_costs(config: RunConfig) -> PartCosts:
     """Costs that need no device: by parameters if the configuration says so, else by operations."""
     if config.parallel.placement == "parameters":
         return parameter_costs(config.model)
-    return flop_costs(config.model, config.data.sequence_length)
+    return flop_costs(config.model, config.data.sequence_length, backward_pass_of(config))
 
 
 def place(config: RunConfig, topology: Topology | None = None) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megamem.config.run import RunConfig
 from megamem.pipeline.balancing import chunk_flops, place
+from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, Timeline, even_cost, simulate
 
@@ -93,6 +94,6 @@ def compare_for(config: RunConfig, dp_size: int = 1) -> ScheduleReport:
         config.accumulation_steps(dp_size),
         config.chunks,
         config.bptt_chunks,
-        chunk_flops(config.model, config.chunks, counts),
+        chunk_flops(config.model, config.chunks, counts, backward_pass_of(config)),
         config.interleaved,
     )

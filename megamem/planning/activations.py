@@ -28,9 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Chunk, Growing, States, detach, map_state, state_tensors
 from megamem.model.stage import Stage, build_stage, typical_labels
+from megamem.pipeline.freezing import Learning, freeze, learning_of
 from megamem.pipeline.train_chunk import dropout_keys
 from megamem.planning.ledger import Ledger, room
 from megamem.planning.rank_linears import RankLinears, tp_sizes
@@ -78,25 +80,44 @@ class Share:
 class Activations:
     """The bytes of all parts of a model, in sequences of so many chunks; each part is measured at its first use."""
 
-    def __init__(self, model: ModelConfig, precision: Precision, chunks: int, processes: int = 1) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: Precision,
+        chunks: int,
+        processes: int = 1,
+        learning: Learning | None = None,
+    ) -> None:
         """Measure nothing yet.
 
         processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context.
+        learning: what learns; everything if not given.
         """
         self.model, self.precision, self.chunks, self.processes = model, precision, chunks, processes
+        self.learning = learning
         self.dtype = DTYPES[precision]
         # by part and by what changes the operations; rows and TP are interpolated
         self._measurements: dict[tuple[str, bool, bool], _Measurements] = {}
         self._interpolated: dict[tuple[str, Share], list[PartBytes]] = {}
 
+    @classmethod
+    def of_run(cls, config: RunConfig, processes: int = 1) -> Activations:
+        """Return those of a run's model, in its precision, sequences and with what it freezes."""
+        return cls(config.model, config.training.precision, config.chunks, processes, learning_of(config))
+
     def in_sequences(self, chunks: int) -> Activations:
         """Return the same for sequences of another number of chunks; this object if it is its own."""
-        return self if chunks == self.chunks else Activations(self.model, self.precision, chunks, self.processes)
+        if chunks == self.chunks:
+            return self
+        return Activations(self.model, self.precision, chunks, self.processes, self.learning)
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
-        # layers of one kind are measured once
-        return self._part(self.model.layer_kind(layer), range(layer, layer + 1), share)
+        # layers of one kind are measured once, if they learn alike
+        name = self.model.layer_kind(layer)
+        if self.learning is not None:
+            name += f" {self.learning.reaches_input(layer)} {self.learning.of_layer(layer)}"
+        return self._part(name, range(layer, layer + 1), share)
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
@@ -146,13 +167,25 @@ class _MeasuredChunk(NamedTuple):
     state_gradients: float
 
 
+class _Part(NamedTuple):
+    """What is measured of a model."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    layers: range
+    """Its layers; an empty range is the embedding (at 0) or the head."""
+    learning: Learning | None
+    """What learns; None if everything does."""
+
+
 class _Measurements:
     """Measurements of one part at two numbers of rows and two TP sizes, and the straight lines through them."""
 
     def __init__(self, activations: Activations, layers: range, share: Share) -> None:
         """Measure the part that holds `layers`. share: what changes its operations; rows and TP size are replaced."""
         model = activations.model
-        stage = _zero_stage(model, activations.dtype, layers, share)
+        part = _Part(model, activations.dtype, layers, activations.learning)
+        stage = _zero_stage(part, share)
         # TP sizes into which the part divides; with sequence parallelism its tokens must divide too, alone and with
         # the rows around them
         tokens = model.chunk_size if layers else end_tokens(model)
@@ -168,7 +201,7 @@ class _Measurements:
         corners = list(product(ROWS, self.sizes))
         shares = [replace(share, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
         chunks = min(self.chunks, MOST_CHUNKS)
-        measure = partial(_measure_part, model, activations.dtype, layers, chunks, self.grows_for > 0)
+        measure = partial(_measure_part, part, chunks, self.grows_for > 0)
         if activations.processes > 1:
             # everything is read there: once this process had run a backward pass, its children could not where torch
             # sees a CUDA device
@@ -225,44 +258,43 @@ def _weight(point: float, points: Sequence[float], wanted: float) -> float:
     return (wanted - other) / (point - other)
 
 
-def _measure_part(
-    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
-) -> list[_MeasuredChunk]:
+def _measure_part(part: _Part, chunks: int, growing: bool, share: Share) -> list[_MeasuredChunk]:
     """Return the measurements of the first chunks; see `_read_chunks`."""
-    measured, ledgers = _read_chunks(model, dtype, layers, chunks, growing, share)
+    measured, ledgers = _read_chunks(part, chunks, growing, share)
     # what still lives are tables that are made at the first use and kept: the second time they are there already
     if any(ledger.live for ledger in ledgers):
-        measured, _ = _read_chunks(model, dtype, layers, chunks, growing, share)
+        measured, _ = _read_chunks(part, chunks, growing, share)
     return measured
 
 
-def _read_chunks(
-    model: ModelConfig, dtype: torch.dtype, layers: range, chunks: int, growing: bool, share: Share
-) -> tuple[list[_MeasuredChunk], list[Ledger]]:
+def _read_chunks(part: _Part, chunks: int, growing: bool, share: Share) -> tuple[list[_MeasuredChunk], list[Ledger]]:
     """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
 
     Args:
-        layers: of the part; an empty range is the embedding (at 0) or the head.
         chunks: the most that are read.
         growing: whether the part's memory grows with each chunk.
 
     Returns: measurements by chunk, and their ledgers.
     """
-    stage, rows = _zero_stage(model, dtype, layers, share), int(share.rows)
+    model, dtype, layers, learning = part
+    stage, rows = _zero_stage(part, share), int(share.rows)
     size = model.chunk_size if layers else end_tokens(model)
     states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = typical_labels(model, size, rows)
+    # with a frozen base, hidden states and memories that no learning parameter is behind have no gradients
+    enters = learning is None or learning.reaches_input(layers.start)
+    leaf = _leaf if learning is None else _leaf_with_gradient
     ledgers: list[Ledger] = []
     measured: list[_MeasuredChunk] = []
     while len(measured) < chunks:
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
-        reads = {name: map_state(_leaf, state) for name, state in states.items()}
+        reads = {name: map_state(leaf, state) for name, state in states.items()}
         keys = dropout_keys(model, 0, 0, range(rows))
         position = Chunk((len(measured) * size,) * rows, dropout=keys and keys.after(len(measured) * size))
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
-            entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=True)
+            entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=enters)
 
         def forward(entered: Tensor = entered, reads: States = reads, position: Chunk = position) -> Outputs:
             hidden, new, losses = stage.read_chunk(entered, reads, position)
@@ -271,7 +303,7 @@ def _read_chunks(
 
         ledgers.append(Ledger())
         (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
-        states = detach(new)
+        states = detach(new) if learning is None else new
         measured.append(chunk)
         # a line needs one chunk more than a constant, and the first chunk reads no memory
         if len(measured) > (3 if growing else 2) and _is_steady([chunk.kept for chunk in measured], growing):
@@ -303,8 +335,9 @@ def _growing_chunks(stage: Stage, chunks: int) -> int:
     return max((chunks if spec.limit is None else min(chunks, spec.limit) for spec in lists), default=0)
 
 
-def _zero_stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Share) -> Stage:
-    """Return some layers as a rank holds them in training, with parameters that are zero and take no memory."""
+def _zero_stage(part: _Part, share: Share) -> Stage:
+    """Return a part as a rank holds it in training, with parameters that are zero and take no memory."""
+    model, dtype, layers, learning = part
     with torch.device("meta"):
         stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     # embedding and head are parts of their own: a layer at an end of the model has neither
@@ -313,6 +346,8 @@ def _zero_stage(model: ModelConfig, dtype: torch.dtype, layers: range, share: Sh
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(room(parameter)))
+    if learning is not None:
+        freeze(stage, learning.names)
     return stage
 
 
@@ -342,12 +377,19 @@ def _measure_chunk(
         ledger.enter_storage(gradient, counted=False)
     ledger.live_after = []
     with ledger:
-        torch.autograd.backward(roots, gradients)
+        if roots:
+            torch.autograd.backward(roots, gradients)
     state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
-    backward_bytes = np.array(ledger.live_after, dtype=np.float64) - kept
+    # where nothing learns there is no backward pass
+    backward_bytes = np.array(ledger.live_after or [kept], dtype=np.float64) - kept
     return outputs, _MeasuredChunk(kept, np.array(forward_bytes, dtype=np.float64), backward_bytes, state_gradients)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     """Return a state tensor [N, ...] as a leaf of autograd: a chunk reads so what the one before wrote."""
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _leaf_with_gradient(tensor: Tensor) -> Tensor:
+    """Return a state tensor [N, ...] as a leaf that requires a gradient only if the chunk before gave it one."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -14,9 +14,10 @@ from megamem.costs.state_bytes import stage_state_bytes
 from megamem.memory.base import DTYPES
 from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
+from megamem.pipeline.freezing import learning_of
 from megamem.pipeline.schedule import Action, Order, stage_order, window_schedule
 from megamem.planning.activations import Activations, PartBytes, Share
-from megamem.planning.ranks import part_parameters
+from megamem.planning.ranks import part_parameters, stage_parameters
 
 FLAT = 500_000_000
 """Elements that DeepSpeed copies together to sum gradients outside of ZeRO 2 and 3 (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
@@ -84,9 +85,9 @@ def step_peak(
 ) -> StepPeak:
     """Return the peak of a rank that holds `layers` as `stage` of `config.parallel.pp` stages."""
     parallel, model, rows = config.parallel, config.model, config.training.micro_batch_size
-    # the parts of the stage, bottom up, with their bytes by chunk and their parameters
+    # the parts of the stage, bottom up, with their bytes by chunk and their parameters that learn
     share = Share(rows, tp_size, config.training.recompute, parallel.sequence_parallel and tp_size > 1)
-    counts = part_parameters(model, tp_size)
+    counts = part_parameters(model, tp_size, learning_of(config))
     parts = [activations.layer(layer, share) for layer in layers]
     sizes = [counts.layers[layer] for layer in layers]
     if layers:  # what they share gets its gradient with the topmost of them first; it counts with the lowest
@@ -119,7 +120,8 @@ def step_peak(
     gathered = buffer = 0.0
     if parallel.zero_stage == 3:
         buffer = 4.0 * min(sum(sizes), BUCKET)
-        gathered = buffer + (float(min(sum(sizes), LIVE) * element) if dp_size > 1 else 0.0)
+        whole = stage_parameters(model, layers, tp_size)
+        gathered = buffer + (float(min(whole, LIVE) * element) if dp_size > 1 else 0.0)
     carried = _carried_states(config, states[-1], dp_size)
     at_work = StepPeak(moment.gradients, moment.in_flight, moment.working, moment.states + carried, borders, gathered)
 
@@ -142,7 +144,7 @@ def _order(config: RunConfig, stage: int, micro_batches: int) -> Order:
 
 
 def _gradients(config: RunConfig, sizes: Sequence[int], dp_size: int) -> _Gradients:
-    """Return how DeepSpeed keeps the gradients of parts with so many parameters."""
+    """Return how DeepSpeed keeps the gradients of parts with so many parameters that learn."""
     zero, total = config.parallel.zero_stage, sum(sizes)
     element = DTYPES[config.training.precision].itemsize
     full_precision = element == 4
@@ -162,7 +164,7 @@ def _gradients(config: RunConfig, sizes: Sequence[int], dp_size: int) -> _Gradie
 def _update_bytes(config: RunConfig, total: int, dp_size: int) -> float:
     """Return the bytes after the last backward pass besides gradients: a flat copy of them, summed or updated from.
 
-    total: parameters of the rank.
+    total: parameters of the rank that learn.
     """
     mixed = DTYPES[config.training.precision].itemsize < 4
     if config.parallel.zero_stage == 0:

@@ -11,16 +11,14 @@ from megamem.costs.state_bytes import split_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.pipeline.balancing import place
+from megamem.pipeline.freezing import backward_pass_of, learning_of
 from megamem.pipeline.placement import contiguous
 from megamem.planning.activations import Activations
 from megamem.planning.machines import DISK, Machine
 from megamem.planning.peak import StepPeak, step_peak
-from megamem.planning.ranks import RankBytes, held_bytes, stage_parameters
+from megamem.planning.ranks import RankBytes, held_bytes
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, stage_traffic, step_time
-from megamem.planning.traffic import Traffic
-
-CHECKPOINT_BYTES = 12
-"""Bytes of a parameter in a checkpoint: FP32 weight and two moments."""
+from megamem.planning.traffic import StageParameters, Traffic
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class PlanReport:
     @property
     def flops(self) -> dict[str, float]:
         """FLOPs per token; see `flops_per_token`."""
-        return flops_per_token(self.config.model, self.config.data.sequence_length)
+        return flops_per_token(self.config.model, self.config.data.sequence_length, backward_pass_of(self.config))
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,7 +125,7 @@ class PlanReport:
     @property
     def checkpoint(self) -> dict[str, float]:
         """Bytes of a checkpoint, with states that streams carry over, and seconds to write it from all nodes."""
-        size = float(CHECKPOINT_BYTES * parameter_counts(self.config.model)["total"])
+        size = float(checkpoint_bytes(self.config))
         if self.config.data.feeding == "streams":
             rows = self.config.accumulation_steps(self.dp_size) * self.dp_size * self.config.parallel.tp
             size += rows * sum(self.states.values())
@@ -157,6 +155,16 @@ class PlanReport:
             "checkpoint": self.checkpoint,
             "efficiency": self.efficiency,
         }
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Return the bytes of a checkpoint's parameters.
+
+    These are an FP32 weight and two moments of each that learns; a frozen one is saved as the model computes with it.
+    """
+    total, learning = parameter_counts(config.model)["total"], learning_of(config)
+    count = total if learning is None else learning.total
+    return 12 * count + DTYPES[config.training.precision].itemsize * (total - count)
 
 
 def data_parallel(config: RunConfig, devices: int | None) -> int:
@@ -195,13 +203,13 @@ def make_plan(
 
     Raises: LayoutError for a layout that the model cannot be split into.
     """
-    activations = activations or Activations(config.model, config.training.precision, config.chunks)
+    activations = activations or Activations.of_run(config)
     counts = place(config)
     layout = Layout(config, dp_size, tuple(counts))
     ranks = rank_reports(layout, activations)
     switched = config.training.model_copy(update={"recompute": not config.training.recompute})
     other_layout = Layout(config.model_copy(update={"training": switched}), dp_size, layout.counts)
-    parameters = [rank.held.parameters for rank in ranks]
+    parameters = [StageParameters(rank.held.parameters, rank.held.learning) for rank in ranks]
     sizes = (config.training.micro_batch_size, DTYPES[config.training.precision], config.parallel.tp, config.chunks)
     return PlanReport(
         layout,
@@ -220,6 +228,6 @@ def rank_reports(layout: Layout, activations: Activations) -> list[RankReport]:
     config, tp_size, dp_size = layout.config, layout.config.parallel.tp, layout.dp_size
     reports = []
     for stage, layers in enumerate(contiguous(layout.counts)):
-        held = held_bytes(config, layers, stage_parameters(config.model, layers, tp_size), tp_size, dp_size)
+        held = held_bytes(config, layers, tp_size, dp_size)
         reports.append(RankReport(stage, layers, held, step_peak(config, activations, layers, stage, tp_size, dp_size)))
     return reports

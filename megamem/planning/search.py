@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megamem.config.auto import AUTO_FIELDS
 from megamem.config.run import RunConfig
 from megamem.pipeline.balancing import chunk_flops, place_by, planned_costs
+from megamem.pipeline.freezing import backward_pass_of, learning_of
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.simulate import Cost
 from megamem.planning.activations import Activations
@@ -21,6 +22,7 @@ from megamem.planning.plan import RankReport, rank_reports
 from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.ranks import stage_parameters
 from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, step_time
+from megamem.planning.traffic import StageParameters
 
 T = TypeVar("T")
 EQUALS = 1.1
@@ -131,7 +133,7 @@ class Search:
         """
         self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
         self.accept = accept
-        self.activations = activations or Activations(config.model, config.training.precision, config.chunks)
+        self.activations = activations or Activations.of_run(config)
         self.fields = fields
         self.tried = 0
         """Number of layouts whose bytes were computed."""
@@ -257,14 +259,18 @@ class Search:
             counts = place_by(planned_costs(self.config), stages)
             if isinstance(given, tuple) and "parallel.pp" not in self.fields:
                 counts = list(given)
-            self._placed[stages] = tuple(counts), chunk_flops(self.config.model, self.config.chunks, counts)
+            costs = chunk_flops(self.config.model, self.config.chunks, counts, backward_pass_of(self.config))
+            self._placed[stages] = tuple(counts), costs
         return self._placed[stages]
 
     def _time(self, layout: Layout, simulated: bool) -> StepTime:
         """Return the time of a step; see `step_time`."""
-        stages = len(layout.counts)
-        tp_size = layout.config.parallel.tp
-        parameters = [stage_parameters(layout.config.model, layers, tp_size) for layers in contiguous(layout.counts)]
+        stages, tp_size = len(layout.counts), layout.config.parallel.tp
+        model, learning = layout.config.model, learning_of(layout.config)
+        parameters = [
+            StageParameters(*(stage_parameters(model, layers, tp_size, counted) for counted in (None, learning)))
+            for layers in contiguous(layout.counts)
+        ]
         flops = self._place(stages)[1]
         return step_time(layout, parameters, self.machine, self.efficiency, flops, simulated)
 

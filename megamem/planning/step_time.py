@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megamem.config.run import RunConfig
+from megamem.costs.backward import BackwardPass
+from megamem.costs.flops import layer_chunk_flops
 from megamem.memory.base import DTYPES
 from megamem.pipeline.balancing import chunk_flops
+from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, simulate
 from megamem.planning.machines import ACHIEVED, Machine
-from megamem.planning.traffic import Traffic, all_reduce, traffic
+from megamem.planning.traffic import StageParameters, Traffic, all_reduce, traffic
 
 EFFICIENCY = 0.4
 """Share of a device's peak that a rank reaches while it works on matrix products and what lies between them."""
@@ -80,7 +83,7 @@ class Layout:
 
 def step_time(
     layout: Layout,
-    parameters: Sequence[int],
+    parameters: Sequence[StageParameters],
     machine: Machine,
     efficiency: float = EFFICIENCY,
     flops: Cost | None = None,
@@ -89,14 +92,14 @@ def step_time(
     """Return the time of a step.
 
     Args:
-        parameters: number of parameters of a rank of each stage.
+        parameters: those of a rank of each stage.
         efficiency: share of the device's peak that ranks reach.
         flops: `chunk_flops` of the model so placed, if it is known already.
         simulated: play the schedule; if not, the bubble is that of even chunks, (P - 1) / (M C) of the working time.
     """
-    config = layout.config
+    config, reach = layout.config, backward_pass_of(layout.config)
     training, parallel, stages = config.training, config.parallel, len(layout.counts)
-    flops = flops or chunk_flops(config.model, config.chunks, list(layout.counts))
+    flops = flops or chunk_flops(config.model, config.chunks, list(layout.counts), reach)
     element = DTYPES[training.precision].itemsize
     tokens = config.model.chunk_size * training.micro_batch_size
     seconds_per_flop = tokens / parallel.tp / (efficiency * machine.peak(training.precision))
@@ -105,14 +108,20 @@ def step_time(
     # each layer sums over tensor-parallel ranks twice in each direction
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
 
+    # of each stage, the layers that gradients reach: the others send and repeat nothing in the backward pass
+    stage_layers = contiguous(layout.counts)
+    reached = [reach.reached(layers) if reach else len(layers) for layers in stage_layers]
+    unrepeated = [_unreached_flops(config, layers, reach) for layers in stage_layers]
+
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""
         forward = Action("forward", action.micro_batch, action.chunk)
         work, sums = flops(stage, action), 1.0
         if action.kind == "backward" and training.recompute:
             # a block is repeated up to the last tensor that its backward needs: not through its last sum
-            work, sums = work + flops(stage, forward), 1.5
-        return work * seconds_per_flop + sums * layout.counts[stage] * summed
+            work, sums = work + flops(stage, forward) - unrepeated[stage][action.chunk], 1.5
+        layers = layout.counts[stage] if action.kind == "forward" else reached[stage]
+        return work * seconds_per_flop + sums * layers * summed
 
     # working time of each stage; the slowest sets the pace
     busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
@@ -128,8 +137,9 @@ def step_time(
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
     # of the working time, the sums over tensor-parallel ranks (recomputation repeats half of the forward's)
     sent = stage_traffic(layout, parameters)
-    sums = layout.sequences * config.chunks * (2.5 if training.recompute else 2) * layout.counts[slowest] * summed
-    shard = max(parameters) / (layout.dp_size if parallel.zero_stage else 1)
+    passes = layout.counts[slowest] + (1.5 if training.recompute else 1) * reached[slowest]
+    sums = layout.sequences * config.chunks * passes * summed
+    shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=busy[slowest] - sums,
         tensor=sums,
@@ -139,7 +149,17 @@ def step_time(
     )
 
 
-def stage_traffic(layout: Layout, parameters: Sequence[int]) -> list[Traffic]:
+def _unreached_flops(config: RunConfig, layers: range, reach: BackwardPass | None) -> list[float]:
+    """Return by chunk the forward FLOPs per token of those layers of a stage that gradients do not reach."""
+    sums = [0.0] * config.chunks
+    for layer in layers if reach else ():
+        if reach and layer < reach.lowest:
+            for chunk, flops in enumerate(layer_chunk_flops(config.model, layer, config.chunks)):
+                sums[chunk] += flops.forward
+    return sums
+
+
+def stage_traffic(layout: Layout, parameters: Sequence[StageParameters]) -> list[Traffic]:
     """Return the traffic of a rank of each stage. parameters: of a rank of each stage."""
     stages = enumerate(zip(contiguous(layout.counts), parameters, strict=True))
     return [traffic(layout.config, layers, stage, count, layout.dp_size) for stage, (layers, count) in stages]

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
 from megamem.pipeline.deepspeed_settings import LIVE
+from megamem.pipeline.freezing import backward_pass_of
+
+
+class StageParameters(NamedTuple):
+    """The parameters of a rank of a stage."""
+
+    all: int
+    learning: int
+    """Those that have gradients and are updated."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,8 @@ class Traffic:
         return self.tensor + self.pipeline + self.data
 
 
-def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_size: int) -> Traffic:
-    """Return the traffic of a rank of `stage`, which holds `layers` with `parameters` parameters.
+def traffic(config: RunConfig, layers: range, stage: int, parameters: StageParameters, dp_size: int) -> Traffic:
+    """Return the traffic of a rank of `stage`, which holds `layers` with `parameters`.
 
     Sums over ranks that some mechanisms make besides (their pages say so) are small and left out.
     """
@@ -38,21 +48,23 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: int, dp_si
     tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, model.rows_per_chunk))
 
     # two sums forward and two backward per layer; recomputation needs the first of the forward ones again
-    summed = (5 if training.recompute else 4) * len(layers) * hidden
+    reach = backward_pass_of(config)
+    backward = reach.reached(layers) if reach else len(layers)
+    summed = (2 * len(layers) + (3 if training.recompute else 2) * backward) * hidden
     summed += ((stage == 0) + (stage == parallel.pp - 1)) * tokens  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
-    weights = float(parameters * element)
-    gradients = 4.0 * parameters  # summed in FP32
+    weights, updated = float(parameters.all * element), float(parameters.learning * element)
+    gradients = 4.0 * parameters.learning  # summed in FP32
     windows = _windows(config, dp_size)
     zero = parallel.zero_stage
     if zero == 0:
         data = all_reduce(gradients, dp_size)
     elif zero == 1:
-        data = all_reduce(gradients, dp_size) + gather(weights, dp_size)
+        data = all_reduce(gradients, dp_size) + gather(updated, dp_size)
     elif zero == 2:  # gradients are divided after each backward pass
-        data = windows * all_reduce(gradients, dp_size) + gather(weights, dp_size)
+        data = windows * all_reduce(gradients, dp_size) + gather(updated, dp_size)
     else:
-        gathered = _gathers(parameters, config.bptt_chunks) * gather(weights, dp_size)
+        gathered = _gathers(parameters.all, config.bptt_chunks) * gather(weights, dp_size)
         data = windows * (gather(gradients, dp_size) + gathered)
     return Traffic(
         tensor=all_reduce(summed, parallel.tp),

@@ -12,7 +12,6 @@ from pyarrow import csv, parquet
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.costs.flops import flops_per_token
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.evaluation.metrics import read_points
@@ -21,7 +20,7 @@ from megamem.runs.result import read_result
 from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun
 from megamem.study.tasks import changes_of, check_begun, figures
-from megamem.training.phases import phases_of
+from megamem.training.phases import phases_of, training_flops
 
 RUN = "run"
 """Column of the run's name."""
@@ -93,14 +92,14 @@ def planned_figures(config: RunConfig) -> dict[str, float]:
 
 def training_figures(config: RunConfig, tokens: float) -> dict[str, float]:
     """Return `training_tokens` and `training_flops` of a run after `tokens` tokens, as it logged them."""
-    return {"training_tokens": tokens, "training_flops": tokens * training_flops(config)}
+    return {"training_tokens": tokens, "training_flops": tokens * mean_training_flops(config)}
 
 
-def training_flops(config: RunConfig) -> float:
+def mean_training_flops(config: RunConfig) -> float:
     """Return the FLOPs per token of forward and backward pass, a mean over the phases of the run."""
     phases = phases_of(config)
     positions = [phase.steps * phase.config.training.batch_tokens for phase in phases]
-    flops = [flops_per_token(config.model, phase.config.data.sequence_length)["training"] for phase in phases]
+    flops = training_flops(config)
     return sum(n * per_token for n, per_token in zip(positions, flops, strict=True)) / sum(positions)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpoints.weights import new_parameter_names
 from megamem.config.extensions import CallbackConfig
 from megamem.config.run import RunConfig
 from megamem.costs.devices import device_name, device_peak
-from megamem.costs.flops import flops_per_token
 from megamem.data.batch import EvaluationDocument
 from megamem.data.feeder import HeldOutDocuments, evaluation_documents
 from megamem.errors import ConfigError
@@ -18,13 +16,14 @@ from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import PipelineEngine
-from megamem.pipeline.freezing import check_learns
+from megamem.pipeline.freezing import check_learns, new_parameter_names
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
 from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
 from megamem.training.callbacks.validation import Validation
 from megamem.training.loop import Callback
+from megamem.training.phases import training_flops
 from tokenization.tokenizer import Tokenizer
 
 
@@ -85,8 +84,7 @@ def _built(config: CallbackConfig) -> Callback:
 def build_metrics(config: RunConfig, topology: Topology, sinks: Sequence[Sink]) -> Metrics:
     """Build the callback that fills and writes the records of log lines."""
     peak = device_peak(device_name(topology.device), config.training.precision)
-    flops = [flops_per_token(config.model, phase.data.sequence_length)["training"] for phase in config.phases]
-    return Metrics(config.logging.every, sinks, flops, peak)
+    return Metrics(config.logging.every, sinks, training_flops(config), peak)
 
 
 def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch) -> Validation | None:

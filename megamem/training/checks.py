@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 
-from checkpoints.weights import new_parameter_names
 from megamem.config.budget import HALF, steps_for
 from megamem.config.run import RunConfig
-from megamem.costs.parameters import parameter_counts
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.ops.attention.softmax import check_backend
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
-from megamem.pipeline.freezing import check_learns
+from megamem.pipeline.freezing import check_learns, new_parameter_names
 from megamem.planning.auto import divided
+from megamem.planning.plan import checkpoint_bytes
 from megamem.runs.folder import check_run_folder
 from megamem.training.phases import phases_of
 from tokenization.tokenizer import Tokenizer
@@ -65,8 +64,7 @@ def check_run(config: RunConfig, processes: int) -> None:
     if config.training.freeze and config.training.init_from:
         check_learns(new_parameter_names(config.training.init_from), config.training.init_from, config.model)
     config = with_steps(config, feeders)
-    # FP32 weights and two moments
-    check_run_folder(config, 12 * parameter_counts(config.model)["total"])
+    check_run_folder(config, checkpoint_bytes(config))
 
 
 def open_feeders(config: RunConfig, dp_rank: int, dp_size: int) -> list[Feeder]:

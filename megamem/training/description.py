@@ -8,10 +8,10 @@ from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs
 from megamem.costs.parameters import parameter_costs
 from megamem.data.feeder import Feeder
-from megamem.model.stage import meta_stage
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
+from megamem.pipeline.freezing import backward_pass_of, whole_model
 from megamem.pipeline.schedule import peak_units
 from megamem.training.phases import phases_of
 
@@ -34,7 +34,7 @@ def describe_learning(config: RunConfig, new_parameters: Collection[str]) -> lis
     """Describe in a line how many parameters learn, where some do not. new_parameters: names of those that do."""
     if config.training.freeze is None:
         return []
-    sizes = {name: parameter.numel() for name, parameter in meta_stage(config.model).named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in whole_model(config.model).named_parameters()}
     learning = sum(size for name, size in sizes.items() if name in new_parameters)
     total = sum(sizes.values())
     return [f"learning: {learning:,} new of {total:,} parameters ({learning / total:.2%}); the others are frozen"]
@@ -46,7 +46,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     if stages == 1:
         return []
     layers_per_stage = [len(layers) for layers in engine.placement]
-    costs = flop_costs(config.model, config.data.sequence_length).by_stage(layers_per_stage)
+    costs = flop_costs(config.model, config.data.sequence_length, backward_pass_of(config)).by_stage(layers_per_stage)
     parameters = parameter_costs(config.model).by_stage(layers_per_stage)
     units = engine.accumulation, config.chunks, config.bptt_chunks
     lines = [
@@ -56,7 +56,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
         f"{peak_units(stage, stages, *units, config.interleaved)} chunks in flight"
         for stage, layers in enumerate(engine.placement)
     ]
-    cost = chunk_flops(config.model, config.chunks, layers_per_stage)
+    cost = chunk_flops(config.model, config.chunks, layers_per_stage, backward_pass_of(config))
     plan = compare(stages, *units, cost, config.interleaved)
     if config.interleaved and engine.accumulation < stages:
         lines.append(

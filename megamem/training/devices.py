@@ -81,7 +81,7 @@ def settle(
 def measurements(config: RunConfig) -> Activations:
     """Return what measures the run's activations, in processes forked from this one, which does not use CUDA yet."""
     processes = cores() if sys.platform == "linux" else 1
-    return Activations(config.model, config.training.precision, config.chunks, processes)
+    return Activations.of_run(config, processes)
 
 
 def this_machine(config: RunConfig, ranks: int) -> Machine:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
+from megamem.costs.flops import flops_per_token
+from megamem.pipeline.freezing import backward_pass_of
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,12 @@ def samples_after(phases: Sequence[Phase], step: int) -> int:
 def positions_after(phases: Sequence[Phase], step: int) -> int:
     """Return the number of positions that a run has read after `step` steps."""
     return sum(max(0, min(step, phase.end) - phase.first_step) * phase.config.training.batch_tokens for phase in phases)
+
+
+def training_flops(config: RunConfig) -> list[float]:
+    """Return the FLOPs per token of forward and backward pass in each phase; what is frozen has no gradients.
+
+    Raises: CheckpointError if the weights that list what learns cannot be read.
+    """
+    reach = backward_pass_of(config)
+    return [flops_per_token(config.model, phase.data.sequence_length, reach)["training"] for phase in config.phases]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from checkpoints.weights import write_weights
+from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.model.stage import meta_stage
 from megamem.parallel.gather import whole_parameter
@@ -35,9 +38,18 @@ def learns(name: str) -> bool:
     return any(part in name for part in (".long_term.", ".long_output.", ".mixer.gate."))
 
 
+def new_names(model: ModelConfig) -> set[str]:
+    """The parameters of added memories, by global name."""
+    return {name for name, _ in meta_stage(model).named_parameters() if learns(name)}
+
+
 def config_of(case: dict[str, Any]) -> RunConfig:
-    training = {"freeze": "base", "init_from": "somewhere", **case.get("training", {})}
-    return run_config(**{**case, "training": training})
+    """The run of a case, and a file of this process's own that lists what is new."""
+    path = Path(tempfile.mkdtemp(), "start.safetensors")
+    training = {"freeze": "base", "init_from": str(path), **case.get("training", {})}
+    config = run_config(**{**case, "training": training})
+    write_weights({}, path, sorted(new_names(config.model)))
+    return config
 
 
 def train_frozen(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -48,7 +60,7 @@ def train_frozen(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _train(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case["config"])
     topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
-    new = {name for name, _ in meta_stage(config.model).named_parameters() if learns(name)}
+    new = new_names(config.model)
     engine = build_engine(config, topology, new)
     before = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
     if case.get("read"):

@@ -5,6 +5,8 @@ import pytest
 from megamem.parallel.topology import Topology
 from megamem.pipeline.engine import build_engine
 from megamem.planning.ranks import rank_bytes
+from tests.distributed.freezing_cases import GPT2, MODEL, new_names
+from tests.distributed.freezing_cases import config_of as frozen_config
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.training_cases import MUP, local_batches, run_config
 
@@ -22,12 +24,18 @@ CASES = {
     "zero2-bf16": ((1, 1, 2), "bf16", {}),
     "zero3": ((1, 2, 3), "fp32", {}),
     "zero3-bf16": ((1, 1, 3), "bf16", {}),
+    "frozen-pipeline": ((2, 2, 0), "fp32", GPT2),
+    "frozen-zero1-bf16": ((1, 2, 1), "bf16", MODEL),
+    "frozen-zero2": ((1, 2, 2), "fp32", MODEL),
+    "frozen-zero3": ((1, 2, 3), "fp32", MODEL),
 }
 
 
 def config_of(name):
     (pp, tp, zero), precision, model = CASES[name]
     parallel = {"pp": pp, "tp": tp, "zero_stage": zero}
+    if name.startswith("frozen"):
+        return frozen_config({"training": {"precision": precision}, "parallel": parallel, "model": model})
     return run_config(training={"precision": precision}, parallel=parallel, model=model)
 
 
@@ -62,7 +70,7 @@ def held(names):
 
 def held_in(config):
     topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
-    engine = build_engine(config, topology)
+    engine = build_engine(config, topology, new_names(config.model) if config.training.freeze else ())
     engine.step(local_batches(config, topology, 0), 1e-3)
     seen = []
     engine.step(local_batches(config, topology, 1), 1e-3, lambda action: seen.append(gradients(engine)))

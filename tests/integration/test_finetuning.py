@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from checkpoints.weights import new_parameter_names
+from megamem.pipeline.freezing import new_parameter_names
 from tests.integration.commands import CHUNK, VOCABULARY, run_tree, write_config
 from tests.integration.ranks import Job, command
 from tests.integration.test_models import invoke, refused

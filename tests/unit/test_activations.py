@@ -3,16 +3,19 @@
 import pytest
 import torch
 
+from checkpoints.weights import write_weights
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.memory.base import Chunk
+from megamem.memory.continuous import gaussian_basis
 from megamem.model.objectives.next_token import NextToken
-from megamem.model.stage import build_stage
+from megamem.model.stage import build_stage, meta_stage
 from megamem.ops import rotary
+from megamem.pipeline.freezing import freeze
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
-from megamem.planning.activations import Activations, PartBytes, Share, _measure_part
+from megamem.planning.activations import Activations, PartBytes, Share, _measure_part, _Part
 from megamem.planning.ledger import Ledger
 from megamem.planning.peak import step_peak
 from megamem.planning.rank_linears import RankLinears
@@ -62,7 +65,7 @@ def test_other_shares_lie_on_the_lines(case, recompute):
     model = case.model(heads=8 * case.queries_per_key)
     found = Activations(model, "fp32", CHUNKS)
     predicted = found.layer(0, Share(5, 1, recompute))
-    measured = _measure_part(model, torch.float32, range(1), CHUNKS, False, Share(5, 1, recompute))
+    measured = _measure_part(_Part(model, torch.float32, range(1), None), CHUNKS, False, Share(5, 1, recompute))
     for here, there in zip(predicted, measured, strict=False):
         expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.state_gradients)
         assert tuple(here) == pytest.approx(tuple(expected), rel=0.01, abs=0.01 * there.kept)
@@ -73,7 +76,7 @@ def test_tables_that_last_are_not_counted():
     model = next(case for case in CASES if case.kind == "full_attention").model()
     rotary.consecutive_rotary_tables.cache_clear()
     share = Share(2, 1)
-    first, second = (_measure_part(model, torch.float32, range(1), CHUNKS, True, share) for _ in range(2))
+    first, second = (_measure_part(_Part(model, torch.float32, range(1), None), CHUNKS, True, share) for _ in range(2))
     assert [part.kept for part in first] == [part.kept for part in second]
 
 
@@ -147,25 +150,80 @@ MIXERS = {
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 def test_parts_make_up_a_step(mixer, bptt_chunks):
     """Against a ledger over a whole sequence's windows. Above it by what gradients of states share, never below."""
+    config = step_config(mixer, bptt_chunks)
+    stage = build_stage(config.model, RankLinears(1))
+    assert 0.99 < planned(config) / most_bytes(config, stage) < 1.08
+
+
+@pytest.mark.parametrize("mixer", ["infini_attention", {"kind": "infinity_former", "basis": 32, "samples": 32}])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_frozen_base_keeps_less(mixer, recompute, tmp_path):
+    """Likewise where added memories learn alone, in two of three layers: the first has no backward pass.
+
+    What it hands on counts as kept, though nobody keeps it: hence up to a fifth above."""
+    free = step_config("local_attention", 2, [{"layers": [1, 2], "mixer": mixer}], recompute)
+    whole, plain = (
+        dict(meta_stage(model).named_parameters()) for model in (free.model, step_config("local_attention", 2).model)
+    )
+    path = tmp_path / "start.safetensors"
+    write_weights({}, path, sorted(set(whole) - set(plain)))
+    training = free.training.model_copy(update={"freeze": "base", "init_from": path})
+    config = free.model_copy(update={"training": training})
+    stage = build_stage(config.model, RankLinears(1))
+    freeze(stage, set(whole) - set(plain))
+    found = most_bytes(config, stage)
+    assert 0.99 < planned(config) / found < 1.2
+    assert planned(free) > 1.3 * found
+
+
+def test_tables_made_while_measuring_are_real():
+    """They stay for calls outside of the ledger, which computes no large numbers itself."""
+    rotary.consecutive_rotary_tables.cache_clear()
+    gaussian_basis.operators.cache_clear()
+    regression = gaussian_basis.Regression(gaussian_basis.Basis(64, (0.01, 0.05)), 1.0, 64, 32, 0.5, "zeros")
+    device = torch.device("cpu")
+    with Ledger():
+        cos, sin = rotary.consecutive_rotary_tables(5, 512, 64, 1e4, torch.float32, device)
+        made = gaussian_basis.operators(regression, torch.float32, device)
+    again = rotary.rotary_tables(torch.arange(5, 517)[:, None], 64, 1e4, torch.float32)
+    assert torch.equal(cos, again[0])
+    assert torch.equal(sin, again[1])
+    assert gaussian_basis.operators(regression, torch.float32, device) is made
+    exact = regression.operator(regression.all_first())[:, : regression.tokens]
+    assert torch.equal(made.first, exact.float())
+
+
+def planned(config):
+    """The most bytes of the one rank of a run besides weights and optimizer."""
+    return step_peak(config, Activations.of_run(config), range(3), 0, 1, 1).total
+
+
+def step_config(mixer, bptt_chunks, memory=(), recompute=False):
+    """A run of one sequence of four rows."""
     size, rows = 64, 4
-    config = parse_config(
+    return parse_config(
         RunConfig,
         {
             "name": "x",
             "model": {
                 "layers": 3, "hidden_size": 128, "heads": 4, "vocab_size": 512, "chunk_size": size, "mixer": mixer,
+                "memory": memory,
             },
             "data": {"sources": ["x"], "sequence_length": CHUNKS * size},
             "parallel": {"zero_stage": 0},
             "training": {
                 "steps": 1, "batch_tokens": CHUNKS * size * rows, "micro_batch_size": rows, "precision": "fp32",
-                "bptt_chunks": bptt_chunks,
+                "bptt_chunks": bptt_chunks, "recompute": recompute,
             },
         },
         "config",
     )  # fmt: skip
-    planned = step_peak(config, Activations(config.model, "fp32", CHUNKS), range(3), 0, 1, 1)
-    stage = build_stage(config.model, RankLinears(1))
+
+
+def most_bytes(config, stage):
+    """The most bytes that a ledger counts over the windows of a sequence."""
+    size, rows, bptt_chunks = config.model.chunk_size, config.training.micro_batch_size, config.bptt_chunks
+    stage.recompute = config.training.recompute
     window = Window(stage, NextToken(config.model))
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
     for _ in range(2):  # the first pass makes tables that stay
@@ -181,7 +239,7 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
                 places = [Chunk((chunk * size,) * rows) for chunk in range(first, first + bptt_chunks)]
                 loss, _, states = window(tokens[part], tokens[part], places, states, torch.tensor(1.0))
                 loss.backward()
-    assert 0.99 < planned.total / max(count.live_after) < 1.08
+    return max(count.live_after)
 
 
 def test_what_is_not_computed_is_remembered(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megamem.config.cost import Flops
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.costs.flops import flops_by_part, flops_per_token
+from megamem.costs.flops import flop_costs, flops_by_part, flops_per_token, layer_chunk_flops, mixing_flops
 from megamem.memory.base import Chunk
-from megamem.model.stage import build_stage
+from megamem.model.stage import build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.freezing import freeze, what_learns
 
 CHUNK, CHUNKS, ROWS = 64, 8, 2
 MIXERS = {
@@ -106,18 +108,28 @@ def triangular_solve(left: tuple[int, ...], right: tuple[int, ...], *_: object, 
 SOLVES = {torch.ops.aten.linalg_solve_triangular: triangular_solve}
 
 
-def small_model(mixer: dict[str, object], kv_heads: int = 4) -> ModelConfig:
+def small_model(mixer: object, kv_heads: int = 4, **changes: object) -> ModelConfig:
     tree = {
         "layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": kv_heads, "vocab_size": 96, "chunk_size": CHUNK,
-        "mixer": mixer, "attention_kernel": "eager",
+        "mixer": mixer, "attention_kernel": "eager", **changes,
     }  # fmt: skip
     return parse_config(ModelConfig, tree, "test")
 
 
-def counted(model: ModelConfig) -> tuple[float, float]:
-    """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window."""
+def counted(
+    model: ModelConfig, learning: Collection[str] | None = None, gradient_enters: bool = False
+) -> tuple[float, float]:
+    """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window.
+
+    learning: the parameters that learn; all if not given.
+    gradient_enters: whether what the embedding gives requires a gradient, though the embedding be frozen.
+    """
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
+    if learning is not None:
+        freeze(stage, learning)
+    if gradient_enters:
+        stage.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
     tokens = torch.randint(model.vocab_size, (CHUNKS * CHUNK, ROWS))
     states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
     losses = []
@@ -146,6 +158,75 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
     forward, backward = counted(model)
     assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
     assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
+
+
+def added(model: ModelConfig) -> set[str]:
+    """The parameters that the same model without memories has not."""
+    plain = model.model_copy(update={"mixer": small_model("local_attention").mixer, "memory": ()})
+    whole, before = (dict(meta_stage(each).named_parameters()) for each in (model, plain))
+    return set(whole) - set(before)
+
+
+MEMORY = MIXERS["infinity-former"]
+
+
+@pytest.mark.parametrize("mixer", [MEMORY, MIXERS["infini"], MIXERS["memorizing"], MIXERS["memorizing, stopped"]])
+@pytest.mark.parametrize("layers", [[0, 2], [0, 1, 2]])
+def test_frozen_parameters_have_no_gradients_to_count(mixer: dict[str, object], layers: list[int]) -> None:
+    """Above the lowest layer that learns, to the last operation: a gradient enters it here, as the formula supposes."""
+    model = small_model("local_attention", layers=3, memory=[{"layers": layers, "mixer": mixer}])
+    learning = what_learns(model, added(model))
+    assert learning.backward.lowest == 0
+    assert set(learning.backward.layer_matrices) == {0}
+    parts = flops_by_part(model, CHUNKS * CHUNK, causal=False, backward=learning.backward)
+    forward, backward = counted(model, learning.names, gradient_enters=True)
+    assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
+    assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "melodi", "melodi, rising"])
+def test_what_projects_again_with_the_base_counts_as_if_it_learned(name: str) -> None:
+    """A mixer that reads its memory through frozen projections once more: never less than what is computed."""
+    model = small_model(MIXERS[name], layers=2)
+    learning = what_learns(model, added(model))
+    backward = sum(p.backward for p in flops_by_part(model, CHUNKS * CHUNK, False, learning.backward).values())
+    everything = sum(p.backward for p in flops_by_part(model, CHUNKS * CHUNK, causal=False).values())
+    _, found = counted(model, learning.names)
+    assert found < backward < everything
+
+
+def test_matrices_of_the_base_that_learn_are_counted() -> None:
+    model = small_model("local_attention", layers=2)
+    whole = {name for name, _ in meta_stage(model).named_parameters()}
+    names = {name for name in whole if name.startswith(("layers.0.mlp.", "layers.1.mixer.", "head."))}
+    learning = what_learns(model, names)
+    parts = flops_by_part(model, CHUNKS * CHUNK, causal=False, backward=learning.backward)
+    _, backward = counted(model, names, gradient_enters=True)
+    assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
+    everything = flops_per_token(model, CHUNKS * CHUNK)
+    assert flops_per_token(model, CHUNKS * CHUNK, what_learns(model, whole).backward) == everything
+
+
+@pytest.mark.parametrize("mixer", [MEMORY, MIXERS["infini"]])
+def test_layers_below_the_lowest_that_learns_have_no_backward_pass(mixer: dict[str, object]) -> None:
+    """Not more than what the formula takes for granted in that layer: gradients of its input, and attention's."""
+    model = small_model("local_attention", layers=4, memory=[{"layers": [2, 3], "mixer": mixer}])
+    learning = what_learns(model, added(model))
+    assert (learning.backward.lowest, learning.backward.enters) == (2, False)
+    assert [learning.reaches_input(layer) for layer in range(5)] == [False, False, False, True, True]
+    length = CHUNKS * CHUNK
+    backward = sum(part.backward for part in flops_by_part(model, length, False, learning.backward).values())
+    own = sum(flops.backward for flops in mixing_flops(model, 2, length, causal=False).values())
+    projections = 2 * model.mixer_at(2).projection_parameters(model)
+    _, found = counted(model, learning.names)
+    assert 0 < backward - found < own + projections
+    # by layer, by chunk and of the whole model the same
+    costs = flop_costs(model, length, learning.backward)
+    whole = flops_per_token(model, length, learning.backward)
+    assert sum(costs.layers) + costs.head == pytest.approx(whole["training"])
+    chunks = [layer_chunk_flops(model, layer, CHUNKS, learning.backward) for layer in range(4)]
+    assert [flops.backward for layer in chunks[:2] for flops in layer] == [0.0] * 2 * CHUNKS
+    assert [sum(flops.total for flops in layer) / CHUNKS for layer in chunks] == pytest.approx(list(costs.layers))
 
 
 def test_every_registered_mixer_is_compared() -> None:

@@ -9,6 +9,7 @@ from megamem.config.load import merge, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError
 from megamem.model.stage import meta_stage
+from megamem.pipeline import freezing
 from megamem.pipeline.freezing import check_stages_learn
 from megamem.training.build import new_parameters
 from megamem.training.checks import check_run
@@ -90,3 +91,23 @@ def test_what_learns_is_said():
         f"learning: {sizes[name]} new of {total:,} parameters ({sizes[name] / total:.2%}); the others are frozen"
     ]
     assert describe_learning(config(training={"freeze": None}), set()) == []
+
+
+def test_the_whole_model_is_built_once(monkeypatch, tmp_path):
+    """For all that looks at its parameters before a run starts."""
+    built = []
+    monkeypatch.setattr(freezing, "meta_stage", lambda model: built.append(model) or meta_stage(model))
+    path = tmp_path / "start.safetensors"
+    begun = config(
+        model={"hidden_size": 28, "memory": [{"layers": [1, 2], "mixer": "infini_attention"}]},
+        training={"init_from": str(path)},
+    )
+    names = [name for name, _ in meta_stage(begun.model).named_parameters() if "gate.logit" in name]
+    write_weights({}, path, names)
+    assert new_parameters(begun) == set(names)
+    assert describe_learning(begun, names)
+    assert freezing.group_count(begun, names) == freezing.group_count(begun, names) == 1
+    assert freezing.learning_of(begun).total == 2 * begun.model.heads
+    assert len(built) == 1
+    everything = config(model=begun.model.model_dump(), training={"init_from": None, "freeze": None})
+    assert freezing.group_count(everything, ()) == 2

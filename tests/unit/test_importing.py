@@ -8,7 +8,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from checkpoints.weights import new_parameter_names
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, ConversionError
@@ -16,6 +15,7 @@ from megamem.hf.importing import MODEL, WEIGHTS, from_hf
 from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.freezing import new_parameter_names
 
 LENGTH, CHUNK = 48, 16
 LLAMA = {

@@ -22,7 +22,7 @@ from megamem.planning.machines import ACHIEVED, Machine, machine
 from megamem.planning.plan import data_parallel, make_plan
 from megamem.planning.search import Search
 from megamem.planning.step_time import Layout, step_time
-from megamem.planning.traffic import traffic
+from megamem.planning.traffic import StageParameters, traffic
 from tests.unit.shipped import model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
@@ -103,7 +103,7 @@ def test_long_schedules_are_played_in_part(sequences, window):
     counts = tuple(place(config))
     layout = Layout(config, 1, counts)
     quiet = Machine("H100 80GB HBM3", 80e9, 0.0, 1e30, 1e30, 1e30, 8)
-    found = step_time(layout, [0] * 4, quiet, 1.0)
+    found = step_time(layout, [StageParameters(0, 0)] * 4, quiet, 1.0)
     flops = chunk_flops(config.model, config.chunks, list(counts))
     rate = 67e12 / config.model.chunk_size
     whole = simulate(
@@ -119,7 +119,7 @@ def test_long_uneven_schedules_with_transfers():
     config = demo(*overrides, "data.sequence_length=4096", "model.memory=[]", f"model.mixer={memory}")
     counts = tuple(place(config))
     slow = Machine("H100 80GB HBM3", 80e9, 0.0, 1e30, 1e8, 1e8, 8)
-    found = step_time(Layout(config, 1, counts), [0] * 4, slow, 1.0)
+    found = step_time(Layout(config, 1, counts), [StageParameters(0, 0)] * 4, slow, 1.0)
     flops = chunk_flops(config.model, config.chunks, list(counts))
     rate = 67e12 / config.model.chunk_size
     transfer = config.model.chunk_size * 192 * 4 / (ACHIEVED * 1e8)
@@ -143,7 +143,9 @@ def test_zero3_gathers_as_often_as_deepspeed_lets_go():
     """Once a window while a model and a backward pass lie within 1e9 parameters, else for each chunk and pass."""
     config = demo("parallel.zero_stage=3", "training.recompute=false", "training.micro_batch_size=1")
     windows = config.accumulation_steps(2)
-    small, large = (traffic(config, range(4), 0, count, 2).data / count for count in (10**8, 2 * 10**9))
+    small, large = (
+        traffic(config, range(4), 0, StageParameters(count, count), 2).data / count for count in (10**8, 2 * 10**9)
+    )
     assert small == windows * (4 / 2 + 4 / 2)
     assert large == windows * (4 / 2 + 2 * config.bptt_chunks * 4 / 2)
 
@@ -166,13 +168,13 @@ def test_traffic_by_hand():
     config = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
     rows = config.global_rows // 2
     hidden = rows * 2048 * 192 * 4
-    first = traffic(config, range(2), 0, 1_000, 2)
+    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2)
     assert first.tensor == (2 * 2 * 2 + 1) * 2 * hidden / 2  # two layers, two sums each way, the embedding's
     assert first.pipeline == hidden
     assert first.data == 2 * 4_000 / 2
     again = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=true")
     assert (
-        traffic(again, range(2), 0, 1_000, 2).tensor == (5 * 2 + 1) * 2 * hidden / 2
+        traffic(again, range(2), 0, StageParameters(1_000, 1_000), 2).tensor == (5 * 2 + 1) * 2 * hidden / 2
     )  # the first sum of each layer again
 
 
@@ -182,7 +184,7 @@ def test_rows_beside_the_tokens_travel_with_them():
     config = demo(*layout, "model.memory=[]", "model.mixer={kind: melodi, form: rising, summaries: 64}")
     tokens = config.global_rows // 2 * 2048 * 192 * 4
     hidden = tokens * (config.model.chunk_size + 64) // config.model.chunk_size
-    first = traffic(config, range(2), 0, 1_000, 2)
+    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2)
     assert first.tensor == 2 * (2 * 2 * 2 * hidden + tokens) / 2
     assert first.pipeline == hidden
 

@@ -1,18 +1,25 @@
 """What a rank of a layout builds and holds, without building the others."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from checkpoints.weights import write_weights
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.parallel import ParallelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_costs, parameter_counts
 from megamem.errors import LayoutError
-from megamem.model.stage import Stage, build_stage
+from megamem.memory.base import DTYPES
+from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import info
-from megamem.pipeline.balancing import place_by
+from megamem.pipeline.balancing import place_by, planned_costs
+from megamem.pipeline.freezing import freeze, learning, what_learns
+from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.placement import contiguous
+from megamem.planning.plan import checkpoint_bytes
 from megamem.planning.rank_linears import RankLinears
 from megamem.planning.ranks import fullest, layouts, part_parameters, rank_bytes, stage_parameters
 from tests.unit.shipped import SHIPPED, shipped
@@ -77,6 +84,51 @@ def test_bytes_of_a_rank() -> None:
     per_head = 4 * (2 * matrices + width + segments * (matrices + width))  # memory and momentum, keys; kept ones
     per_layer = heads * per_head + 8 * segments + 2 * 3 * 3 * channels  # filled; three convolutions over four tokens
     assert rank.states == config.training.micro_batch_size * 24 * per_layer
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), ("fp32", 1), ("bf16", 1)])
+def test_frozen_parameters_have_neither_gradients_nor_moments(
+    tmp_path: Path, precision: str, zero_stage: int, tp_size: int, pp_size: int
+) -> None:
+    """Against the gradients and the moments of a real AdamW after a step on what a rank builds, to the byte."""
+    path = tmp_path / "start.safetensors"
+    memory = {"kind": "infinity_former", "basis": 8, "widths": [0.1, 0.2], "samples": 8}
+    tree = {
+        "name": "case",
+        "model": {
+            "layers": 4, "hidden_size": 16, "heads": 4, "vocab_size": 64, "chunk_size": 8,
+            "memory": [{"layers": [1, 3], "mixer": memory}, {"layers": [2], "mixer": "infini_attention"}],
+        },
+        "data": {"sources": "none", "sequence_length": 16},
+        "training": {"steps": 2, "batch_tokens": 32, "freeze": "base", "init_from": str(path), "precision": precision},
+        "parallel": {"device": "cpu", "pp": pp_size, "zero_stage": zero_stage},
+    }  # fmt: skip
+    config = parse_config(RunConfig, tree, "test")
+    new = [name for name, _ in meta_stage(config.model).named_parameters() if ".long_" in name or ".gate." in name]
+    write_weights({}, path, new)
+    layers_of = contiguous(place_by(planned_costs(config), pp_size))
+    for layers, planned in zip(layers_of, rank_bytes(config, tp_size, pp_size), strict=True):
+        stage = build_stage(config.model, RankLinears(tp_size), layers)
+        freeze(stage, new)
+        stage.to(DTYPES[config.training.precision])
+        groups = parameter_groups(learning(stage), config.optimizer, new)
+        # as DeepSpeed does: FP32 copies of what learns where ZeRO divides the optimizer
+        copies = [p.detach().float().clone().requires_grad_() for group in groups for p in group["params"]]
+        optimizer = AgreeingAdamW([{**groups[0], "params": copies}], config.optimizer)
+        for copy in copies:
+            copy.grad = torch.ones_like(copy)
+        optimizer.step()
+        moments = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+        held = [*moments, *(copies if zero_stage else [])]
+        assert planned.learning == sum(copy.numel() for copy in copies)
+        assert planned.parameters == sum(p.numel() for p in stage.parameters())
+        assert planned.weights == sum(p.nbytes for p in stage.parameters())
+        assert planned.gradients == sum(copy.grad.nbytes for copy in copies if copy.grad is not None)
+        assert planned.optimizer == sum(x.nbytes for x in held)
+    count = what_learns(config.model, new).total
+    frozen = parameter_counts(config.model)["total"] - count
+    assert checkpoint_bytes(config) == 12 * count + (2 if precision == "bf16" else 4) * frozen
 
 
 def test_impossible_layouts_say_why() -> None:

@@ -32,7 +32,7 @@ def measured(name: str) -> tuple[RunConfig, Activations]:
     config = shipped(name)
     # where torch sees a CUDA device, a process that has run a backward pass cannot be forked
     processes = 1 if torch.cuda.is_available() else cores()
-    return config, Activations(config.model, config.training.precision, config.chunks, processes)
+    return config, Activations.of_run(config, processes)
 
 
 @pytest.mark.parametrize("devices", DEVICES)

@@ -21,6 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megamem.ops.tables import kept_table
+
 Padding = Literal["zeros", "none"]
 
 
@@ -141,14 +143,13 @@ class Operators:
     """[N], squared widths of the basis functions."""
 
 
-@lru_cache(maxsize=8)
+@kept_table(8)
 def operators(regression: Regression, dtype: torch.dtype, device: torch.device) -> Operators:
     """Return the matrices of a regression, computed in float64 and kept for all layers."""
-    with torch.inference_mode(False), torch.no_grad():
-        first = regression.operator(regression.all_first())[:, : regression.tokens]
-        later = regression.operator(regression.all_later())[:, : regression.samples + regression.tokens]
-        old, new = later.split((regression.samples, regression.tokens), dim=1)
-        contract = old @ regression.basis.values(_steps(regression.samples))
-        centers, widths = regression.basis.centers_and_widths()
-        made = (first, old, new, contract, centers, widths.square())
-        return Operators(*(tensor.to(dtype=dtype, device=device).contiguous() for tensor in made))
+    first = regression.operator(regression.all_first())[:, : regression.tokens]
+    later = regression.operator(regression.all_later())[:, : regression.samples + regression.tokens]
+    old, new = later.split((regression.samples, regression.tokens), dim=1)
+    contract = old @ regression.basis.values(_steps(regression.samples))
+    centers, widths = regression.basis.centers_and_widths()
+    made = (first, old, new, contract, centers, widths.square())
+    return Operators(*(tensor.to(dtype=dtype, device=device).contiguous() for tensor in made))

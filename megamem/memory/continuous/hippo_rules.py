@@ -12,10 +12,11 @@ Letters of shapes: N order, M columns of the state. In each rule rate is A/t [N,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from megamem.ops.tables import kept_table
 
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rate, state, drive) -> the state after a token."""
@@ -46,7 +47,7 @@ def bilinear(rate: Tensor, state: Tensor, drive: Tensor) -> Tensor:
 RULES: dict[str, Rule] = {"forward": forward, "backward": backward, "bilinear": bilinear}
 
 
-@lru_cache(maxsize=1)
+@kept_table(1)
 def stepped(rule: str, order: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return P [N, N] and K [N, stop - start], float64, of a rule's recurrence over tokens start .. stop - 1."""
     A, B = legs(order)

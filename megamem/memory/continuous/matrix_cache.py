@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megamem.ops.tables import real_constants
+
 VERSION = "1"
 """Version of the matrices, to be raised when one of the same name changes, so that older files are not read."""
 
@@ -35,7 +37,7 @@ def cached(name: str, build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ..
     """Return the CPU tensors [rows, ...] called `name`, from disk or else from `build`, which are then written."""
     folder = cache_folder()
     if folder is None:
-        return tuple(build())
+        return _built(build)
     path = folder / f"{name}.safetensors"
     try:
         return _read(path)
@@ -43,12 +45,18 @@ def cached(name: str, build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ..
         pass
     except (SafetensorError, OSError, ValueError) as error:
         warnings.warn(f"{path}: {error}; built again", stacklevel=2)
-    matrices = tuple(build())
+    matrices = _built(build)
     try:
         _write(path, matrices)
     except OSError as error:
         warnings.warn(f"{path}: not kept ({error}); name another folder in MEGAMEM_CACHE", stacklevel=2)
     return matrices
+
+
+def _built(build: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Return what `build` makes, [rows, ...] each, with numbers that may be kept."""
+    with real_constants():
+        return tuple(build())
 
 
 def _checksum(matrices: Sequence[Tensor]) -> str:

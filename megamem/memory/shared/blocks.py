@@ -22,6 +22,7 @@ from torch import Tensor
 from megamem.memory.base import Chunk, to_device
 from megamem.ops.dropout import DropoutKeys
 from megamem.ops.rotary import RotaryTables, consecutive_rotary_tables, rotary_tables
+from megamem.ops.tables import kept_table
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,12 @@ def row_rotary_tables(chunk: Chunk, tokens: int, width: int, theta: float, like:
     return _rotary_tables(chunk, tokens, width, theta, like.dtype, like.device)
 
 
-@lru_cache(maxsize=8)
+@kept_table(8)
 def _rotary_tables(
     chunk: Chunk, tokens: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
     """See `row_rotary_tables`; cached, as all layers ask for the same."""
-    with torch.inference_mode(False):
-        return rotary_tables(token_positions(chunk, tokens, device), width, theta, dtype)
+    return rotary_tables(token_positions(chunk, tokens, device), width, theta, dtype)
 
 
 def block_rotary_tables(

@@ -181,14 +181,15 @@ class Decoder(Stage):
         new_states: States = {}
         losses: Losses = {}
         for name, layer in zip(self.layer_components, self.own_layers, strict=True):
-            state = states[name]
-            if self.ties_resets and all(chunk.fresh()):
-                hidden = tied(hidden, state)
-            state = layer.mixer.reset(state, chunk, self.device_of(layer.mixer, hidden.device), hidden.dtype)
+            left = states[name]
+            state = layer.mixer.reset(left, chunk, self.device_of(layer.mixer, hidden.device), hidden.dtype)
             if self.recompute and torch.is_grad_enabled():
                 hidden, state, extra = checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
             else:
                 hidden, state, extra = layer.forward(hidden, state, chunk)
+            if self.ties_resets and all(chunk.fresh()):
+                # behind the layer: with a frozen base what enters it may have no gradient, on any rank
+                hidden = tied(hidden, left)
             new_states[name] = state
             losses = add_losses(losses, extra)
         if self.last:

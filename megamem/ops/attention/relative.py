@@ -14,7 +14,6 @@ Letters of shapes: T queries, K keys, B batch rows, H query heads, G key/value h
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamem.ops.dropout import Dropout
+from megamem.ops.tables import kept_table
 
 QUERIES_AT_ONCE = 128
 """Queries of a block on the CPU: fewer make matrix products small, the scores of more fill its caches."""
 
 
-@lru_cache(maxsize=8)
+@kept_table(8)
 def sinusoids(count: int, clamp: int | None, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return s_d of the distances count - 1, ..., 1, 0: sines of all frequencies, then their cosines.
 
@@ -43,12 +43,11 @@ def sinusoids(count: int, clamp: int | None, width: int, dtype: torch.dtype, dev
         device: where it lies.
     Returns: [count, width].
     """
-    with torch.inference_mode(False):
-        distances = torch.arange(count - 1, -1, -1, dtype=torch.float64, device=device)
-        distances = distances if clamp is None else distances.clamp(max=clamp)
-        exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-        angles = distances[:, None] * 10_000**-exponents
-        return torch.cat((angles.sin(), angles.cos()), dim=-1).to(dtype)
+    distances = torch.arange(count - 1, -1, -1, dtype=torch.float64, device=device)
+    distances = distances if clamp is None else distances.clamp(max=clamp)
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+    angles = distances[:, None] * 10_000**-exponents
+    return torch.cat((angles.sin(), angles.cos()), dim=-1).to(dtype)
 
 
 def relative_attention(
