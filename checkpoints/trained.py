@@ -11,7 +11,7 @@ from checkpoints.find import find_checkpoint
 from checkpoints.folder import Checkpoint, verify
 from checkpoints.location import Location
 from checkpoints.whole import whole_model
-from megamem.config.load import apply_override, parse_config
+from megamem.config.load import apply_overrides, parse_config
 from megamem.config.run import RunConfig
 from megamem.model.stage import Stage
 
@@ -35,9 +35,7 @@ class TrainedRun:
 
     def changed(self, overrides: Sequence[str]) -> TrainedRun:
         """Return the same with overrides of the configuration (`key.path=value`). Raises ConfigError."""
-        tree = self.config.model_dump(mode="json")
-        for override in overrides:
-            tree = apply_override(tree, override)
+        tree = apply_overrides(self.config.model_dump(mode="json"), overrides)
         return replace(self, config=parse_config(RunConfig, tree, _origin(self.checkpoint)))
 
     def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:

@@ -11,7 +11,7 @@ from launchers.config import ClusterConfig
 from launchers.job import Job
 from launchers.snapshot import snapshot_folder, write_snapshot
 from launchers.target import Report, Target, cluster_config_type, find_target
-from megamem.config.load import apply_override, dump_yaml, parse_config, read_yaml
+from megamem.config.load import apply_overrides, dump_yaml, parse_config, read_yaml
 from megamem.config.recipe import load_run
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
@@ -65,9 +65,7 @@ def load_cluster(overrides: Sequence[str], path: Path | None) -> tuple[ClusterCo
     cluster_type = cluster_config_type()
     keys = cluster_type.__pydantic_fields__
     own = [override for override in overrides if override.partition("=")[0].strip().partition(".")[0] in keys]
-    tree = read_yaml(path) if path else {}
-    for override in own:
-        tree = apply_override(tree, override)
+    tree = apply_overrides(read_yaml(path) if path else {}, own)
     rest = [override for override in overrides if override not in own]
     return parse_config(cluster_type, tree, str(path or "cluster")), rest
 

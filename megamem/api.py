@@ -94,8 +94,10 @@ def load_model(
     """
     import torch
 
+    from megamem.hf.trained import is_exported
+
     folder, dtype = Path(path), dtype or torch.float32
-    if (folder / "config.json").is_file():
+    if is_exported(folder):
         from megamem.hf.exported import open_export
 
         model, _ = open_export(folder, dtype)

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
     from lm_eval.api.model import LM
 
-    from checkpoints.trained import TrainedRun
-    from megamem.hf.held_out import ExportedModel
-
 
 def evaluate(
     model: TrainedModel,
@@ -34,7 +31,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint or an export on held-out text or on lm-eval's tasks."""
-    exported = (model / "config.json").is_file()
     if tasks is None:
         figures = _held_out(model, overrides or [], compute_dtype(dtype), compute_device(device))
         if as_json:
@@ -43,11 +39,12 @@ def evaluate(
     if overrides:
         raise ConfigError(f"{overrides[0]}: overrides are for held-out losses, not for --tasks")
     from megamem.evaluation.tasks import run_tasks
+    from megamem.hf.trained import is_exported
 
     torch_dtype = compute_dtype(dtype)
 
     def open_model() -> LM:
-        opened = _exported_task_model if exported else _task_model
+        opened = _exported_task_model if is_exported(model) else _task_model
         return opened(model, max_length, rows, torch_dtype, compute_device(device))
 
     results = run_tasks(tasks.split(","), open_model, include_path, limit)
@@ -59,23 +56,13 @@ def _held_out(
 ) -> dict[str, float | int | str | None]:
     """Evaluate on held-out text, print the table and return its figures."""
     from megamem.evaluation.report import finite, result_table
+    from megamem.hf.trained import open_trained
     from megamem.training.held_out import evaluate_run
 
-    run = _trained(model, overrides)
+    run = open_trained(model, overrides)
     figures: dict[str, float | int | str | None] = finite(evaluate_run(run, dtype, device, console).figures())
     console.print(result_table(figures, title=run.title))
     return figures
-
-
-def _trained(model: Path, overrides: Sequence[str]) -> TrainedRun | ExportedModel:
-    """Return a checkpoint or a model in transformers' form, with overrides of its configuration."""
-    if (model / "config.json").is_file() or model.suffix == ".gguf":
-        from megamem.hf.held_out import open_exported
-
-        return open_exported(model, overrides)
-    from checkpoints.trained import open_run
-
-    return open_run(model).changed(overrides)
 
 
 def _task_model(model: Path, max_length: int | None, rows: int, dtype: torch.dtype, device: torch.device) -> LM:

@@ -35,7 +35,9 @@ def generate(
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     torch_dtype, torch_device = compute_dtype(dtype), compute_device(device)
-    if (model / "config.json").is_file():
+    from megamem.hf.trained import is_exported
+
+    if is_exported(model):
         if tokenizer is not None:
             raise ConfigError(f"--tokenizer {tokenizer}: is for checkpoints; an export brings its own")
         from megamem.hf.exported import stream_from_export

@@ -14,8 +14,6 @@ from megamem.cli.output import read_text, write_json, write_line
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from megamem.config.run import RunConfig
     from megamem.evaluation.long_term_memory.texts import Text
     from megamem.evaluation.long_term_memory.words import Decode
@@ -45,20 +43,24 @@ def long_term_memory(
     """Show what is attended to in a long-term memory: by region, by word, and how much of it each word occupies."""
     if not 0 < threshold < 1:
         raise ConfigError(f"--threshold {threshold:g}: is no share of the attention; give a number between 0 and 1")
-    from checkpoints.trained import open_run
     from megamem.evaluation.long_term_memory.analysis import analyze
     from megamem.evaluation.long_term_memory.report import PAGE, check_new, numbers, write_analysis
+    from megamem.hf.trained import is_exported, open_trained
 
     check_new(out)
     torch_dtype, torch_device = compute_dtype(dtype), compute_device(device)
-    if (model / "config.json").is_file():
-        if tokenizer is not None or overrides:
-            raise ConfigError(f"{model}: an export brings its configuration and tokenizer; give neither")
-        stage, (texts, decode) = _exported(model, text or [], torch_dtype, torch_device)
-    else:
-        run = open_run(model).changed(overrides or [])
-        stage = run.load(torch_dtype, torch_device)
-        texts, decode = _texts(model, run.config, stage, text or [], tokenizer, chunks, documents)
+    exported = is_exported(model)
+    if exported and (tokenizer is not None or overrides):
+        raise ConfigError(f"{model}: an export brings its configuration and tokenizer; give neither")
+    if exported and not text:
+        raise ConfigError(f"{model}: an export has no held-out text; give --text")
+    run = open_trained(model, overrides or [])
+    stage = run.load(torch_dtype, torch_device)
+    texts, decode = (
+        _texts_of_an_export(model, text or [])
+        if exported
+        else _texts(model, run.config, stage, text or [], tokenizer, chunks, documents)
+    )
     analysis, shown = analyze(stage, texts, decode, chunks=chunks, layer=layer, token=token, by_token=by_token)
     write_analysis(out, analysis, shown, threshold)
     if as_json:
@@ -95,22 +97,15 @@ def _texts(
     return held_out_texts(held_out_documents(config), stage, chunks, documents), decode
 
 
-def _exported(
-    model: Path, files: Sequence[Path], dtype: torch.dtype, device: torch.device
-) -> tuple[Stage, tuple[list[Text], Decode | None]]:
-    """Return an export's model, the files that it reads, and its tokenizer's decoder."""
+def _texts_of_an_export(model: Path, files: Sequence[Path]) -> tuple[list[Text], Decode]:
+    """Return the files that an export's model reads, and its tokenizer's decoder."""
     from megamem.evaluation.long_term_memory.texts import Text
-    from megamem.hf.exported import open_export
-    from megamem.hf.modeling import MegamemForCausalLM
+    from megamem.hf.exported import open_tokenizer
 
-    if not files:
-        raise ConfigError(f"{model}: an export has no held-out text; give --text")
-    opened, words = open_export(model, dtype)
-    if not isinstance(opened, MegamemForCausalLM):
-        raise ConfigError(f"{model}: a {type(opened).__name__} has no continuous long-term memory")
+    words = open_tokenizer(model)
     texts = [Text(str(file), tuple(words(read_text(file), add_special_tokens=False)["input_ids"])) for file in files]
 
     def decode(ids: Sequence[int]) -> str:
         return str(words.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    return opened.model.to(device), (texts, decode)
+    return texts, decode

@@ -38,5 +38,8 @@ class EvaluationConfig(ConfigModel):
     forget_every_chunk: bool = False
     """Read every chunk as if its document began there, in the evaluation at the end and in `megamem evaluate`: all
     losses are those of the model with its memory taken away."""
+    forget_long_term: bool = False
+    """Take away the long-term memory alone, where a layer has a shorter one beside it, in the evaluation at the end and
+    in `megamem evaluate`: all figures are those of the model without it."""
     corruption: CorruptionConfig = CorruptionConfig()
     """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""

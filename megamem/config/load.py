@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -108,6 +108,13 @@ def merge(below: Tree, above: Tree) -> Tree:
     return merged
 
 
+def apply_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
+    """Return `tree` with overrides applied one after the other; see `apply_override`. Raises ConfigError."""
+    for override in overrides:
+        tree = apply_override(tree, override)
+    return tree
+
+
 def apply_override(tree: Tree, override: str) -> Tree:
     """Return `tree` with `a.b=value` (value in YAML) set.
 
@@ -144,10 +151,7 @@ def _set(node: object, keys: Sequence[str], value: object, path: str) -> object:
 
 def load_config(config_type: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     """Read, merge, override and validate a file. Raises ConfigError with one line for all problems."""
-    tree = read_yaml(path)
-    for override in overrides:
-        tree = apply_override(tree, override)
-    return parse_config(config_type, tree, str(path))
+    return parse_config(config_type, apply_overrides(read_yaml(path), overrides), str(path))
 
 
 def parse_config(config_type: type[C], tree: Mapping[str, Any], where: str) -> C:

@@ -323,6 +323,17 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _long_term_fits(self) -> RunConfig:
+        """Refuse to take away a long-term memory that no layer declares."""
+        specs = [spec for state in self.model.component_specs().values() for spec in state.values()]
+        if self.evaluation.forget_long_term and not any(getattr(spec, "long_term", False) for spec in specs):
+            raise ValueError(
+                "evaluation.forget_long_term true: no layer has a long-term memory beside a shorter one; use "
+                "evaluation.forget_every_chunk"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lanes_fit(self) -> RunConfig:
         """Raise ValueError where a memory would keep every chunk of lanes that are never reset."""
         data = self.data

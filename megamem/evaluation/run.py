@@ -61,7 +61,8 @@ def final_evaluation(
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
         passing = _Passes(console if main else None, watch)
-        with corrupted(evaluator.stage, config.evaluation.corruption), passing as passes:
+        forgotten = evaluator.reader.forgetting_long_term(config.evaluation.forget_long_term)
+        with corrupted(evaluator.stage, config.evaluation.corruption), forgotten, passing as passes:
             figures = _figures(evaluator, chosen, config, token_bytes, passes)
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+
 def open_export(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return an exported model, in evaluation mode, and its tokenizer.
 
@@ -26,13 +29,26 @@ def open_export(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
         loaded: tuple[PreTrainedModel, dict[str, set[str]]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
             folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConversionError(f"{folder}: cannot be opened ({' '.join(str(error).split())[:200]})") from None
+    except _UNREADABLE as error:
+        raise _refusal(folder, error) from None
     model, found = loaded
     if found["missing_keys"]:
         raise ConversionError(f"{folder}: its files lack {min(found['missing_keys'])}")
-    return model.eval(), tokenizer
+    return model.eval(), open_tokenizer(folder)
+
+
+def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of an exported model. Raises ConversionError if it cannot be read."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _UNREADABLE as error:
+        raise _refusal(folder, error) from None
+    return tokenizer
+
+
+def _refusal(folder: Path, error: Exception) -> ConversionError:
+    """Return transformers' error in one line."""
+    return ConversionError(f"{folder}: cannot be opened ({' '.join(str(error).split())[:200]})")
 
 
 def stream_from_export(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from checkpoints.whole import PORTABLE
-from megamem.config.load import apply_override, parse_config
+from megamem.config.load import apply_overrides, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConversionError
 from megamem.hf.importing import collect, known_source, source_section
@@ -65,8 +65,7 @@ def open_exported(path: Path, overrides: Sequence[str]) -> ExportedModel:
         "data": {"sources": ["none"]},  # it trains on nothing
         "training": {"steps": 1, "precision": "fp32"},
     }
-    for override in overrides:
-        tree = apply_override(tree, override)
+    tree = apply_overrides(tree, overrides)
     # the length of a training sequence, in whole chunks; a chunk of no valid size is refused below
     chunk = size if isinstance(size := tree["model"].get("chunk_size"), int) and size > 0 else 1
     trained = source.config.get("max_position_embeddings") or source.config.get("n_positions") or 2

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 
 from checkpoints.weights import write_weights
-from megamem.config.load import apply_override, parse_config
+from megamem.config.load import apply_overrides, parse_config
 from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
@@ -47,9 +47,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     section = source_section(opened, kind)
     if section["vocab_size"] % vocab_multiple and kind != "megamem":
         section["padded_vocab_size"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
-    tree: dict[str, Any] = {"model": section}
-    for override in overrides:
-        tree = apply_override(tree, f"model.{override}")
+    tree: dict[str, Any] = apply_overrides({"model": section}, [f"model.{override}" for override in overrides])
     if kind != "megamem" and tree["model"].get("adaptive"):
         raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))

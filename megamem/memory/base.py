@@ -47,6 +47,9 @@ class TensorSpec:
     """The name in `shape` that is split over tensor-parallel ranks, or None if the tensor is replicated."""
     kind: Literal["memory", "open"] = "memory"
     """`memory` is what papers' tables count; `open` is what token-by-token decoding needs besides."""
+    long_term: bool = False
+    """Whether it belongs to a long-term memory beside a shorter one, which gives nothing to read where it is zeros:
+    evaluation can take that memory away alone."""
 
     def sizes(self, names: Mapping[str, int], tp_size: int = 1) -> tuple[int, ...]:
         """Return the shape on one rank; names: the global size of each name."""
@@ -226,6 +229,14 @@ class Stateful:
         """Return zeros as `spec` declares them on this rank, for `rows` batch rows and activations of `dtype`."""
         names = {**self.sizes, "batch": rows, "open": 0}
         return torch.zeros(spec.sizes(names, self.tp_size), dtype=spec.torch_dtype(dtype), device=device)
+
+    def without_long_term(self, state: State) -> State:
+        """Return the state with zeros in what is declared as a long-term memory, as at a document's start."""
+        specs = self.specs
+        return {
+            name: torch.zeros_like(value) if isinstance(spec := specs[name], TensorSpec) and spec.long_term else value
+            for name, value in state.items()
+        }
 
     def check_state(self, state: State, rows: int) -> None:
         """Raise ContractError if a tensor of `state`, as it stands at a chunk's border, is not as declared."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,17 @@ class ChunkReader:
         weight = next(stage.parameters())
         self.stage, self.topology, self.device, self.dtype = stage, topology, weight.device, weight.dtype
         self.chunk_size = stage.config.chunk_size
+        self.forgets_long_term = False
+        """Whether every call begins without what is declared as a long-term memory (`TensorSpec.long_term`)."""
+
+    @contextmanager
+    def forgetting_long_term(self, forgets: bool = True) -> Iterator[None]:
+        """Read without long-term memories, or with them, inside a `with` statement; see `forgets_long_term`."""
+        before, self.forgets_long_term = self.forgets_long_term, forgets
+        try:
+            yield
+        finally:
+            self.forgets_long_term = before
 
     def begin(self, chunk: Chunk) -> list[RowGroup]:
         """Return the states of documents that have not begun, in rows that stand where `chunk` says."""
@@ -131,6 +143,9 @@ class ChunkReader:
     def _call(self, tokens: Tensor, chunk: Chunk, group: RowGroup, borders: Borders | None) -> Tensor:
         """Run this stage on ids [tokens, batch]; its hidden [tokens, batch, hidden]."""
         entered = borders.below.take() if borders and borders.below else to_device(tokens, self.device)
+        if self.forgets_long_term:
+            own = self.stage.components
+            group.states = {name: own[name].without_long_term(state) for name, state in group.states.items()}
         # through module hooks: with ZeRO 3 they gather what the stage itself owns
         hidden, states, _ = self.stage(entered, group.states, chunk)
         if borders and borders.up:

@@ -13,12 +13,12 @@ from checkpoints.weights import write_weights
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.model.stage import meta_stage
-from megamem.parallel.gather import whole_gradient, whole_parameter
+from megamem.parallel.gather import whole_parameter
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
 from megamem.pipeline.freezing import learning
-from tests.distributed.training_cases import CHUNK, local_batches, run_config
+from tests.distributed.training_cases import CHUNK, local_batches, read_gradients, run_config
 
 SIGNAL = {"kind": "infinity_former", "basis": 8, "widths": [0.1, 0.2], "samples": 8}
 MODEL = {
@@ -65,18 +65,11 @@ def _train(case: dict[str, Any]) -> dict[str, Any]:
     before = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
     if case.get("read"):
         _load(engine, case["read"])
-    losses, gradients = [], {}
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
     for step in range(case["steps"]):
         batches = local_batches(config, topology, step)
-        if step == 0:
-            other = build_engine(config, topology, new)
-            other.backward(batches, other.counts(batches)[0])
-            for name, p in other.parameters().items():
-                if p.requires_grad:
-                    gradients[name] = whole_gradient(p, topology.tp_group).clone()
-                else:
-                    assert p.grad is None
-        result = engine.step(batches, case["lr"])
+        result = engine.step(batches, case["lr"], read_gradients(engine, gradients) if step == 0 else None)
         torch.distributed.all_reduce(result.loss_sum, group=topology.dp_group)
         losses.append((result.loss_sum / result.predicted).item())
     weights = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}

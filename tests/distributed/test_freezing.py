@@ -8,7 +8,7 @@ import torch
 from checkpoints.folder import open_checkpoint
 from checkpoints.read import compare
 from tests.distributed.freezing_cases import GPT2, MODEL, learns
-from tests.distributed.harness import run_distributed
+from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import LR
 from tests.distributed.training_cases import reference
 
@@ -55,7 +55,8 @@ def worlds(tmp_path_factory):
         for a, b in MOVES[size]:
             places = {"read": str(folder / f"{size}-{a}"), "write": str(folder / f"{size}-{a}-{b}")}
             cases[f"{a}-{b}"] = {**WORLDS[size][b], **places, "steps": 0}
-        ranks = run_distributed(size, "tests.distributed.freezing_cases:train_frozen", cases, timeout_s=400)
+        function = "tests.distributed.freezing_cases:train_frozen"
+        ranks = run_distributed(size, function, cases, timeout_s=400, preload=PARALLEL)
         found[size] = {name: merged([rank[name] for rank in ranks]) for name in cases}
     return found, folder
 

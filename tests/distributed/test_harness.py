@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.harness import WorldError, run_distributed
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 
 def sum_over_ranks(payload):
@@ -55,6 +55,7 @@ def test_a_rank_that_is_killed_is_named():
         run_distributed(2, "tests.distributed.test_harness:die_on_one_rank")
 
 
+@pytest.mark.alone
 def test_a_stuck_rank_is_named_and_shows_where_it_stands():
     begin = time.monotonic()
     with pytest.raises(WorldError, match=r"(?s)ranks \[1\] did not finish.*hang_on_one_rank"):

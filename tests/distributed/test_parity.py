@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.harness import run_distributed
+from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     ADAPTIVE,
@@ -31,7 +31,7 @@ WORLDS = {
         "tp2-documents-anywhere": case(
             2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, data=ANYWHERE
         ),
-        "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=STEPS, data=ANYWHERE),
+        "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=6, data=ANYWHERE),
         "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
         "tp2-gpt2-sequence-parallel": case(
             2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}
@@ -85,7 +85,8 @@ NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
 
 
 def run_cases(world, cases):
-    return run_distributed(world, "tests.distributed.training_cases:train_cases", cases, timeout_s=400)[0]
+    function = "tests.distributed.training_cases:train_cases"
+    return run_distributed(world, function, cases, timeout_s=400, preload=PARALLEL)[0]
 
 
 @pytest.fixture(scope="module")

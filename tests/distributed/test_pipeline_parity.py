@@ -3,7 +3,7 @@
 import pytest
 
 from megamem.pipeline.schedule import peak_units
-from tests.distributed.harness import run_distributed
+from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     CHUNK,
@@ -94,7 +94,9 @@ def worlds():
 
 
 def run_cases(size, cases):
-    ranks = run_distributed(size, "tests.distributed.training_cases:train_cases", cases, timeout_s=400)
+    ranks = run_distributed(
+        size, "tests.distributed.training_cases:train_cases", cases, timeout_s=400, preload=PARALLEL
+    )
     return {name: merged([rank[name] for rank in ranks]) for name in cases}
 
 

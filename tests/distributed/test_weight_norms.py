@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megamem.training.callbacks.weight_norms import component_of
-from tests.distributed.harness import run_distributed
+from tests.distributed.harness import PARALLEL, run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +60,8 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_norms_are_those_of_the_gathered_weights(world):
-    ranks = run_distributed(world, "tests.distributed.test_weight_norms:measure", LAYOUTS[world], timeout_s=300)
+    function = "tests.distributed.test_weight_norms:measure"
+    ranks = run_distributed(world, function, LAYOUTS[world], timeout_s=300, preload=PARALLEL)
     for name in LAYOUTS[world]:
         figures = [rank[name][0] for rank in ranks]
         assert all(rank == figures[0] for rank in figures), "every rank has the same figures"

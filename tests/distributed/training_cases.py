@@ -17,6 +17,7 @@ from megamem.model.stage import build_stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
 from megamem.parallel.topology import Topology
+from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.train_chunk import chunk_places, dropout_keys
 from tests.contract.cases import CASES
@@ -197,11 +198,11 @@ def train_case(case: dict) -> dict:
     config = run_config(**case["config"])
     topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
     engine = build_engine(config, topology)
+    gradients: dict[str, torch.Tensor] = {}
     out: dict = {"losses": []}
     for step in range(case["steps"]):
-        if step == 0:
-            gradients = _gradients(config, topology)
-        result = engine.step(local_batches(config, topology, step), case["lr"], steps_before=step)
+        watch = read_gradients(engine, gradients) if step == 0 else None
+        result = engine.step(local_batches(config, topology, step), case["lr"], watch, steps_before=step)
         torch.distributed.all_reduce(result.loss_sum, group=topology.dp_group)
         out["losses"].append((result.loss_sum / result.predicted).item())
         if step == 0:
@@ -214,12 +215,19 @@ def train_case(case: dict) -> dict:
     return out
 
 
-def _gradients(config: RunConfig, topology: Topology) -> dict[str, torch.Tensor]:
-    """Gathered gradients of step 0, from an engine of its own so that the run's is left alone."""
-    engine = build_engine(config, topology)
-    batches = local_batches(config, topology, 0)
-    engine.backward(batches, engine.counts(batches)[0])
-    return {name: whole_gradient(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
+def read_gradients(engine: TrainingEngine, gradients: dict[str, torch.Tensor]) -> Callable[[str], None]:
+    """Return what to watch a step with: it gathers the gradients between the last backward and the update."""
+
+    def watch(action: str) -> None:
+        if action != "gradient reduction and optimizer step":
+            return
+        for name, parameter in engine.parameters().items():
+            if parameter.requires_grad:
+                gradients[name] = whole_gradient(parameter, engine.topology.tp_group).clone()
+            else:
+                assert parameter.grad is None
+
+    return watch
 
 
 def train_cases(cases: dict[str, dict]) -> dict[str, dict]:

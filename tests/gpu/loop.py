@@ -23,9 +23,11 @@ from megamem.pipeline.window import Window, select_states
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.loop import Callback
-from tests.distributed.training_cases import CHUNK, EVERY, LENGTH, ROWS, VOCABULARY, run_config
+from tests.distributed.training_cases import CHUNK, EVERY, LENGTH, VOCABULARY, run_config
 
 CHUNKS = LENGTH // CHUNK
+ROWS = 3
+"""One whose document goes on, and two in which another begins; rows are read one by one where they differ."""
 
 
 @contextmanager

@@ -226,7 +226,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
     verify(open_checkpoint(folder / "step-00000030"))
 
 
-@pytest.mark.alone
 def test_the_clock_asks_for_checkpoints(data, tmp_path):
     # 60 nanoseconds: less than passes between a save and the next look at the clock
     minutes = {**SECTIONS, "checkpoint": {"every": 0, "minutes": 1e-9, "keep_last": 9}, "evaluation": {"every": 0}}

@@ -7,7 +7,7 @@ from tests.integration.kill import EVERY, SAVES, torment
 
 STEPS = EVERY * SAVES
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 LONGER_FROM = 1
 LONGER = {

@@ -23,7 +23,7 @@ from tests.integration.resume_cases import reload
 from tests.integration.s3_server import BUCKET, S3Server, with_environment
 from tests.integration.store_kill import torment
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = pytest.mark.distributed
 
 RUNS = f"s3://{BUCKET}/runs"
 EXTENT_BYTES = 1024
@@ -223,6 +223,7 @@ def steps_logged(job: Job) -> int:
     return max((int(step) for step in re.findall(r"^step (\d+)/", job.output(0, "out"), re.MULTILINE)), default=0)
 
 
+@pytest.mark.alone
 def test_a_server_that_is_down_during_a_save(data, server, tmp_path):
     """Training goes on and the save ends when the server is back; without it the run ends, and says why."""
     sections = {**SECTIONS, "training": {"steps": 12}, "checkpoint": {**SECTIONS["checkpoint"], "every": 6}}

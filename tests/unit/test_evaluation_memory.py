@@ -13,6 +13,7 @@ from megamem.evaluation.run import final_evaluation
 from megamem.hf.configuration import MegamemConfig
 from megamem.hf.held_out import open_exported
 from megamem.hf.modeling import MegamemForCausalLM
+from megamem.hf.trained import is_exported, open_trained
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.training.held_out import evaluate_run
@@ -60,6 +61,40 @@ def test_a_forgotten_memory_gives_the_losses_of_chunks_read_alone(kind):
     assert report.nats == pytest.approx(sum(map(sum, alone)), rel=TOLERANCE)
     assert [found.loss * found.tokens for found in report.documents] == pytest.approx(list(map(sum, alone)))
     assert Evaluator(stage, rows=ROWS).memory_use(texts).memory_off_loss == pytest.approx(report.loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("sticky", ["none", "random"])
+@pytest.mark.parametrize("short", [SHORT, None])
+def test_the_long_term_memory_is_taken_away_alone(short, sticky):
+    """What is left are the losses of the same weights as Transformer-XL with the same cache, or local attention."""
+    stage = stage_of(remembering("infinity_former", short_memory=short, sticky=sticky)).double()
+    left = {"kind": "local_attention"} if short is None else {"kind": "transformer_xl", "memory_length": short}
+    model = ModelConfig.model_validate({**stage.config.model_dump(), "mixer": left})
+    plain, weights = build_stage(model, PlainLinears()).double(), stage.state_dict()
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    texts, wanted = documents(*LENGTHS), Evaluator(plain, rows=ROWS)
+    run = config(model={"chunk_size": CHUNK})
+    figures = []
+    for forget in (False, True):
+        asked = EvaluationConfig(forget_long_term=forget, sliding_stride=CHUNK)
+        evaluator = Evaluator(stage, rows=ROWS)
+        found = final_evaluation(evaluator, lambda: texts, None, run.model_copy(update={"evaluation": asked}))
+        figures.append(found.figures())
+        assert not evaluator.reader.forgets_long_term
+    kept, forgotten = figures
+    assert forgotten["val_loss"] == pytest.approx(wanted.losses(texts).loss, rel=TOLERANCE)
+    assert forgotten["val_loss"] != pytest.approx(kept["val_loss"], abs=1e-4), "the memory matters"
+    assert forgotten["memory_off_loss"] == pytest.approx(kept["memory_off_loss"], rel=TOLERANCE)
+    sliding = wanted.sliding_losses(texts, stride=CHUNK)
+    assert forgotten["sliding_perplexity"] == pytest.approx(sliding.perplexity, rel=1e-6)
+
+
+def test_a_long_term_memory_to_forget_is_needed():
+    said = "evaluation.forget_long_term true: no layer has a long-term memory beside a shorter one; use evaluation"
+    with pytest.raises(ConfigError, match=said):
+        config(evaluation={"forget_long_term": True})
+    model = {"chunk_size": CHUNK, "mixer": {"kind": "infinity_former", **OLD}}
+    assert config(evaluation={"forget_long_term": True}, model=model).evaluation.forget_long_term
 
 
 def test_the_option_takes_the_memory_away_from_all_figures():
@@ -127,6 +162,15 @@ def test_what_parameters_depend_on_is_refused(kind, change, of_a_checkpoint, of_
         open_exported(tmp_path / "hf", [f"model.mixer.{name}={'null' if value is None else value}"]).load()
     with pytest.raises(ConfigError, match=r"memory_length 12 is no multiple of model\.chunk_size 8"):
         open_exported(tmp_path / "hf", ["model.mixer={kind: compressive_transformer, memory_length: 12}"])
+
+
+def test_models_are_opened_by_what_lies_at_their_path(tmp_path):
+    exported(stage_of(remembering("transformer_xl")), tmp_path / "hf")
+    assert is_exported(tmp_path / "hf")
+    assert not is_exported(tmp_path)
+    assert open_trained(tmp_path / "hf").title == "hf"
+    with pytest.raises(CheckpointError):
+        open_trained(tmp_path)
 
 
 def test_an_export_has_no_text_of_its_own(tmp_path):

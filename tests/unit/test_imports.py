@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,8 @@ def part_of(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "megamem" else parts[0]
 
 
-def imports(path: Path, module_level: bool = False, types: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, module_level: bool = False, types: bool = False) -> tuple[str, ...]:
     """Names of imported modules.
 
     module_level: skip function bodies. types: with those that only type checkers see. A module that is imported by
@@ -117,7 +119,7 @@ def imports(path: Path, module_level: bool = False, types: bool = False) -> Iter
                     yield child.module or ""
             yield from walk(child)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def ours(name: str) -> bool:

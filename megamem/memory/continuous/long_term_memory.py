@@ -56,12 +56,12 @@ def long_term_specs(regression: Regression, places: Places) -> dict[str, TensorS
     Every rank holds them whole, as a coefficient's keys and values are made of all channels.
     """
     specs = {
-        "coefficients": TensorSpec((regression.basis.count, "batch", "hidden"), dtype="float32"),
-        "evicted": TensorSpec((regression.tokens, "batch", "hidden")),
+        "coefficients": TensorSpec((regression.basis.count, "batch", "hidden"), dtype="float32", long_term=True),
+        "evicted": TensorSpec((regression.tokens, "batch", "hidden"), long_term=True),
     }
     if places.sticky != "none":
-        specs["histogram"] = TensorSpec((places.bins, "batch"), dtype="float32")
-        specs["samples"] = TensorSpec((regression.samples, "batch"), dtype="float32")
+        specs["histogram"] = TensorSpec((places.bins, "batch"), dtype="float32", long_term=True)
+        specs["samples"] = TensorSpec((regression.samples, "batch"), dtype="float32", long_term=True)
     return specs
 
 
