@@ -58,7 +58,7 @@ def read(stage: Stage, x: Tensor, step: int = CHUNK) -> tuple[Tensor, States]:
 @pytest.mark.parametrize("chunk", [1, 4, 6, 7])
 @pytest.mark.parametrize("length", [1, 3, 6, 13])
 def test_every_pair_of_a_row_and_a_later_token_is_counted_once(length: int, chunk: int) -> None:
-    """Over all chunks in whose memory a token is, it looks ahead to all that came since, to none of them twice."""
+    """A token looks ahead to all that came since, for as long as it is in the memory, and to none of it twice."""
     seen: Counter[tuple[int, int]] = Counter()
     last: dict[int, int] = {}
     for begin in range(chunk, 8 * chunk + 1, chunk):
@@ -141,7 +141,7 @@ def test_attention_ahead_block_by_block_has_the_gradients_of_the_whole(
 
 
 def test_what_is_mixed_is_attention_in_both_directions() -> None:
-    """With one v and one table of distances for both: one softmax over all places, but for the epsilon of 1e-6."""
+    """One v and one table of distances for both give one softmax over all places, but for the epsilon of 1e-6."""
     rows, generator = 6, torch.Generator().manual_seed(0)
     content, distance, key, value = (torch.randn(rows + 1, 1, 2, 4, generator=generator).double() for _ in range(4))
     table = torch.randn(rows + 2, 2, 4, generator=generator).double()  # distances 7 to 0
@@ -181,7 +181,7 @@ def test_gradients_flow_through_the_mixture_and_the_look_ahead_but_not_into_reco
 
 
 def test_every_parameter_has_a_gradient_of_the_first_chunk_too() -> None:
-    """As ZeRO wants it: zeros for the v of the look-ahead, as no row has a token yet."""
+    """The v of the look-ahead has zeros, as no row has a token yet: ZeRO wants a gradient of each."""
     stage = built(model())
     x = ids(CHUNK)
     out, _, _ = stage(x, stage.initial_states(2, CPU, torch.float64), Chunk((0, 0)))

@@ -83,11 +83,11 @@ class Layer:
         return (rows, out) if self.top else (out[:count], out[count:])
 
     def token(self, i: int, query: Tensor, key: Tensor, value: Tensor) -> Record:
-        """What a token reads of all places up to its own."""
+        """What a token reads of all places up to its own; query, key, value: [places, heads, width] each."""
         return self.look(query[i], key, value, [(j, i - j) for j in range(i + 1)], "distance")
 
     def row(self, i: int, count: int, query: Tensor, key: Tensor, value: Tensor) -> Record:
-        """What a row of `count` puts out, with the sum over all it has ever read."""
+        """What a row of `count` puts out, with the sum over all it has ever read; [places, heads, width] each."""
         signed = self.mixer.positions == "transformer_xl"
         old = self.records[i] if self.records else None
         if not self.mixer.look_ahead:
