@@ -7,6 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#00838f", "#8d6e00", "#b83280", "#4a5568", "#5d4037")
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
@@ -176,6 +180,11 @@ def _changes(plot: Plot, axis: str) -> dict[str, Sequence[object]]:
 
 def draw_png(plot: Plot, path: Path) -> None:
     """Draw the plot as a PNG file."""
+    matplotlib_figure(plot).savefig(path, dpi=120)
+
+
+def matplotlib_figure(plot: Plot) -> Figure:
+    """Return the plot as a figure of matplotlib, which needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -194,14 +203,15 @@ def draw_png(plot: Plot, path: Path) -> None:
             markersize=5, linewidth=1.4, capsize=3,
         )  # fmt: skip
         shown.add(name)
-    if plot.categories:
-        axes.set_xticks(range(len(plot.categories)), plot.categories)
     axes.set_xscale("log" if plot.log_x else "linear")
     axes.set_yscale("log" if plot.log_y else "linear")
+    # after the scale, which puts its own ticks
+    if plot.categories:
+        axes.set_xticks(range(len(plot.categories)), plot.categories)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
     axes.grid(alpha=0.3)
     if shown:
         axes.legend(title=plot.by[0] if plot.by else None, fontsize="small")
     figure.suptitle(plot.title, parse_math=False)
-    figure.savefig(path, dpi=120)
+    return figure

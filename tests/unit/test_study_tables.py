@@ -16,6 +16,7 @@ from megamem.runs.result import RunResult, write_result
 from megamem.study import tasks as processes
 from megamem.study.collect import records
 from megamem.study.grid import load_study, planned_runs
+from megamem.study.plots import matplotlib_figure
 from megamem.study.report import write_report
 from megamem.study.status import run_statuses
 from megamem.study.tables import as_json, cells, filled, markdown, plots
@@ -102,6 +103,13 @@ def test_the_report(pair):
     }  # fmt: skip
     for name in ("losses", "read"):
         assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+def test_pictures_name_their_categories(pair):
+    study, states, found = pair
+    plot, *_ = plots(study, study.tables[0], cells(study, study.tables[0], states, found))
+    (axes,) = matplotlib_figure(plot).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(plot.categories) != []
 
 
 def test_cells_that_mix_axes_are_refused_before_anything_runs(tmp_path, monkeypatch):
