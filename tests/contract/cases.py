@@ -82,6 +82,7 @@ ALL_CASES = [
     Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2, core=False),
     Case("transformer_xl", "chunk", core=False),
+    Case("transformer_xl", "no_memory", {"memory_length": 0}, core=False),
     Case("transformer_xl", "short_memory", {"memory_length": 5}, queries_per_key=2),
     Case("transformer_xl", "long_memory", {"memory_length": 19, "clamp_length": 9}, core=False),
     Case("transformer_xl", "same_length", {"memory_length": 10, "same_length": True}, core=False),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
@@ -36,8 +36,9 @@ class TransformerXLConfig(MixerConfig):
 
     kind: Literal["transformer_xl"] = "transformer_xl"
     """`transformer_xl`"""
-    memory_length: PositiveInt | None = None
-    """Tokens before the chunk whose hidden states are kept; as many as the chunk has if not given."""
+    memory_length: NonNegativeInt | None = None
+    """Tokens before the chunk whose hidden states are kept; as many as the chunk has if not given; 0: no memory, which
+    leaves attention within the chunk with positions by distance."""
     same_length: bool = False
     """Every query sees the same number of keys, `memory_length` with its own, wherever in the chunk it stands."""
     clamp_length: PositiveInt | None = None
@@ -47,7 +48,13 @@ class TransformerXLConfig(MixerConfig):
 
     def resolved(self, model: ModelConfig) -> int:
         """Return the number of tokens in the memory."""
-        return self.memory_length or model.chunk_size
+        return model.chunk_size if self.memory_length is None else self.memory_length
+
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        super().check(model)
+        if self.same_length and self.memory_length == 0:
+            raise ValueError("same_length: with memory_length 0 queries would see nothing; use 1 or more")
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory and the open chunk's hidden states."""

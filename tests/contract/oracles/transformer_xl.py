@@ -36,7 +36,8 @@ def shares(query: Tensor, head: int, keys: list[Tensor], distances: list[int], w
 
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
-    length, chunk = mixer.memory_length or model.chunk_size, model.chunk_size
+    chunk = model.chunk_size
+    length = chunk if mixer.memory_length is None else mixer.memory_length
     query, key, value = (projected(model, weights, hidden, name) for name in ("query", "key", "value"))
     clamp = mixer.clamp_length or len(hidden)
     outputs = []
@@ -53,5 +54,5 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             mixed.append(sum(share * value[j, g] for share, j in zip(p, seen, strict=True)))
         outputs.append(weights["output.weight"] @ torch.cat(mixed))
     done = len(hidden) - len(hidden) % chunk
-    memory = torch.cat((torch.zeros(length, hidden.shape[1], dtype=hidden.dtype), hidden[:done]))[-length:]
+    memory = torch.cat((torch.zeros(length, hidden.shape[1], dtype=hidden.dtype), hidden[:done]))[done:]
     return Answer(torch.stack(outputs), {"memory": memory[:, None], "open_hidden": hidden[done:, None]})
