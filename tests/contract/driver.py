@@ -178,9 +178,8 @@ def _run_in_groups(
 
 def has_memory(component: Stateful) -> bool:
     """Whether a mixer, or a memory of the whole model, declares anything that passes from chunk to chunk."""
-    return any(
-        isinstance(spec, Growing) or (spec.kind == "memory" and 0 not in spec.shape) for spec in component.specs.values()
-    )
+    specs = component.specs.values()
+    return any(isinstance(spec, Growing) or (spec.kind == "memory" and 0 not in spec.shape) for spec in specs)
 
 
 def row_of(specs: StateSpec, state: State, row: int) -> State:
