@@ -44,7 +44,8 @@ def long_term_memory(
     if not 0 < threshold < 1:
         raise ConfigError(f"--threshold {threshold:g}: is no share of the attention; give a number between 0 and 1")
     from megamem.evaluation.long_term_memory.analysis import analyze
-    from megamem.evaluation.long_term_memory.report import PAGE, check_new, numbers, write_analysis
+    from megamem.evaluation.long_term_memory.report import PAGE, numbers, write_analysis
+    from megamem.evaluation.report import check_new
     from megamem.hf.trained import is_exported, open_trained
 
     check_new(out)

@@ -24,6 +24,7 @@ from megamem.cli.generate import generate
 from megamem.cli.launch import agent, launch
 from megamem.cli.long_term_memory import long_term_memory
 from megamem.cli.mechanisms import mechanisms
+from megamem.cli.memory_length import memory_length
 from megamem.cli.plan import plan
 from megamem.cli.preflight import preflight
 from megamem.cli.runs import runs
@@ -45,7 +46,7 @@ for name, group in {
 # a function's name is the verb's, with dashes
 for verb in (
     train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
-    mechanisms, long_term_memory,
+    mechanisms, long_term_memory, memory_length,
 ):  # fmt: skip
     app.command()(verb)
 app.command(hidden=True)(agent)

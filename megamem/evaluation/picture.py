@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from megamem.evaluation.metrics import Curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 _SHOWN_BLOCKS = 48
@@ -23,22 +25,41 @@ def draw(result: Mapping[str, Any], curves: Curves, title: str) -> bytes:
         result: as `final_evaluation` returns it.
         curves: training and validation loss; the left panel says so where there are none.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.8, 5.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12.8, 5.2)
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     _training(left, result, curves)
     _positions(right, result)
     for axes in (left, right):
-        axes.grid(True, which="major", color="#e2e8f0", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+        add_grid(axes)
         axes.legend(frameon=False, fontsize=9)
+    return png(figure)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def add_grid(axes: Axes) -> None:
+    """Draw a grid behind what a panel shows, and no frame above and to the right."""
+    axes.grid(True, which="major", color="#e2e8f0", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure's PNG."""
     data = io.BytesIO()
-    figure.savefig(data, format="png")
+    with warnings.catch_warnings():
+        # a script that the font lacks is drawn as boxes
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(data, format="png")
     return data.getvalue()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megamem.errors import DataError
 from megamem.evaluation.metrics import read_curves
 from megamem.evaluation.picture import draw
 from megamem.files import write_bytes, write_json
@@ -58,6 +59,31 @@ def write_report(folder: Path, result: Mapping[str, Any], title: str) -> None:
     """
     write_json(folder / REPORT, finite(result))
     write_bytes(folder / PICTURE, draw(result, read_curves(folder / METRICS), title))
+
+
+def check_new(folder: Path) -> None:
+    """Raise DataError if there is something at `folder`."""
+    if folder.exists():
+        raise DataError(f"{folder}: exists already; choose another folder")
+
+
+def write_new(folder: Path, name: str, numbers: object, others: Mapping[str, bytes]) -> None:
+    """Write an analysis into a new folder, each file whole or not at all.
+
+    Args:
+        folder: where they go.
+        name: of the file of numbers.
+        numbers: plain data, written as JSON; figures that are not finite as null.
+        others: contents of the other files, by name.
+    Raises: DataError for a folder that exists or cannot be written.
+    """
+    check_new(folder)
+    try:
+        write_json(folder / name, finite(numbers))
+        for other, data in others.items():
+            write_bytes(folder / other, data)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
 def finite(value: Any) -> Any:

@@ -54,13 +54,11 @@ def final_evaluation(
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    chosen = cut_documents(
-        documents(), config.model.chunk_size, config.evaluation.final_max_tokens, token_bytes, _depth(config)
-    )
+    chosen = final_documents(documents(), config, token_bytes)
     main = evaluator.is_rank_0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
-        passing = _Passes(console if main else None, watch)
+        passing = Passes(console if main else None, watch)
         forgotten = evaluator.reader.forgetting_long_term(config.evaluation.forget_long_term)
         with corrupted(evaluator.stage, config.evaluation.corruption), forgotten, passing as passes:
             figures = _figures(evaluator, chosen, config, token_bytes, passes)
@@ -79,6 +77,14 @@ def final_evaluation(
     if main and folder is not None:
         write_report(folder, result.to_dict(), config.name)
     return result
+
+
+def final_documents(
+    documents: Iterable[EvaluationDocument], config: RunConfig, token_bytes: Int64 | None
+) -> list[EvaluationDocument]:
+    """Return what the evaluation at the end of a run reads of its held-out documents; see `cut_documents`."""
+    bound = config.evaluation.final_max_tokens
+    return cut_documents(documents, config.model.chunk_size, bound, token_bytes, _depth(config))
 
 
 def _depth(config: RunConfig) -> int:
@@ -102,7 +108,7 @@ def _figures(
     documents: Sequence[EvaluationDocument],
     config: RunConfig,
     token_bytes: Int64 | None,
-    passes: _Passes,
+    passes: Passes,
 ) -> _Figures:
     begin, forget = time.perf_counter(), config.evaluation.forget_every_chunk
     losses = evaluator.losses(documents, forget=forget, progress=passes.named("held-out loss"))
@@ -123,31 +129,35 @@ def _figures(
     return _Figures(losses, memory, sliding, seconds)
 
 
-class _Passes:
+class Passes:
     """Progress of the passes: a bar on the console, words for the watchdog."""
 
-    def __init__(self, console: Console | None, watch: Watch | None) -> None:
+    def __init__(self, console: Console | None, watch: Watch | None = None) -> None:
+        """Show bars on `console`, tell `watch`; nothing is shown or told where they are None."""
         columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.bar = Bar(*columns, console=console) if console else None
         self.watch = watch
 
-    def __enter__(self) -> _Passes:
+    def __enter__(self) -> Passes:
         (self.bar or nullcontext()).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         (self.bar or nullcontext()).__exit__(*error)
 
-    def named(self, name: str) -> Progress:
-        """Return the `progress` of a pass."""
+    def named(self, name: str, passes: int = 1) -> Progress:
+        """Return the `progress` of a pass, or of several of as many calls each, which have one bar."""
         task = self.bar.add_task(name, total=None, start=False) if self.bar else None
+        ended = 0
 
         def progress(done: int, total: int) -> None:
+            nonlocal ended
             if self.watch is not None:
                 self.watch(f"evaluation, {name}: call {done} of {total}")
             if self.bar is not None and task is not None:
-                if done == 1:
-                    self.bar.reset(task, total=total)
-                self.bar.update(task, completed=done, total=total)
+                if done == 1 and not ended:
+                    self.bar.reset(task, total=passes * total)
+                self.bar.update(task, completed=ended * total + done)
+            ended = (ended + (done == total)) % passes
 
         return progress

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from rich.console import Console
 
 from megamem.config.run import RunConfig
+from megamem.data.batch import EvaluationDocument
+from megamem.data.feeder import HeldOutDocuments
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.memory_length import LengthCurve, LengthLoss, kinds_with_length, length_fields
 from megamem.evaluation.result import EvaluationResult
-from megamem.evaluation.run import final_evaluation
+from megamem.evaluation.run import Passes, final_documents, final_evaluation
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.training.build import held_out_documents, open_tokenizer
@@ -28,8 +32,19 @@ class Trained(Protocol):
     def origin(self) -> str:
         """Where it lies, for messages."""
 
+    @property
+    def title(self) -> str:
+        """Its name, for people."""
+
     def load(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Stage:
         """Return the whole model."""
+
+
+def held_out_text(run: Trained) -> HeldOutDocuments:
+    """Open a trained model's held-out documents. Raises ConfigError where its configuration names none."""
+    if not run.config.data.validation:
+        raise ConfigError(f"{run.origin}: its configuration names no held-out text; give data.validation='[SHARDS]'")
+    return held_out_documents(run.config)
 
 
 def evaluate_run(
@@ -41,13 +56,84 @@ def evaluate_run(
     Raises: ConfigError where its configuration names no held-out text; CheckpointError, ConversionError or DataError
         for damaged files, or weights that do not fit the configuration.
     """
-    if not run.config.data.validation:
-        raise ConfigError(f"{run.origin}: its configuration names no held-out text; give data.validation='[SHARDS]'")
+    documents = held_out_text(run)
     topology = Topology.start(device=str(device))
     return final_evaluation(
         Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows),
-        lambda: held_out_documents(run.config),
+        lambda: documents,
         open_tokenizer(run.config),
         run.config,
         console=console,
     )
+
+
+Open = Callable[[Sequence[str]], Trained]
+"""Opens a trained model with overrides of its configuration (`key.path=value`)."""
+
+
+def evaluate_lengths(
+    models: Sequence[Open],
+    segments: Sequence[int],
+    overrides: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console | None = None,
+) -> list[LengthCurve]:
+    """Evaluate trained models on the same held-out text with memories of several lengths, in this process.
+
+    Args:
+        models: open one each.
+        segments: lengths of the memory, in chunks.
+        overrides: of all models' configurations.
+        dtype: of the weights.
+        device: where models are read with.
+        console: where a progress bar is shown for each model; none if not given.
+    Raises: as `evaluate_run`; ConfigError for a model without a length of its memory, or with other held-out tokens
+        than the first one has.
+    """
+    opened = [model(overrides) for model in models]
+    fields = [length_fields(run.config.model, run.origin) for run in opened]
+    topology = Topology.start(device=str(device))
+    first: tuple[str, list[EvaluationDocument]] | None = None
+    curves = []
+    with Passes(console) as passes:
+        for model, run, lengths in zip(models, opened, fields, strict=True):
+            tokenizer = open_tokenizer(run.config)
+            token_bytes = tokenizer.byte_lengths() if tokenizer else None
+            documents = final_documents(held_out_text(run), run.config, token_bytes)
+            first = first or (run.origin, documents)
+            _check_same(run.origin, documents, *first)
+            chunk = run.config.model.chunk_size
+            progress = passes.named(run.title, len(segments))
+            points = []
+            for count in segments:
+                changed = model([*overrides, *(f"{field}={count * chunk}" for field in lengths)])
+                evaluator = Evaluator(changed.load(dtype, topology.device), topology, run.config.evaluation.rows)
+                points.append(LengthLoss.of(count, chunk, evaluator.losses(documents, progress=progress)))
+            curves.append(
+                LengthCurve(
+                    origin=run.origin,
+                    title=run.title,
+                    mixers=kinds_with_length(run.config.model),
+                    chunk_size=chunk,
+                    trained=tuple(sorted({*lengths.values()})),
+                    tokens=sum(document.predicted_tokens for document in documents),
+                    points=tuple(points),
+                )
+            )
+    return curves
+
+
+def _check_same(
+    origin: str, documents: Sequence[EvaluationDocument], other: str, others: Sequence[EvaluationDocument]
+) -> None:
+    """Raise ConfigError where two models' held-out documents differ: losses of other tokens cannot be compared."""
+    same = len(documents) == len(others) and all(
+        torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.labels, theirs.labels)
+        for ours, theirs in zip(documents, others, strict=True)
+    )
+    if not same:
+        raise ConfigError(
+            f"{origin}: its held-out tokens are not those of {other}; models need the same data.validation, "
+            "chunk_size, sequence_length and evaluation.final_max_tokens to be compared"
+        )

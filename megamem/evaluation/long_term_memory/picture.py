@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,11 +9,10 @@ import numpy as np
 from megamem.evaluation.long_term_memory.analysis import Analysis, LayerAnalysis
 from megamem.evaluation.long_term_memory.attention import BINS
 from megamem.evaluation.long_term_memory.cells import Float64
-from megamem.evaluation.picture import BLUE, GREY, ORANGE
+from megamem.evaluation.picture import BLUE, GREY, ORANGE, new_figure, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLUMNS = 4
 """Panels side by side."""
@@ -32,7 +29,7 @@ def draw_histograms(analysis: Analysis) -> bytes:
     layers = analysis.layers
     columns = min(COLUMNS, len(layers))
     rows = -(-len(layers) // columns)
-    figure = _figure(3.4 * columns + 0.6, 2.6 * rows + 0.5)
+    figure = new_figure(3.4 * columns + 0.6, 2.6 * rows + 0.5)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
     for axes, layer in zip(panels, layers, strict=False):
         found = layer.histogram
@@ -48,7 +45,7 @@ def draw_histograms(analysis: Analysis) -> bytes:
     figure.supxlabel("place in the long-term memory (0: oldest; dashed: borders of chunks)", fontsize=10)
     figure.supylabel("attention (density)", fontsize=10)
     figure.suptitle(f"attention to the long-term memory, mean over heads, tokens and {documents}", fontsize=11)
-    return _png(figure)
+    return png(figure)
 
 
 def draw_memory_space(layer: LayerAnalysis) -> bytes:
@@ -56,7 +53,7 @@ def draw_memory_space(layer: LayerAnalysis) -> bytes:
     spaces = [("samples at equal distances (without sticky memories)", layer.equal_space, GREY)]
     if layer.sticky != "none":
         spaces.append((f"sticky memories ({layer.sticky})", layer.space, ORANGE))
-    figure = _figure(11.0, 2.6 * len(spaces) + 0.6)
+    figure = new_figure(11.0, 2.6 * len(spaces) + 0.6)
     panels = figure.subplots(len(spaces), 1, squeeze=False, sharex=True, sharey=True).ravel()
     ends = np.array([word.end for word in layer.remembered])
     for axes, (label, space, color) in zip(panels, spaces, strict=True):
@@ -70,7 +67,7 @@ def draw_memory_space(layer: LayerAnalysis) -> bytes:
     _name_largest(panels[-1], layer, spaces[-1][1])
     panels[-1].set_xlabel("words in the memory, in the order of the text (dashed: borders of chunks)")
     panels[0].set_ylim(0, 1.7 * max(float(space.max()) for _, space, _ in spaces))
-    return _png(figure)
+    return png(figure)
 
 
 def _name_largest(axes: Axes, layer: LayerAnalysis, space: Float64) -> None:
@@ -88,23 +85,3 @@ def _name_largest(axes: Axes, layer: LayerAnalysis, space: Float64) -> None:
             index + 0.5, float(space[index]), f" {text}", rotation=60, fontsize=8, va="bottom",
             ha="left", rotation_mode="anchor", parse_math=False,
         )  # fmt: skip
-
-
-def _figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _png(figure: Figure) -> bytes:
-    """Return a figure's PNG."""
-    data = io.BytesIO()
-    with warnings.catch_warnings():
-        # a script that the font lacks is drawn as boxes; the page has the word
-        warnings.filterwarnings("ignore", "Glyph .* missing")
-        figure.savefig(data, format="png")
-    return data.getvalue()

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megamem.errors import DataError
 from megamem.evaluation.long_term_memory.analysis import Analysis, LayerAnalysis
 from megamem.evaluation.long_term_memory.page import render
 from megamem.evaluation.long_term_memory.picture import draw_histograms, draw_memory_space
-from megamem.evaluation.report import finite
-from megamem.files import write_bytes, write_json
+from megamem.evaluation.report import write_new
 
 NUMBERS, HISTOGRAMS, SPACE, PAGE = "long_term_memory.json", "attention.png", "memory_space.png", "words.html"
-
-
-def check_new(folder: Path) -> None:
-    """Raise DataError if there is something at `folder`."""
-    if folder.exists():
-        raise DataError(f"{folder}: exists already; choose another folder")
 
 
 def write_analysis(folder: Path, analysis: Analysis, layer: LayerAnalysis, threshold: float) -> None:
@@ -30,16 +22,10 @@ def write_analysis(folder: Path, analysis: Analysis, layer: LayerAnalysis, thres
         threshold: share of the attention from which on a word is shaded.
     Raises: DataError for a folder that exists or cannot be written.
     """
-    check_new(folder)
     histograms, space = draw_histograms(analysis), draw_memory_space(layer)
     pictures = [("attention to each region of the memory", histograms), ("memory space of each word", space)]
-    try:
-        write_json(folder / NUMBERS, finite(numbers(analysis)))
-        write_bytes(folder / HISTOGRAMS, histograms)
-        write_bytes(folder / SPACE, space)
-        write_bytes(folder / PAGE, render(analysis, layer, threshold, pictures).encode("utf-8"))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror})") from None
+    page = render(analysis, layer, threshold, pictures).encode("utf-8")
+    write_new(folder, NUMBERS, numbers(analysis), {HISTOGRAMS: histograms, SPACE: space, PAGE: page})
 
 
 def numbers(analysis: Analysis) -> dict[str, object]:
