@@ -15,8 +15,8 @@ from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     from megamem.config.run import RunConfig
-    from megamem.evaluation.long_term_memory.texts import Text
     from megamem.evaluation.long_term_memory.words import Decode
+    from megamem.evaluation.texts import Text
     from megamem.model.stage import Stage
 
 
@@ -84,8 +84,9 @@ def _texts(
     documents: int,
 ) -> tuple[list[Text], Decode | None]:
     """Return what a run's model reads, files or held-out documents, and its tokenizer's decoder if there is one."""
-    from megamem.evaluation.long_term_memory.texts import Text, held_out_texts
+    from megamem.evaluation.long_term_memory.texts import held_out_texts
     from megamem.evaluation.stream_text import trained_tokenizer
+    from megamem.evaluation.texts import Text
     from megamem.training.build import held_out_documents
 
     named = tokenizer is not None or config.data.tokenizer is not None
@@ -100,7 +101,7 @@ def _texts(
 
 def _texts_of_an_export(model: Path, files: Sequence[Path]) -> tuple[list[Text], Decode]:
     """Return the files that an export's model reads, and its tokenizer's decoder."""
-    from megamem.evaluation.long_term_memory.texts import Text
+    from megamem.evaluation.texts import Text
     from megamem.hf.exported import open_tokenizer
 
     words = open_tokenizer(model)

@@ -13,6 +13,7 @@ import sys
 import typer
 
 from launchers.local_ranks import inside_job
+from megamem.cli.attention import attention
 from megamem.cli.branch import branch
 from megamem.cli.checkpoint import checkpoint_app
 from megamem.cli.convert import convert_app
@@ -46,7 +47,7 @@ for name, group in {
 # a function's name is the verb's, with dashes
 for verb in (
     train, start_from, branch, demo, plan, launch, preflight, status, runs, generate, evaluate, verify_resume, doctor,
-    mechanisms, long_term_memory, memory_length,
+    mechanisms, long_term_memory, memory_length, attention,
 ):  # fmt: skip
     app.command()(verb)
 app.command(hidden=True)(agent)

@@ -13,8 +13,9 @@ from megamem.evaluation.long_term_memory.analysis import Analysis, LayerAnalysis
 from megamem.evaluation.long_term_memory.attention import BINS, attention_to, histogram
 from megamem.evaluation.long_term_memory.cells import Cells, equal_samples, first_cells, later_cells
 from megamem.evaluation.long_term_memory.reads import Read, long_term_layers, read_document
-from megamem.evaluation.long_term_memory.texts import Text, held_out_texts, least_tokens
+from megamem.evaluation.long_term_memory.texts import held_out_texts, least_tokens
 from megamem.evaluation.long_term_memory.words import Word, between, split_pieces, split_words
+from megamem.evaluation.texts import Text
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters

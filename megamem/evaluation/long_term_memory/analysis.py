@@ -15,8 +15,9 @@ from megamem.errors import ConfigError
 from megamem.evaluation.long_term_memory.attention import Histogram, attention_to, histogram
 from megamem.evaluation.long_term_memory.cells import Cells, Float64
 from megamem.evaluation.long_term_memory.reads import Read, long_term_layers, read_document
-from megamem.evaluation.long_term_memory.texts import Text, cut_texts
+from megamem.evaluation.long_term_memory.texts import cut_texts
 from megamem.evaluation.long_term_memory.words import Decode, Word, between, number_tokens, split_pieces, split_words
+from megamem.evaluation.texts import Text
 from megamem.model.stage import Stage
 
 CHUNKS = 6

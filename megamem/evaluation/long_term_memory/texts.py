@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from megamem.data.batch import IGNORED, EvaluationDocument
+from megamem.data.batch import EvaluationDocument
 from megamem.errors import DataError
 from megamem.evaluation.long_term_memory.reads import long_term_layers
+from megamem.evaluation.texts import Text, long_texts
 from megamem.model.stage import Stage
-
-
-@dataclass(frozen=True)
-class Text:
-    """A document to read."""
-
-    name: str
-    ids: tuple[int, ...]
-    """Its tokens."""
 
 
 def least_tokens(stage: Stage) -> int:
@@ -51,24 +42,4 @@ def held_out_texts(documents: Iterable[EvaluationDocument], stage: Stage, chunks
 
     Raises: DataError where no document is long enough for a memory to be read.
     """
-    least, most = least_tokens(stage), most_tokens(stage, chunks)
-    full: list[Text] = []
-    shorter: list[Text] = []
-    for document in documents:
-        text = _text(document)
-        if len(text.ids) >= most:
-            full.append(text)
-        elif len(text.ids) >= least:
-            shorter = sorted([*shorter, text], key=lambda text: -len(text.ids))[:count]
-        if len(full) == count:
-            break
-    if not full and not shorter:
-        raise DataError(f"data.validation: no document has {least:,} tokens, the fewest with which a memory is read")
-    return [*full, *shorter][:count]
-
-
-def _text(document: EvaluationDocument) -> Text:
-    """Return a held-out document without its padding."""
-    last = int(document.labels[document.predicted_tokens - 1])
-    ids = document.tokens[: document.predicted_tokens].tolist()
-    return Text(document.name, tuple(ids if last == IGNORED else [*ids, last]))
+    return long_texts(documents, least_tokens(stage), most_tokens(stage, chunks), count)

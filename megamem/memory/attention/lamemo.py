@@ -43,8 +43,14 @@ from megamem.memory.shared.segment_attention import (
     segment_parameters,
     unseen_keys,
 )
-from megamem.ops.attention.look_ahead import interpolate, look_ahead_attention, unseen_ahead
-from megamem.ops.attention.relative import relative_attention, sinusoids
+from megamem.ops.attention.look_ahead import (
+    interpolate,
+    look_ahead_attention,
+    look_ahead_shares,
+    share_of_old,
+    unseen_ahead,
+)
+from megamem.ops.attention.relative import relative_attention, relative_shares, sinusoids
 from megamem.parallel.linears import Linears
 
 
@@ -230,9 +236,12 @@ class LaMemo(SegmentAttention):
         looking = rows if self.rises and self.config.look_ahead else 0
         queries = self.biased(self.scaled_query(self.queries(x if looking else x[rows:])), looking)
         distance_keys = self._distance_keys(keys.shape[0], x, chunk)
+        unseen = unseen_keys(tokens, keys.shape[0], None, masked, keys.device)
+        if self.observer is not None:
+            shares = relative_shares(queries[0][looking:], queries[1], keys, distance_keys, unseen)
+            self.observer.attended(shares, unseen)
         read = relative_attention(
-            queries[0][looking:], queries[1], keys, values, distance_keys,
-            unseen_keys(tokens, keys.shape[0], None, masked, keys.device),
+            queries[0][looking:], queries[1], keys, values, distance_keys, unseen,
             fused=self.backend != "eager", dropout=self.dropout(chunk.dropout), log_sums="log_sums" in self.specs,
         )  # fmt: skip
         mixed, new = read.out, self._open(keys, values, chunk.starts[0] + tokens)
@@ -297,15 +306,19 @@ class LaMemo(SegmentAttention):
         length, ordered = self.memory_length, self.config.order_mask
         newest = slice(length + 1 - self.reach, length + 1)
         keys_ahead = self._distance_keys_ahead(distance_keys, queries[0], chunk)
+        unseen = unseen_ahead(length, self.reach, ordered, masked, keys.device)
+        if self.observer is not None:
+            self.observer.looked_ahead(look_ahead_shares(*queries, keys[newest], keys_ahead, unseen, ordered), unseen)
         ahead = look_ahead_attention(
-            *queries, keys[newest], values[newest], keys_ahead,
-            unseen_ahead(length, self.reach, ordered, masked, keys.device),
-            ordered, fused=self.backend != "eager",
+            *queries, keys[newest], values[newest], keys_ahead, unseen, ordered,
+            fused=self.backend != "eager",
             dropout=self.dropout(chunk.dropout, "look_ahead", rows_before=length),
         )  # fmt: skip
         if "log_sums" not in self.specs:
             return ahead.out, {}
         assert ahead.log_sums is not None
+        if self.observer is not None:
+            self.observer.mixed(share_of_old(state["log_sums"], ahead.log_sums)[0])
         read, sums = interpolate(state["records"], state["log_sums"], ahead.out, ahead.log_sums)
         recorded = {"records": read.detach(), "log_sums": sums.detach()}
         if masked is not None:

@@ -12,8 +12,10 @@ Letters of shapes: T tokens of the call, M columns of the cache, B batch rows, H
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, det
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns
 from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.memory.shared.row_by_row import row_chunk
-from megamem.ops.attention.relative import relative_attention, sinusoids
+from megamem.ops.attention.relative import relative_attention, relative_shares, sinusoids
 from megamem.parallel.linears import Linears, declare, normal
 
 
@@ -128,6 +130,19 @@ def unseen_keys(
         return unseen if hidden is None else unseen | (columns < to_device(hidden, device)[:, None, None])
 
 
+class Observer(Protocol):
+    """The interface of what looks on while a layer attends, to report where to."""
+
+    def attended(self, shares: Tensor, unseen: Tensor) -> None:
+        """Take what tokens give to each column up to their own, shares [B, H, T, C]; unseen: `unseen_keys`."""
+
+    def looked_ahead(self, shares: Tensor, unseen: Tensor) -> None:
+        """Take what memory rows give to the newest places, shares [B, H, M, C]; unseen: `unseen_ahead`."""
+
+    def mixed(self, share: Tensor) -> None:
+        """Take the share of what memory rows have read before in what they put out, [M, B, H]."""
+
+
 class SegmentAttention(AttentionProjections):
     """Softmax attention with relative positions to the chunk so far and to hidden vectors cached before it."""
 
@@ -136,6 +151,8 @@ class SegmentAttention(AttentionProjections):
     remembers_keys = False
     counts_attention = False
     """Whether `mix` sums up the attention that each column gets."""
+    observer: Observer | None = None
+    """Set by `observed_by` alone."""
 
     def __init__(
         self,
@@ -185,6 +202,15 @@ class SegmentAttention(AttentionProjections):
         biases = self._shared[0] if self._shared else self.biases
         # shared ones lie on another device where layers are spread over several
         return tuple(biased.to(query.device) for biased in biases(query, rows))
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Show what this rank's heads attend to to `observer`, inside a `with` statement."""
+        self.observer = observer
+        try:
+            yield
+        finally:
+            self.observer = None
 
     def columns_before(self, finished_tokens: int) -> int:
         """Return how many columns a row sees in front of its open chunk, after so many tokens in finished chunks."""
@@ -282,6 +308,9 @@ class SegmentAttention(AttentionProjections):
             unseen = unseen_keys(part.tokens, last - first, self.window, hidden, keys.device)
             content, distance = (query[part.begin : part.end] for query in queries)
             of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
+            if self.observer is not None:
+                shares = relative_shares(content, distance, keys[first:last], of_distances, unseen)
+                self.observer.attended(shares, unseen)
             output, counted, _ = relative_attention(
                 content, distance, keys[first:last], values[first:last], of_distances, unseen,
                 fused=self.backend != "eager", count=self.counts_attention, dropout=self.dropout(part.dropout),

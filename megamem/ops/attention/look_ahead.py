@@ -94,6 +94,27 @@ def look_ahead_attention(
     return attended(out, None, sums, content_query.dtype)
 
 
+def look_ahead_shares(
+    content_query: Tensor,
+    distance_query: Tensor,
+    key: Tensor,
+    distance_key: Tensor,
+    unseen: Tensor,
+    ordered: bool = True,
+) -> Tensor:
+    """Return what each memory row gives to each key, [B, H, M, K] in float32 at least; see `relative_shares`.
+
+    Arguments: see `look_ahead_attention`.
+    """
+    parts = heads_first(content_query, distance_query, key, key, distance_key, fused=False)
+    query, by_distance, keys, _, table = parts
+    rows, count = query.shape[2], keys.shape[2]
+    block = _block(slice(0, rows), rows, count, ordered, whole=True)
+    by_place = distance_scores(by_distance, table[:, block.distances], block.offset)[..., :count]
+    scores = query @ keys.transpose(2, 3) + by_place
+    return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1).transpose(0, 1)
+
+
 def _block(own: slice, rows: int, keys: int, ordered: bool, whole: bool = False) -> Block:
     """Return where memory rows `own` of all `rows` meet the newest `keys` keys.
 
@@ -127,8 +148,12 @@ def interpolate(old: Tensor, old_sums: Tensor, new: Tensor, new_sums: Tensor) ->
         new, new_sums: of the look-ahead, like these.
     Returns: c, like `new`; the logarithm of the sum over both, [M, B, H].
     """
+    share, sums = share_of_old(old_sums, new_sums)
+    return torch.lerp(new, old, share.to(new.dtype)[..., None]), sums
+
+
+def share_of_old(old_sums: Tensor, new_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a of `interpolate`, and the logarithm of the sum over both: [M, B, H] like the arguments."""
     largest = torch.maximum(old_sums, new_sums)
     of_old, of_new = (old_sums - largest).exp(), (new_sums - largest).exp()
-    share = of_old / (of_old + of_new + EPSILON)
-    mixed = torch.lerp(new, old, share.to(new.dtype)[..., None])
-    return mixed, largest + (of_old + of_new).log()
+    return of_old / (of_old + of_new + EPSILON), largest + (of_old + of_new).log()

@@ -103,6 +103,19 @@ def relative_attention(
     return attended(out, received, sums, content_query.dtype)
 
 
+def relative_shares(
+    content_query: Tensor, distance_query: Tensor, key: Tensor, distance_key: Tensor, unseen: Tensor
+) -> Tensor:
+    """Return what each query gives to each key, [B, H, T, K] in float32 at least: those of a query sum to one.
+
+    Arguments: see `relative_attention`, which needs no such tensor. For those who look on.
+    """
+    parts = heads_first(content_query, distance_query, key, key, distance_key, fused=False)
+    query, by_distance, keys, _, table = parts
+    scores = query @ keys.transpose(2, 3) + distance_scores(by_distance, table, query.shape[2])
+    return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1).transpose(0, 1)
+
+
 def heads_first(
     content_query: Tensor, distance_query: Tensor, key: Tensor, value: Tensor, distance_key: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
