@@ -59,7 +59,7 @@ class LengthCurve:
     tokens: int
     """Predicted tokens."""
     points: tuple[LengthLoss, ...]
-    """In the order asked for."""
+    """One for each length, in the order asked for."""
 
 
 def length_fields(model: ModelConfig, origin: str) -> dict[str, int]:
@@ -123,7 +123,7 @@ def draw_curves(curves: Sequence[LengthCurve]) -> bytes:
     axes.set_xlabel(f"length of the memory in chunks of {curves[0].chunk_size:,} tokens (ring: as trained)")
     axes.set_ylabel("perplexity")
     axes.set_title(f"held-out documents, {curves[0].tokens:,} predicted tokens", fontsize=10)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return png(figure)
 
 
