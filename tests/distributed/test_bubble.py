@@ -2,21 +2,25 @@
 
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import TensorSpec
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import ModelMemory
 from megamem.parallel.topology import Topology
+from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
-from megamem.pipeline.schedule import bubble, chunk_schedule, peak_units, stage_order
-from megamem.pipeline.simulate import Timeline, even_cost, simulate
+from megamem.pipeline.schedule import Action, bubble, chunk_schedule, peak_units, stage_order
+from megamem.pipeline.simulate import Cost, Timeline, even_cost, simulate
 from tests.distributed.harness import run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
@@ -27,6 +31,48 @@ FORWARD_S, BACKWARD_S = 0.08, 0.16
 ATTEMPTS = 3
 """What else the machine does can only add idle time: a measurement that shows too much is taken again, with naps twice
 as long, against which the same disturbance is half as large."""
+
+LAMEMO = {
+    "layers": 2 * STAGES, "hidden_size": 64, "heads": 4, "vocab_size": 64, "chunk_size": 16, "mixer": {"kind": "lamemo"},
+}  # fmt: skip
+"""Two layers on each stage. All but the topmost one compute memory rows besides tokens, as many as there are tokens."""
+
+
+def lamemo_cost() -> Cost:
+    """Seconds in the ratio of the operations that LaMemo's stages compute, `FORWARD_S` for most of its forwards."""
+    flops = chunk_flops(parse_config(ModelConfig, LAMEMO, "test"), CHUNKS, [2] * STAGES)
+    second = FORWARD_S / flops(1, Action("forward", 0, CHUNKS - 1))
+    return lambda stage, action: second * flops(stage, action)
+
+
+COSTS = {"even": even_cost(FORWARD_S, BACKWARD_S), "lamemo": lamemo_cost()}
+
+
+class Run(NamedTuple):
+    """One step that is timed."""
+
+    chunks: int = CHUNKS
+    bptt_chunks: int = CHUNKS
+    duration: float = 1
+    """Factor of the costs."""
+    spanning: bool = False
+    cost: str = "even"
+
+    def bubble(self) -> float:
+        """The simulated bubble."""
+        orders = chunk_schedule(STAGES, SEQUENCES, self.chunks, self.bptt_chunks, self.spanning)
+        return simulate(orders, self.bptt_chunks, COSTS[self.cost], last_to_first=self.spanning).bubble
+
+
+# 1F1B's units are whole sequences; a quarter of the time is long enough for its large bubble
+RUNS = {
+    "bptt1": Run(bptt_chunks=1),
+    "bptt8": Run(),
+    "1f1b": Run(1, 1, duration=CHUNKS / 4),
+    "spanning": Run(spanning=True),
+    "lamemo-bptt1": Run(bptt_chunks=1, cost="lamemo"),
+    "lamemo-bptt8": Run(cost="lamemo"),
+}
 
 
 class Nap(torch.autograd.Function):
@@ -45,18 +91,18 @@ class Nap(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Behaves like a `Stage` without layers; units take `chunks` chunks' time.
+    """Behaves like a `Stage` without layers, which takes the time that `cost` says.
 
     spanning: a memory leaves the last stage and enters the first one, which waits for it and adds nothing of it.
     """
 
     auxiliary_losses = ()
 
-    def __init__(self, topology: Topology, chunks: float, spanning: bool) -> None:
+    def __init__(self, topology: Topology, cost: Cost, spanning: bool) -> None:
         super().__init__()
         self.first, self.last = topology.first_stage, topology.last_stage
         self.weight = nn.Parameter(torch.ones(()))
-        self.seconds = chunks * FORWARD_S, chunks * BACKWARD_S
+        self.stage, self.cost = topology.pp_rank, cost
         declared = {"memory": TensorSpec((1, "batch", "hidden"))}
         self.model_memories = {"memory": ModelMemory(declared, {"hidden": 1})} if spanning else {}
 
@@ -64,7 +110,8 @@ class SleepingStage(nn.Module):
         hidden = x[..., None] * self.weight if self.first else x
         if self.first and states:
             hidden = hidden + 0.0 * states["memory"]["memory"]
-        hidden = Nap.apply(hidden, *self.seconds)
+        seconds = (self.cost(self.stage, Action(kind, 0, chunk.starts[0])) for kind in ("forward", "backward"))
+        hidden = Nap.apply(hidden, *seconds)
         if self.last and self.model_memories:
             states = {"memory": {"memory": 0.0 * hidden[-1:]}}
         return hidden, states, {}
@@ -76,9 +123,10 @@ class SleepingStage(nn.Module):
         pass
 
 
-def timed_run(topology, chunks, bptt_chunks, duration, spanning):
-    """One step of SEQUENCES sequences in `chunks` units each, of `duration` chunks' time: events, peak, result."""
-    stage = SleepingStage(topology, duration, spanning)
+def timed_run(topology, run, longer):
+    """One step of SEQUENCES sequences, with naps `longer` times as long: events, peak, result."""
+    chunks, bptt_chunks, duration, spanning, cost = run
+    stage = SleepingStage(topology, lambda *what: longer * duration * COSTS[cost](*what), spanning)
     executor = StageExecutor(stage, NextToken(None), topology.pp_rank, 1, bptt_chunks)
     executor.events = []
     starts = np.arange(chunks)[:, None]
@@ -102,13 +150,13 @@ def world(payload):
     topology = Topology.start(pp=STAGES, device="cpu")
     warm_up(topology)
     results = {}
-    for name, units in payload.items():
+    for name in payload:
+        run = RUNS[name]
         for attempt in range(ATTEMPTS):
-            chunks, bptt_chunks, duration, spanning = units
-            run = timed_run(topology, chunks, bptt_chunks, duration * 2**attempt, spanning)
-            if name not in results or run["bubble"] < results[name]["bubble"]:
-                results[name] = run
-            if run["bubble"] < 1.08 * bubble(STAGES, SEQUENCES, units[0]):
+            found = timed_run(topology, run, 2**attempt)
+            if name not in results or found["bubble"] < results[name]["bubble"]:
+                results[name] = found
+            if found["bubble"] < 1.08 * run.bubble():
                 break
     return results
 
@@ -125,16 +173,9 @@ def bubble_of(timeline):
 
 @pytest.fixture(scope="module")
 def measured():
-    # 1F1B's units are whole sequences; a quarter of the time is long enough for its large bubble
-    cases = {
-        "bptt1": (CHUNKS, 1, 1, False),
-        "bptt8": (CHUNKS, CHUNKS, 1, False),
-        "1f1b": (1, 1, CHUNKS / 4, False),
-        "spanning": (CHUNKS, CHUNKS, 1, True),
-    }
-    ranks = run_distributed(STAGES, "tests.distributed.test_bubble:world", cases)
+    ranks = run_distributed(STAGES, "tests.distributed.test_bubble:world", list(RUNS))
     results = {}
-    for name in cases:
+    for name in RUNS:
         results[name] = joined([rank[name] for rank in ranks])
         print(f"{name}: bubble {results[name].timeline.bubble:.4f}, peaks {results[name].peaks}")
     return results
@@ -151,8 +192,7 @@ def joined(ranks):
 
 @pytest.mark.parametrize("bptt_chunks", [1, CHUNKS])
 def test_the_measured_bubble_is_the_simulated_one(measured, bptt_chunks):
-    orders = chunk_schedule(STAGES, SEQUENCES, CHUNKS, bptt_chunks)
-    expected = simulate(orders, bptt_chunks, even_cost(FORWARD_S, BACKWARD_S)).bubble
+    expected = RUNS[f"bptt{bptt_chunks}"].bubble()
     assert expected == pytest.approx(bubble(STAGES, SEQUENCES, CHUNKS))
     found = measured[f"bptt{bptt_chunks}"].timeline.bubble
     assert found == pytest.approx(expected, rel=0.1)
@@ -161,12 +201,19 @@ def test_the_measured_bubble_is_the_simulated_one(measured, bptt_chunks):
 
 def test_a_memory_from_the_last_stage_to_the_first_costs_no_more(measured):
     """Micro-batches take turns: as many as stages keep all stages busy."""
-    orders = chunk_schedule(STAGES, SEQUENCES, CHUNKS, CHUNKS, interleaved=True)
-    expected = simulate(orders, CHUNKS, even_cost(FORWARD_S, BACKWARD_S), last_to_first=True).bubble
+    expected = RUNS["spanning"].bubble()
     assert expected == pytest.approx(bubble(STAGES, SEQUENCES, CHUNKS))
     assert measured["spanning"].timeline.bubble == pytest.approx(expected, rel=0.1)
     formula = [peak_units(stage, STAGES, SEQUENCES, CHUNKS, CHUNKS, interleaved=True) for stage in range(STAGES)]
     assert measured["spanning"].peaks == formula
+
+
+@pytest.mark.parametrize("bptt_chunks", [1, CHUNKS])
+def test_memory_rows_cost_the_time_that_was_simulated(measured, bptt_chunks):
+    """The topmost layer makes no rows, so its stage waits: a bubble nearly half as large again as without rows."""
+    expected = RUNS[f"lamemo-bptt{bptt_chunks}"].bubble()
+    assert expected > 1.4 * bubble(STAGES, SEQUENCES, CHUNKS)
+    assert measured[f"lamemo-bptt{bptt_chunks}"].timeline.bubble == pytest.approx(expected, rel=0.1)
 
 
 def test_1f1b_measured_the_same_way(measured):

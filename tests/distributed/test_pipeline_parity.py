@@ -76,6 +76,9 @@ WORLDS = {
         "shared-biases-tp2": staged(2, 2, 1, 4, 2, 1, model=SHARED_BIASES),
         "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
         "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
+        # rows cross three borders; and lie with the tokens on both tensor-parallel ranks
+        "lamemo-pp4": staged(4, 1, 1, 4, 2, 0, model=LAMEMO),
+        "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
         "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
     },

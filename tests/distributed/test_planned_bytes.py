@@ -8,7 +8,7 @@ from megamem.planning.ranks import rank_bytes
 from tests.distributed.freezing_cases import GPT2, MODEL, new_names
 from tests.distributed.freezing_cases import config_of as frozen_config
 from tests.distributed.harness import PARALLEL, run_distributed
-from tests.distributed.training_cases import MUP, local_batches, run_config
+from tests.distributed.training_cases import LAMEMO, MUP, local_batches, run_config
 
 pytestmark = pytest.mark.distributed
 TIED = {"tie_embeddings": True}
@@ -24,6 +24,8 @@ CASES = {
     "zero2-bf16": ((1, 1, 2), "bf16", {}),
     "zero3": ((1, 2, 3), "fp32", {}),
     "zero3-bf16": ((1, 1, 3), "bf16", {}),
+    "lamemo-pipeline": ((2, 2, 0), "fp32", LAMEMO),
+    "lamemo-zero1-bf16-pipeline": ((2, 1, 1), "bf16", LAMEMO),
     "frozen-pipeline": ((2, 2, 0), "fp32", GPT2),
     "frozen-zero1-bf16": ((1, 2, 1), "bf16", MODEL),
     "frozen-zero2": ((1, 2, 2), "fp32", MODEL),
