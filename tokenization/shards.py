@@ -319,7 +319,7 @@ def _write_tar(file: BinaryIO, plan: ShardPlan) -> TableEntries:
             text = document.text.encode()
             # of a text of 100 million characters, tokens of eight bytes each would not fit everywhere
             parts = [part.astype(dtype) for part in tokenizer.encode_parts(document.text)]
-            tokens = np.concatenate([*parts, np.array([tokenizer.eos_id], dtype)])
+            tokens = np.concatenate([*parts, np.array([tokenizer.eos_id], dtype)], dtype=dtype)
             entries.append([plan.number, tar.offset + TAR_BLOCK, len(tokens), len(text)])
             meta = {
                 "name": document.name,

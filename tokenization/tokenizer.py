@@ -222,6 +222,7 @@ def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id
         eos_id=eos_id,
         bos_id=bos_id,
         sha256=sha256_file(path),
+        # the characters of a text may lack the space
         byte_pieces=kind == "character-level" or (suffix == ".json" and _decodes_bytes(backend)),
         divisible=all(_same_in_parts(backend, sample) for sample in SAMPLES),
     )
@@ -251,7 +252,7 @@ def _same_in_parts(backend: Backend, text: str) -> bool:
 
 def _decodes_bytes(backend: Backend) -> bool:
     """Return whether pieces are in the byte-level alphabet, in which a space is spelt Ġ."""
-    # a word-level tokenizer has no piece of a space alone, a character-level one all its text's characters
+    # a word-level tokenizer has no piece of a space alone
     return not {"Ġ", END_OF_LINE}.isdisjoint(backend.pieces())
 
 

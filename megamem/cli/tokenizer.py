@@ -21,7 +21,7 @@ def train(
     inputs: OptionalTextInputs = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="tokens, special ones included; if not given, 32000 of a BPE, all words of a word-level one"),
+        typer.Option(help="tokens of a BPE or of words, special ones included; 32000 and all words if not given"),
     ] = None,
     text_field: TextField = "text",
     kind: Annotated[
