@@ -317,7 +317,9 @@ def _write_tar(file: BinaryIO, plan: ShardPlan) -> TableEntries:
     with TarFile(fileobj=file, mode="w") as tar:
         for number, document in enumerate(plan.documents, start=plan.first_document):
             text = document.text.encode()
-            tokens = np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(dtype)
+            # of a text of 100 million characters, tokens of eight bytes each would not fit everywhere
+            parts = [part.astype(dtype) for part in tokenizer.encode_parts(document.text)]
+            tokens = np.concatenate([*parts, np.array([tokenizer.eos_id], dtype)], dtype=dtype)
             entries.append([plan.number, tar.offset + TAR_BLOCK, len(tokens), len(text)])
             meta = {
                 "name": document.name,

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 PART_CHARACTERS = 1 << 18
 """Longer texts are encoded in parts where that changes nothing: the library needs 100 bytes per character."""
 
-Kind = Literal["byte-level-bpe", "word-level", "hugging-face", "sentencepiece"]
+Kind = Literal["byte-level-bpe", "word-level", "character-level", "byte-level", "hugging-face", "sentencepiece"]
 END_OF_LINE = "ĠĊ"
 """Piece of a line's end in a word-level tokenizer: a space and a line break in the byte-level alphabet."""
 
@@ -108,7 +108,7 @@ class FastBackend:
 
 
 class Tokenizer:
-    """Encodes and decodes text. Made by `Tokenizer.load`, `train.train`, `words.train_words` and `importing`."""
+    """Encodes and decodes text. Made by `Tokenizer.load`, `train`, `words`, `characters` and `importing`."""
 
     def __init__(self, backend: Backend, meta: TokenizerMeta) -> None:
         """Put a library's tokenizer and its description together."""
@@ -143,8 +143,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the token ids of a text, [tokens], without eos."""
-        parts = cut(text, PART_CHARACTERS) if self.meta.divisible else [text]
-        return np.concatenate([np.asarray(self.backend.encode(part), dtype=np.int64) for part in parts])
+        return np.concatenate(list(self.encode_parts(text)))
+
+    def encode_parts(self, text: str) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield the token ids of the parts of a text, [tokens], without eos."""
+        for part in cut(text, PART_CHARACTERS) if self.meta.divisible else [text]:
+            yield np.asarray(self.backend.encode(part), dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """Return the token ids of each text, [tokens], without eos."""
@@ -218,7 +222,8 @@ def save(folder: Path, kind: Kind, data: bytes, suffix: str, eos_id: int, bos_id
         eos_id=eos_id,
         bos_id=bos_id,
         sha256=sha256_file(path),
-        byte_pieces=suffix == ".json" and _decodes_bytes(backend),
+        # the characters of a text may lack the space
+        byte_pieces=kind == "character-level" or (suffix == ".json" and _decodes_bytes(backend)),
         divisible=all(_same_in_parts(backend, sample) for sample in SAMPLES),
     )
     write_json(folder / META, asdict(meta))

@@ -1,4 +1,4 @@
-"""`megamem corpus`: free text to train on."""
+"""`megamem corpus`: text to train on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megamem.cli.output import console, progress_bar
 
-corpus_app = typer.Typer(help="Fetch free text to train on.", no_args_is_help=True)
+corpus_app = typer.Typer(help="Fetch free text to train on, or split yours.", no_args_is_help=True)
 
 CorpusName = Annotated[
     str, typer.Option("--corpus", help="books, speeches, proofs, or default, which is books and speeches")
@@ -45,6 +45,20 @@ def prepare(
     describe = {"corpus": _describe, "tokenizer": describe_tokenizer, "shards": describe_shards}
     for part, path in preparing.prepare(folder, name, vocab_size, workers, progress_bar):
         describe[part](path)
+
+
+@corpus_app.command("split")
+def split(
+    source: Annotated[Path, typer.Argument(help="enwik8 or text8, as it is or as .zip")],
+    folder: Annotated[Path, typer.Argument(help="folder to write train/, validation/ and test/ to")],
+) -> None:
+    """Split a local copy of enwik8 or text8 as is usual: the first 90 million bytes, the next five, the last five."""
+    from tokenization import enwik8
+
+    table = Table("split", "bytes", "characters")
+    for name, size in enwik8.split(source, folder).items():
+        table.add_row(name, f"{size.bytes:,}", f"{size.characters:,}")
+    console.print(table)
 
 
 def _describe(folder: Path) -> None:

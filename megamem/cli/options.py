@@ -17,11 +17,10 @@ Json = Annotated[bool, typer.Option("--json", help="machine-readable")]
 TrainedModel = Annotated[Path, typer.Argument(help="checkpoint (step-NNNNNNNN), run folder, or exported model")]
 Precision = Annotated[str, typer.Option("--dtype", help="fp32 or bf16")]
 Device = Annotated[str | None, typer.Option(help="cuda where there is one if not given")]
-TextInputs = Annotated[
-    list[str],
-    typer.Argument(
-        help="files, folders or patterns (*), local or URLs, of .txt, .jsonl(.gz/.zst), .parquet, .arrow, .tar "
-        "(webdataset) or wiki.*.tokens/.raw (WikiText)"
-    ),
-]
+_INPUTS = typer.Argument(
+    help="files, folders or patterns (*), local or URLs, of .txt, .jsonl(.gz/.zst), .parquet, .arrow, .tar "
+    "(webdataset) or wiki.*.tokens/.raw (WikiText)"
+)
+TextInputs = Annotated[list[str], _INPUTS]
+OptionalTextInputs = Annotated[list[str] | None, _INPUTS]
 TextField = Annotated[str, typer.Option(help="field or column that holds the text")]

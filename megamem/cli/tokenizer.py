@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from megamem.cli.options import TextField, TextInputs
+from megamem.cli.options import OptionalTextInputs, TextField
 from megamem.cli.output import print_facts, progress_bar, write_line
 
 tokenizer_app = typer.Typer(help="Train or import a tokenizer.", no_args_is_help=True)
@@ -17,24 +17,27 @@ OutputFolder = Annotated[Path, typer.Option("--output", "-o", help="folder to wr
 
 @tokenizer_app.command("train")
 def train(
-    inputs: TextInputs,
     output: OutputFolder,
+    inputs: OptionalTextInputs = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="tokens, special ones included; if not given, 32000 of a BPE, all words of a word-level one"),
+        typer.Option(help="tokens of a BPE or of words, special ones included; 32000 and all words if not given"),
     ] = None,
     text_field: TextField = "text",
     kind: Annotated[
-        Literal["bpe", "word"], typer.Option(help="byte-level BPE, or the words between white space")
+        Literal["bpe", "word", "character", "byte"],
+        typer.Option(
+            help="byte-level BPE, the words between white space, the characters, or the 256 bytes (no INPUTS)"
+        ),
     ] = "bpe",
     min_count: Annotated[
-        int | None, typer.Option(min=1, help="times that a word must occur, with --kind word; 1 if not given")
+        int | None, typer.Option(min=1, help="times that a word or character must occur; 1 if not given")
     ] = None,
 ) -> None:
-    """Train a byte-level BPE tokenizer, or a word-level one."""
+    """Train a byte-level BPE tokenizer, or make one of words, characters or bytes."""
     from tokenization.prepare import BPE_TOKENS, train_on_files
 
-    tokenizer = train_on_files(inputs, output, vocab_size, progress_bar, text_field, kind, min_count)
+    tokenizer = train_on_files(inputs or [], output, vocab_size, progress_bar, text_field, kind, min_count)
     describe_tokenizer(output)
     asked = BPE_TOKENS if vocab_size is None and kind == "bpe" else vocab_size
     if asked is not None and tokenizer.vocab_size < asked:

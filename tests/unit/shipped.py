@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from megamem.config.recipe import load_run
@@ -26,15 +27,13 @@ class Shipped:
 
 
 def _listed() -> dict[str, Shipped]:
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
-    ]
-    (head,) = [row for row in rows if row[:2] == ["model", "what it is"]]
+    lines = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines()
+    (start,) = [i for i, line in enumerate(lines) if line.startswith("| model | what it is |")]
+    table = takewhile(lambda line: line.startswith("|"), lines[start:])
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     recipes = [RECIPES / f"{name.strip('`')}.yaml" for name in head[2:]]
     found: dict[str, Shipped] = {}
-    for row in rows[rows.index(head) + 2 :]:
+    for row in rows:
         for recipe, cell in zip(recipes, row[2:], strict=True):
             overrides = tuple(re.findall(r"`([^`]+)`", cell))
             for size in re.findall(r"\b[\d.]+[mb]\b", cell):

@@ -20,8 +20,8 @@ from tests.unit.shipped import SHIPPED, model_file, shipped
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*/*.yaml"))
-OTHER = {"demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19"}
-"""Recipes with a model of their own, for imported ones (`test_finetuning_configs.py`), or for those of wikitext103."""
+OTHER = {"books_characters", "demo", "infinity_former_gpt2", "infinity_former_smollm2", "pg19", "text8"}
+"""Recipes with a model of their own, for imported ones (`test_finetuning_configs.py`), or for another recipe's."""
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 # embedding and head are 45 % of the 100M model; papers' labels count one, both or neither
 TOLERANCE = 0.22
@@ -219,7 +219,48 @@ def test_the_standard_transformer_xl_has_its_published_size() -> None:
     assert round(parameter_counts(shipped("transformer-xl-150m").model)["total"] / 1e6) == 151
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS)))
+CHARACTERS = [name for name, run in SHIPPED.items() if run.recipe.stem == "enwik8"]
+
+
+@pytest.mark.parametrize("name", CHARACTERS)
+def test_characters_are_read_as_published(name: str) -> None:
+    """The shapes and the training of LaMemo's appendix C on enwik8 and text8."""
+    config, plain = shipped(name), shipped("transformer-xl-41m").model
+    model, data = config.model, config.data
+    assert (model.layers, model.hidden_size, model.heads, model.ffn_size, model.chunk_size) == (12, 512, 8, 2048, 512)
+    assert (model.resolved_head_dim, model.mixer.memory_length, model.dropout, model.attention_dropout) == (
+        64, 512, 0.1, 0.0,
+    )  # fmt: skip
+    assert (config.global_rows, config.steps, data.sequence_length) == (40, 100_000, 512)
+    assert (data.feeding, data.documents, data.reset) == ("streams", "join", "none")
+    optimizer = config.optimizer.model_dump()
+    assert {key: optimizer[key] for key in ("lr", "betas", "eps", "weight_decay", "warmup_steps", "min_lr_ratio")} == {
+        "lr": 2.5e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0, "min_lr_ratio": 0.0,
+    }  # fmt: skip
+    assert round(parameter_counts(model)["total"] / 1e6) == 41
+    assert model.model_copy(update={"mixer": plain.mixer}) == plain
+    letters = load_run(CONFIGS / "recipes" / "text8.yaml", ["model.vocab_size=29", f"name={name}"], SHIPPED[name].model)
+    assert letters.model == model.model_copy(update={"vocab_size": 29})
+    changed = {"data": {"sources", "validation", "tokenizer"}, "model": True}
+    assert letters.model_dump(exclude=changed) == config.model_dump(exclude=changed)
+
+
+def test_characters_of_books_load() -> None:
+    config = load_config(RunConfig, CONFIGS / "recipes" / "books_characters.yaml")
+    assert assert_counts(config.model) == 873_344
+    assert config.name == "books_characters"
+    assert config.model.mixer.memory_length == config.model.chunk_size == config.data.sequence_length
+    config.accumulation_steps(1)
+
+
+def test_words_have_the_batch_of_lamemo() -> None:
+    """Its appendix C trains on WikiText-103 as the recipe does, on 64 rows."""
+    config = shipped("lamemo-150m", "training.batch_tokens=9600")
+    assert config.global_rows == 64
+    assert config.model.mixer.memory_length == 150
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS) - set(CHARACTERS)))
 def test_training_is_the_published_one(name: str) -> None:
     """The papers' budgets and rates by size."""
     config, size = shipped(name), name.rpartition("-")[2]

@@ -274,7 +274,7 @@ def test_options_of_the_word_level_tokenizer(wikitext, tmp_path):
     size = len(counts) + SPECIAL
     output = run(*train, tmp_path / "c", "--kind", "word", "--vocab-size", 5000)
     assert f"The text holds words for {size} tokens only, not for 5,000." in output
-    with pytest.raises(ConfigError, match=r"--min-count 2: counts words, .* give --kind word"):
+    with pytest.raises(ConfigError, match=r"--min-count 2: counts words or characters, .* give --kind word"):
         run(*train, tmp_path / "d", "--min-count", 2)
     with pytest.raises(ConfigError, match="vocab_size: 2 is too small; a word-level tokenizer needs at least 3"):
         run(*train, tmp_path / "d", "--kind", "word", "--vocab-size", 2)
