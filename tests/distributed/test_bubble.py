@@ -33,7 +33,8 @@ ATTEMPTS = 3
 as long, against which the same disturbance is half as large."""
 
 LAMEMO = {
-    "layers": 2 * STAGES, "hidden_size": 64, "heads": 4, "vocab_size": 64, "chunk_size": 16, "mixer": {"kind": "lamemo"},
+    "layers": 2 * STAGES, "hidden_size": 64, "heads": 4, "vocab_size": 64, "chunk_size": 16,
+    "mixer": {"kind": "lamemo"},
 }  # fmt: skip
 """Two layers on each stage. All but the topmost one compute memory rows besides tokens, as many as there are tokens."""
 
