@@ -158,14 +158,14 @@ class Tokenizer:
         """Return the text of token ids; special tokens give nothing. Bytes that are not UTF-8 give U+FFFD."""
         return self.backend.decode([int(i) for i in ids])
 
-    def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of text that each token stands for, [vocab_size]; special tokens 0.
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of text that each token of the vocabulary stands for; special tokens none.
 
-        Their sum over a document's tokens is the document's size in UTF-8. SentencePiece models that put a
-        space before the first word count it.
+        Joined over a document's tokens they are the document in UTF-8. SentencePiece models that put a space before
+        the first word have it here too.
         """
-        length = len if self.meta.byte_pieces else _sentencepiece_bytes
-        return np.array([length(piece) for piece in self.backend.pieces()], dtype=np.int64)
+        spell = _byte_level() if self.meta.byte_pieces else None
+        return [_spelt(piece, spell) for piece in self.backend.pieces()]
 
 
 def load_meta(folder: Path) -> TokenizerMeta:
@@ -256,8 +256,18 @@ def _decodes_bytes(backend: Backend) -> bool:
     return not {"Ġ", END_OF_LINE}.isdisjoint(backend.pieces())
 
 
-def _sentencepiece_bytes(piece: str) -> int:
-    """Return the bytes of text that a SentencePiece piece stands for."""
+def _spelt(piece: str, byte_level: dict[str, int] | None) -> bytes:
+    """Return the bytes of a piece, spelt in the byte-level alphabet or, without one, as SentencePiece does."""
+    if byte_level is not None:
+        # a token added to the vocabulary by hand is spelt in plain text
+        return bytes(map(byte_level.__getitem__, piece)) if byte_level.keys() >= set(piece) else piece.encode()
     if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-        return 1
-    return len(piece.replace("▁", " ").encode())
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace("▁", " ").encode()
+
+
+def _byte_level() -> dict[str, int]:
+    """Byte of each letter of the byte-level alphabet: printable Latin-1 is itself, other bytes follow from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tokenization.text_size import TextSize
+
 IGNORED = -100
 """Label of a position whose next token is unknown or padding."""
 
@@ -66,8 +68,8 @@ class EvaluationDocument:
     """[T] int64, the next token, or what a task wants predicted; `IGNORED` at padding and where nothing is."""
     predicted_tokens: int
     """Number of tokens before the padding. Each of a text has a label; of a task's, some have."""
-    text_bytes: int | None
-    """UTF-8 bytes of the predicted tokens' text: the divisor of bits per byte. None without a tokenizer."""
+    text_size: TextSize | None
+    """Bytes, characters and words of the predicted tokens' text. None without a tokenizer."""
 
     @property
     def predicts_all(self) -> bool:

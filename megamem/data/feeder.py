@@ -21,6 +21,7 @@ from megamem.data.shard_store import ShardStore
 from megamem.data.store import DocumentStore, Int64
 from megamem.data.tasks.store import TaskStore
 from megamem.errors import ConfigError, DataError
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer, load_meta
 
 
@@ -196,13 +197,13 @@ def evaluation_documents(
     _check_same_tokenizer(config, stores)
     if not stores:
         raise DataError("data.validation: no held-out source is named")
-    token_bytes = Tokenizer.load(config.tokenizer).byte_lengths() if config.tokenizer else None
+    counter = TextCounter(Tokenizer.load(config.tokenizer).token_bytes()) if config.tokenizer else None
     readable = [(store, d) for store in stores for d in np.flatnonzero(store.lengths > 1).tolist()]
     if not readable:
         raise DataError(f"{stores[0].path}: no held-out document has two tokens")
     return HeldOutDocuments(
         readable[rank::ranks],
-        lambda store, document: _evaluation_document(store, document, chunk_size, max_tokens, token_bytes),
+        lambda store, document: _evaluation_document(store, document, chunk_size, max_tokens, counter),
     )
 
 
@@ -237,21 +238,21 @@ def _open_training(config: DataConfig) -> list[DocumentStore]:
 
 
 def _evaluation_document(
-    store: DocumentStore, document: int, chunk_size: int, max_tokens: int | None, token_bytes: Int64 | None
+    store: DocumentStore, document: int, chunk_size: int, max_tokens: int | None, counter: TextCounter | None
 ) -> EvaluationDocument:
-    """Read a held-out document. token_bytes: [vocab_size] bytes of text each token stands for."""
+    """Read a held-out document. counter: of the tokenizer of its text."""
     predicted = min(int(store.lengths[document]) - 1, max_tokens or int(store.lengths[document]))
     chunks = -(-predicted // chunk_size)
     row = Row.empty(chunks * chunk_size, chunk_size)
     fill_row(store, [DocumentSlice(document, start=0, length=predicted, position=0)], chunk_size, row)
-    _check_ids(store, row.tokens, row.labels, None if token_bytes is None else len(token_bytes), "tokenizer")
+    _check_ids(store, row.tokens, row.labels, None if counter is None else counter.vocab_size, "tokenizer")
     predicted_labels = row.labels[row.labels != IGNORED]
     return EvaluationDocument(
         name=store.name(document),
         tokens=torch.from_numpy(row.tokens),
         labels=torch.from_numpy(row.labels),
         predicted_tokens=predicted,
-        text_bytes=None if token_bytes is None else int(token_bytes[predicted_labels].sum()),
+        text_size=None if counter is None else counter.count(predicted_labels),
     )
 
 

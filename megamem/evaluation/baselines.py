@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import lzma
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any
 
 from megamem.data.batch import IGNORED, EvaluationDocument
@@ -43,8 +41,8 @@ class LzmaReport:
 
 def lzma_baseline(documents: Sequence[EvaluationDocument], tokenizer: Tokenizer) -> LzmaReport | None:
     """Compress what the documents' labels spell, joined and one by one; None if they spell nothing."""
-    pieces = token_pieces(tokenizer)
-    texts = [predicted_text(document, pieces) for document in documents]
+    token_bytes = tokenizer.token_bytes()
+    texts = [predicted_text(document, token_bytes) for document in documents]
     text_bytes = sum(map(len, texts))
     if not text_bytes:
         return None
@@ -62,34 +60,10 @@ def lzma_baseline(documents: Sequence[EvaluationDocument], tokenizer: Tokenizer)
     )
 
 
-def predicted_text(document: EvaluationDocument, pieces: Sequence[bytes]) -> bytes:
+def predicted_text(document: EvaluationDocument, token_bytes: Sequence[bytes]) -> bytes:
     """Return the bytes of the document's labels, even where its ends fall inside a UTF-8 sequence."""
     labels = document.labels[document.labels != IGNORED]
-    return b"".join(pieces[i] for i in labels.tolist())
-
-
-def token_pieces(tokenizer: Tokenizer) -> list[bytes]:
-    """[vocabulary] the bytes of text each token stands for, as `Tokenizer.byte_lengths` counts them."""
-    spell = _byte_level() if tokenizer.meta.byte_pieces else None
-    return [_spelt(piece, spell) for piece in tokenizer.backend.pieces()]
-
-
-def _spelt(piece: str, byte_level: dict[str, int] | None) -> bytes:
-    if byte_level is not None:
-        # a token added to the vocabulary by hand is spelt in plain text
-        return bytes(map(byte_level.__getitem__, piece)) if byte_level.keys() >= set(piece) else piece.encode()
-    if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-        return bytes([int(piece[3:5], 16)])
-    return piece.replace("▁", " ").encode()
-
-
-def _byte_level() -> dict[str, int]:
-    """Byte of each letter of the byte-level alphabet: printable Latin-1 is itself, other bytes follow from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return dict(
-        chain(((chr(byte), byte) for byte in printable), ((chr(256 + n), byte) for n, byte in enumerate(others)))
-    )
+    return b"".join(token_bytes[i] for i in labels.tolist())
 
 
 def _compressed_size(texts: Iterable[bytes]) -> int:

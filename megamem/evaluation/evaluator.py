@@ -14,13 +14,14 @@ from megamem.data.batch import EvaluationDocument
 from megamem.evaluation.decoding import Decoder, generating, side_by_side
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, loss_report, whole_readings
 from megamem.evaluation.probe import MemoryReport, memory_components, memory_report, single_chunk_readings
-from megamem.evaluation.reading import Int64, Progress, Reading, Sums, sum_readings
+from megamem.evaluation.reading import Progress, Reading, Sums, sum_readings
 from megamem.evaluation.sampling import Sampling
 from megamem.evaluation.sliding import SlidingReport, check_stride, default_stride, sliding_readings, sliding_report
 from megamem.memory.base import LABEL_IGNORED, Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.reader import ChunkReader
+from tokenization.text_size import TextCounter
 
 
 class Evaluator:
@@ -52,7 +53,7 @@ class Evaluator:
         documents: Iterable[EvaluationDocument],
         *,
         max_tokens: int | None = None,
-        token_bytes: Int64 | None = None,
+        counter: TextCounter | None = None,
         forget: bool = False,
         progress: Progress | None = None,
     ) -> LossReport:
@@ -60,14 +61,13 @@ class Evaluator:
 
         Args:
             max_tokens: bound of the predicted tokens, see `cut_documents`.
-            token_bytes: [vocabulary] UTF-8 bytes of each token (`Tokenizer.byte_lengths()`), for documents that are
-                cut.
+            counter: measures the text of documents that are cut; without it their size is not known.
             forget: read every chunk as if its document began there: position 0, fresh memory.
             progress: called with (calls made, calls of all).
         Raises: DataError without a document to predict; ValueError for documents not in whole chunks.
         """
         size = self.stage.config.chunk_size
-        chosen = cut_documents(documents, size, max_tokens, token_bytes)
+        chosen = cut_documents(documents, size, max_tokens, counter)
         readings = single_chunk_readings(chosen, size) if forget else whole_readings(chosen, size)
         return loss_report(chosen, self._read(readings, progress), size)
 
@@ -76,7 +76,7 @@ class Evaluator:
         documents: Iterable[EvaluationDocument],
         *,
         max_tokens: int | None = None,
-        token_bytes: Int64 | None = None,
+        counter: TextCounter | None = None,
         trained: LossReport | None = None,
         progress: Progress | None = None,
     ) -> MemoryReport:
@@ -89,7 +89,7 @@ class Evaluator:
         Raises: as `losses`; ValueError where `trained` is of other documents.
         """
         size = self.stage.config.chunk_size
-        chosen = cut_documents(documents, size, max_tokens, token_bytes)
+        chosen = cut_documents(documents, size, max_tokens, counter)
         if trained is None:
             trained = loss_report(chosen, self._read(whole_readings(chosen, size), progress), size)
         off = trained
@@ -103,7 +103,7 @@ class Evaluator:
         *,
         stride: int | None = None,
         max_tokens: int | None = None,
-        token_bytes: Int64 | None = None,
+        counter: TextCounter | None = None,
         least: int = LEAST_CHUNKS,
         progress: Progress | None = None,
     ) -> SlidingReport:
@@ -120,7 +120,7 @@ class Evaluator:
         size = self.stage.config.chunk_size
         stride = stride or default_stride(size)
         check_stride(stride, size)
-        chosen = cut_documents(documents, size, max_tokens, token_bytes, least)
+        chosen = cut_documents(documents, size, max_tokens, counter, least)
         plain = self._read(whole_readings(chosen, size), progress)
         sliding = self._read(sliding_readings(chosen, size, stride), progress)
         return sliding_report(chosen, plain, sliding, size, stride)

@@ -13,6 +13,7 @@ import numpy as np
 from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.errors import DataError
 from megamem.evaluation.reading import Float64, Int64, Reading, Sums
+from tokenization.text_size import TextCounter, TextSize
 
 LEAST_CHUNKS = 8
 """A bound on tokens never cuts a document below this depth while it can leave out documents instead."""
@@ -54,14 +55,18 @@ class LossReport:
     """Predicted tokens."""
     nats: float
     """Summed cross-entropy."""
-    text_bytes: int | None
-    """UTF-8 bytes of the predicted tokens' text."""
+    text_size: TextSize | None
+    """Bytes, characters and words of the predicted tokens' text. None without a tokenizer."""
     loss: float
     """Nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float | None
-    """nats / ln 2 / text_bytes; None where bytes are not known."""
+    """nats / ln 2 / bytes; None where the text's size is not known, as the next two."""
+    bits_per_character: float | None
+    """nats / ln 2 / characters."""
+    word_perplexity: float | None
+    """exp(nats / words)."""
     accuracy: float
     """Share of the predicted tokens that were the most probable."""
     exact_match: float
@@ -101,14 +106,14 @@ def cut_documents(
     documents: Iterable[EvaluationDocument],
     size: int,
     max_tokens: int | None,
-    token_bytes: Int64 | None = None,
+    counter: TextCounter | None = None,
     least: int = LEAST_CHUNKS,
 ) -> list[EvaluationDocument]:
     """Return the documents, cut so that at most `max_tokens` tokens are predicted (but at least one chunk).
 
     All documents are cut to the same depth in whole chunks, the deepest that fits. Where that is less than
-    `least`, documents are cut to `least` chunks and taken in order while they fit. A cut document's
-    bytes are summed from `token_bytes` over its remaining labels, and are not known without. Where a document asks for
+    `least`, documents are cut to `least` chunks and taken in order while they fit. The text of a
+    cut document is measured by `counter`, and its size is not known without. Where a document asks for
     some of its tokens only (a task), its question must not be cut off: whole documents are taken while they fit.
 
     Documents are gone through twice, and what is not returned is not kept in memory.
@@ -124,7 +129,7 @@ def cut_documents(
     if depth < least:
         depth = min(least, max(max_tokens // size, 1))
         taken = int(np.searchsorted(np.minimum(lengths, depth * size).cumsum(), max_tokens, side="right"))
-    return [_cut(document, depth * size, token_bytes) for document in islice(_readable(documents), max(taken, 1))]
+    return [_cut(document, depth * size, counter) for document in islice(_readable(documents), max(taken, 1))]
 
 
 def _readable(documents: Iterable[EvaluationDocument]) -> Iterator[EvaluationDocument]:
@@ -157,7 +162,7 @@ def _common_depth(lengths: Int64, size: int, max_tokens: int) -> int:
     return low
 
 
-def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -> EvaluationDocument:
+def _cut(document: EvaluationDocument, tokens: int, counter: TextCounter | None) -> EvaluationDocument:
     if document.predicted_tokens <= tokens:
         return document
     # copies: slices would keep the whole document
@@ -167,7 +172,7 @@ def _cut(document: EvaluationDocument, tokens: int, token_bytes: Int64 | None) -
         tokens=document.tokens[:tokens].clone(),
         labels=labels,
         predicted_tokens=tokens,
-        text_bytes=None if token_bytes is None else int(token_bytes[labels[labels != IGNORED].numpy()].sum()),
+        text_size=None if counter is None else counter.count(labels[labels != IGNORED].numpy()),
     )
 
 
@@ -179,16 +184,18 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
     for table in tables:
         by_chunk[:, : table.shape[1]] += table
     total = by_chunk.sum(1)
-    text_bytes = total_bytes(documents)
+    text_size = TextSize.sum(document.text_size for document in documents)
     first = np.concatenate(([0], sums.edges[:-1])) + 1
     groups = np.unique(np.linspace(0, size, min(size, WITHIN_BUCKETS) + 1).round().astype(np.int64))
     return LossReport(
         tokens=int(total[1]),
         nats=float(total[0]),
-        text_bytes=text_bytes,
+        text_size=text_size,
         loss=float(total[0] / total[1]),
         perplexity=perplexity(float(total[0] / total[1])),
-        bits_per_byte=bits_per_byte(float(total[0]), text_bytes),
+        bits_per_byte=bits_per_byte(float(total[0]), text_size),
+        bits_per_character=bits_per_character(float(total[0]), text_size),
+        word_perplexity=word_perplexity(float(total[0]), text_size),
         accuracy=float(total[2] / total[1]),
         exact_match=float(np.mean([right == asked for _, asked, right in (table.sum(1) for table in tables) if asked])),
         by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
@@ -212,15 +219,9 @@ def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss
         name=document.name,
         tokens=int(total[1]),
         loss=mean(total),
-        bits_per_byte=bits_per_byte(float(total[0]), document.text_bytes),
+        bits_per_byte=bits_per_byte(float(total[0]), document.text_size),
         correct=int(total[2]),
     )
-
-
-def total_bytes(documents: Sequence[EvaluationDocument]) -> int | None:
-    """Text bytes of all documents; None if those of one are not known."""
-    known = [document.text_bytes for document in documents if document.text_bytes is not None]
-    return sum(known) if len(known) == len(documents) else None
 
 
 def _bucket(first: int, last: int, total: Float64) -> Bucket:
@@ -237,6 +238,16 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
 
 
-def bits_per_byte(nats: float, text_bytes: int | None) -> float | None:
-    """Nats in bits over bytes; None if the bytes are not known."""
-    return nats / math.log(2) / text_bytes if text_bytes else None
+def bits_per_byte(nats: float, size: TextSize | None) -> float | None:
+    """Nats in bits over bytes; None if there are none or their number is not known."""
+    return nats / math.log(2) / size.bytes if size and size.bytes else None
+
+
+def bits_per_character(nats: float, size: TextSize | None) -> float | None:
+    """Nats in bits over characters; None if there are none or their number is not known."""
+    return nats / math.log(2) / size.characters if size and size.characters else None
+
+
+def word_perplexity(nats: float, size: TextSize | None) -> float | None:
+    """exp(nats over words); None if there are none or their number is not known."""
+    return perplexity(nats / size.words) if size and size.words else None

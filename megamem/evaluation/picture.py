@@ -141,9 +141,9 @@ def _focus(axes: Axes, all_losses: Sequence[float], block_losses: Sequence[float
 def _lzma_loss(result: Mapping[str, Any]) -> float | None:
     """LZMA's bits per byte in nats per token of the same text."""
     bits, losses = result["lzma_bits_per_byte"], result["losses"]
-    if bits is None or losses["text_bytes"] is None:
+    if bits is None or losses["text_size"] is None:
         return None
-    return float(bits * math.log(2) * losses["text_bytes"] / losses["tokens"])
+    return float(bits * math.log(2) * losses["text_size"]["bytes"] / losses["tokens"])
 
 
 def _bits(result: Mapping[str, Any]) -> str:

@@ -20,6 +20,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("val_loss", "held-out loss", "{:.4f} nats per token"),
     ("val_perplexity", "perplexity", "{:,.2f} per token"),
     ("val_bits_per_byte", "bits per byte, model", "{:.4f}"),
+    ("val_bits_per_character", "bits per character", "{:.4f}"),
+    ("val_word_perplexity", "perplexity by words", "{:,.2f} per word"),
     ("lzma_bits_per_byte", "bits per byte, LZMA on the same text", "{:.4f}"),
     ("val_accuracy", "most probable token is right", "{:.2%} of predicted tokens"),
     ("first_chunk_loss", "loss in first chunks", "{:.4f} nats per token"),

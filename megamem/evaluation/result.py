@@ -39,6 +39,8 @@ class EvaluationResult:
             "val_loss": losses.loss,
             "val_perplexity": losses.perplexity,
             "val_bits_per_byte": losses.bits_per_byte,
+            "val_bits_per_character": losses.bits_per_character,
+            "val_word_perplexity": losses.word_perplexity,
             "val_tokens": losses.tokens,
             "val_accuracy": losses.accuracy,
             "val_exact_match": losses.exact_match,

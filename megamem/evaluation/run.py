@@ -21,10 +21,11 @@ from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents
 from megamem.evaluation.probe import MemoryReport, memory_report
-from megamem.evaluation.reading import Int64, Progress
+from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.sliding import SlidingReport
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer
 
 Watch = Callable[[str], None]
@@ -45,7 +46,7 @@ def final_evaluation(
 
     Args:
         documents: gives the held-out documents, the same on each rank.
-        tokenizer: for the bytes of documents that are cut and for the LZMA baseline; without it both are None.
+        tokenizer: for the size of documents that are cut and for the LZMA baseline; without it both are None.
         folder: where rank 0 writes evaluation.json and the picture; nothing is written if not given. The training
             curve is read from metrics.jsonl in it.
         console: for the progress bar, shown on rank 0 only.
@@ -53,15 +54,15 @@ def final_evaluation(
     Returns: the same on all ranks but for LZMA's figures and the picture, which only rank 0 has.
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
-    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    chosen = final_documents(documents(), config, token_bytes)
+    counter = None if tokenizer is None else TextCounter(tokenizer.token_bytes())
+    chosen = final_documents(documents(), config, counter)
     main = evaluator.is_rank_0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
         passing = Passes(console if main else None, watch)
         forgotten = evaluator.reader.forgetting_long_term(config.evaluation.forget_long_term)
         with corrupted(evaluator.stage, config.evaluation.corruption), forgotten, passing as passes:
-            figures = _figures(evaluator, chosen, config, token_bytes, passes)
+            figures = _figures(evaluator, chosen, config, counter, passes)
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:
                 watch("evaluation, LZMA baseline")
@@ -80,11 +81,11 @@ def final_evaluation(
 
 
 def final_documents(
-    documents: Iterable[EvaluationDocument], config: RunConfig, token_bytes: Int64 | None
+    documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None
 ) -> list[EvaluationDocument]:
     """Return what the evaluation at the end of a run reads of its held-out documents; see `cut_documents`."""
     bound = config.evaluation.final_max_tokens
-    return cut_documents(documents, config.model.chunk_size, bound, token_bytes, _depth(config))
+    return cut_documents(documents, config.model.chunk_size, bound, counter, _depth(config))
 
 
 def _depth(config: RunConfig) -> int:
@@ -107,7 +108,7 @@ def _figures(
     evaluator: Evaluator,
     documents: Sequence[EvaluationDocument],
     config: RunConfig,
-    token_bytes: Int64 | None,
+    counter: TextCounter | None,
     passes: Passes,
 ) -> _Figures:
     begin, forget = time.perf_counter(), config.evaluation.forget_every_chunk
@@ -122,7 +123,7 @@ def _figures(
             texts,
             stride=config.evaluation.sliding_stride,
             max_tokens=config.evaluation.sliding_max_tokens,
-            token_bytes=token_bytes,
+            counter=counter,
             least=_depth(config),
             progress=passes.named("sliding window"),
         )

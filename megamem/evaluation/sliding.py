@@ -8,8 +8,9 @@ from typing import Any
 
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import bits_per_byte, first_slots, perplexity, total_bytes
+from megamem.evaluation.losses import bits_per_byte, bits_per_character, first_slots, perplexity, word_perplexity
 from megamem.evaluation.reading import Reading, Sums
+from tokenization.text_size import TextSize
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class SlidingReport:
     stride: int
     chunk: int
     tokens: int
-    text_bytes: int | None
+    text_size: TextSize | None
     loss: float
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
+    bits_per_character: float | None
+    word_perplexity: float | None
     plain_loss: float
     """The same tokens read once from start to end."""
     plain_perplexity: float
@@ -70,15 +73,17 @@ def sliding_report(
     plain_nats, plain_tokens, _ = (float(x) for x in plain.slots.sum(1))
     nats, tokens, _ = (float(x) for x in sliding.slots.sum(1))
     assert tokens == plain_tokens, "every token is scored once"
-    text_bytes = total_bytes(documents)
+    text_size = TextSize.sum(document.text_size for document in documents)
     return SlidingReport(
         stride=stride,
         chunk=size,
         tokens=int(tokens),
-        text_bytes=text_bytes,
+        text_size=text_size,
         loss=nats / tokens,
         perplexity=perplexity(nats / tokens),
-        bits_per_byte=bits_per_byte(nats, text_bytes),
+        bits_per_byte=bits_per_byte(nats, text_size),
+        bits_per_character=bits_per_character(nats, text_size),
+        word_perplexity=word_perplexity(nats, text_size),
         plain_loss=plain_nats / plain_tokens,
         plain_perplexity=perplexity(plain_nats / plain_tokens),
     )

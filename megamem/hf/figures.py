@@ -6,6 +6,7 @@ from megamem.config.run import RunConfig
 from megamem.data.feeder import evaluation_documents
 from megamem.evaluation.evaluator import Evaluator
 from megamem.model.stage import Stage
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer
 
 
@@ -14,7 +15,7 @@ def held_out_figures(stage: Stage, config: RunConfig, max_tokens: int) -> dict[s
     report = Evaluator(stage, rows=config.evaluation.rows).losses(
         evaluation_documents(config.data, chunk_size=config.model.chunk_size),
         max_tokens=max_tokens,
-        token_bytes=Tokenizer.load(config.data.tokenizer).byte_lengths() if config.data.tokenizer else None,
+        counter=TextCounter(Tokenizer.load(config.data.tokenizer).token_bytes()) if config.data.tokenizer else None,
     )
     figures = {"held-out tokens": float(report.tokens), "loss (nats per token)": report.loss}
     figures["perplexity"] = report.perplexity

@@ -24,6 +24,7 @@ from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
 from megamem.training.callbacks.validation import Validation
 from megamem.training.loop import Callback
 from megamem.training.phases import training_flops
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer
 
 
@@ -97,7 +98,7 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
         held_out_documents(config),
         config.model.chunk_size,
         config.evaluation.max_tokens,
-        tokenizer.byte_lengths() if tokenizer else None,
+        TextCounter(tokenizer.token_bytes()) if tokenizer else None,
     )
     return Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks)
 

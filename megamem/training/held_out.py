@@ -19,6 +19,7 @@ from megamem.evaluation.run import Passes, final_documents, final_evaluation
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.training.build import held_out_documents, open_tokenizer
+from tokenization.text_size import TextCounter
 
 
 class Trained(Protocol):
@@ -99,8 +100,8 @@ def evaluate_lengths(
     with Passes(console) as passes:
         for model, run, lengths in zip(models, opened, fields, strict=True):
             tokenizer = open_tokenizer(run.config)
-            token_bytes = tokenizer.byte_lengths() if tokenizer else None
-            documents = final_documents(held_out_text(run), run.config, token_bytes)
+            counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
+            documents = final_documents(held_out_text(run), run.config, counter)
             first = first or (run.origin, documents)
             _check_same(run.origin, documents, *first)
             chunk = run.config.model.chunk_size

@@ -11,6 +11,7 @@ from megamem.data.batch import IGNORED, EvaluationDocument
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tokenization.text_size import TextSize
 
 CHUNK = 8
 VOCABULARY = 32
@@ -50,14 +51,14 @@ def make_stage(kind: str, dtype: torch.dtype = torch.float64) -> Stage:
     return stage.to(dtype)
 
 
-def document(predicted: int, seed: int, text_bytes: int | None = None) -> EvaluationDocument:
-    """`predicted` random tokens and their labels, padded to whole chunks; three bytes per token unless given."""
+def document(predicted: int, seed: int, text_size: TextSize | None = None) -> EvaluationDocument:
+    """`predicted` random tokens and their labels, padded to whole chunks."""
     text = torch.randint(VOCABULARY, (predicted + 1,), generator=torch.Generator().manual_seed(seed))
     length = -(-predicted // CHUNK) * CHUNK
     tokens, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORED)
     tokens[:predicted], labels[:predicted] = text[:-1], text[1:]
     return EvaluationDocument(
-        f"document {seed}", tokens, labels, predicted, 3 * predicted if text_bytes is None else text_bytes
+        f"document {seed}", tokens, labels, predicted, text_size or TextSize(3 * predicted, 3 * predicted, predicted)
     )
 
 

@@ -17,11 +17,11 @@ from megamem.cli.shards import shards_app
 from megamem.cli.tokenizer import tokenizer_app
 from megamem.data.shard_store import ShardStore
 from megamem.errors import ConfigError, DataError, MegamemError
-from megamem.evaluation.baselines import token_pieces
 from megamem.hf.tokenizer import export_tokenizer
 from tokenization import tokenizer as tokenizer_module
 from tokenization.characters import byte_tokenizer, train_characters
 from tokenization.importing import import_tokenizer
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import SAMPLES, Tokenizer
 
 TEXTS = ["Abba  ba\r\n\n\tcafé\u0301 ▁<0x41>", "中\u2028🙂a <|endoftext|> \x00\x1c ", " lines\n"]
@@ -57,11 +57,15 @@ def raw_bytes(tmp_path_factory):
 
 def test_the_vocabulary_is_the_characters_of_the_text(characters):
     known = sorted(set("".join([*TEXTS, *SAMPLES])))
-    pieces = [piece.decode() for piece in token_pieces(characters)]
+    pieces = [piece.decode() for piece in characters.token_bytes()]
     assert pieces == ["", "\ufffd", *known]
     assert (characters.vocab_size, characters.eos_id) == (len(known) + SPECIAL, 0)
     assert (characters.meta.kind, characters.meta.byte_pieces) == ("character-level", True)
-    assert characters.byte_lengths().tolist() == [0, 3, *(len(character.encode()) for character in known)]
+    assert TextCounter(characters.token_bytes()).bytes.tolist() == [
+        0,
+        3,
+        *(len(character.encode()) for character in known),
+    ]
     text = "".join(TEXTS)
     assert characters.encode(text).tolist() == [known.index(character) + SPECIAL for character in text]
 
@@ -72,25 +76,25 @@ def test_known_characters_come_back(characters, text):
     assert len(ids) == len(text)
     assert characters.decode(ids) == text
     assert characters.decode([*ids, characters.eos_id]) == text
-    assert characters.byte_lengths()[ids].sum() == len(text.encode())
+    assert TextCounter(characters.token_bytes()).bytes[ids].sum() == len(text.encode())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_any_text_keeps_its_number_of_characters(characters, text):
-    known = {piece.decode() for piece in token_pieces(characters)[SPECIAL:]}
+    known = {piece.decode() for piece in characters.token_bytes()[SPECIAL:]}
     expected = "".join(character if character in known else "\ufffd" for character in text)
     ids = characters.encode(text)
     assert len(ids) == len(text)
     assert characters.decode(ids) == expected
-    assert characters.byte_lengths()[ids].sum() == len(expected.encode())
+    assert TextCounter(characters.token_bytes()).bytes[ids].sum() == len(expected.encode())
 
 
 def test_a_text_without_a_space_has_bytes_as_well(tmp_path):
     """The space is how other tokenizers' pieces are seen to be spelt in the byte-level alphabet."""
     tokenizer = train_characters(["é▁a\n"], tmp_path / "a")
-    assert tokenizer.byte_lengths().tolist() == [0, 3, 1, 1, 2, 3]
-    assert b"".join(token_pieces(tokenizer)[SPECIAL:]).decode() == "\naé▁"
+    assert TextCounter(tokenizer.token_bytes()).bytes.tolist() == [0, 3, 1, 1, 2, 3]
+    assert b"".join(tokenizer.token_bytes()[SPECIAL:]).decode() == "\naé▁"
     assert tokenizer.decode(tokenizer.encode("▁é\n")) == "▁é\n"
 
 
@@ -122,12 +126,12 @@ def test_tokens_are_the_bytes_of_any_text(raw_bytes, text):
     ids = raw_bytes.encode(text)
     assert ids.tolist() == [byte + 1 for byte in text.encode()]
     assert raw_bytes.decode(ids) == text
-    assert raw_bytes.byte_lengths()[ids].sum() == len(text.encode())
+    assert TextCounter(raw_bytes.token_bytes()).bytes[ids].sum() == len(text.encode())
 
 
 def test_there_are_256_bytes_and_an_end(raw_bytes):
-    assert token_pieces(raw_bytes) == [b"", *(bytes([byte]) for byte in range(256))]
-    assert raw_bytes.byte_lengths().tolist() == [0] + [1] * 256
+    assert raw_bytes.token_bytes() == [b"", *(bytes([byte]) for byte in range(256))]
+    assert TextCounter(raw_bytes.token_bytes()).bytes.tolist() == [0] + [1] * 256
     assert (raw_bytes.vocab_size, raw_bytes.eos_id, raw_bytes.meta.kind) == (257, 0, "byte-level")
     # half a character
     assert raw_bytes.decode([0xC3 + 1]) == "\ufffd"
@@ -163,7 +167,7 @@ def test_export_and_import_keep_tokens_and_bytes(kind, request, tmp_path):
     assert theirs.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
     imported = import_tokenizer(tmp_path / "export", tmp_path / "import")
     assert imported.encode(text).tolist() == tokenizer.encode(text).tolist()
-    np.testing.assert_array_equal(imported.byte_lengths(), tokenizer.byte_lengths())
+    np.testing.assert_array_equal(TextCounter(imported.token_bytes()).bytes, TextCounter(tokenizer.token_bytes()).bytes)
     assert imported.eos_id == tokenizer.eos_id
 
 
@@ -190,7 +194,10 @@ def test_from_text_to_shards(tmp_path):
         assert tokenizer.decode(ids) == text
         if name == "a":  # bits per byte of a model that knows the characters' shares, from tokens and from text
             found = Counter(ids[:-1].tolist())
-            bits = -sum(n * math.log2(n / tokens) for n in found.values()) / tokenizer.byte_lengths()[ids].sum()
+            bits = (
+                -sum(n * math.log2(n / tokens) for n in found.values())
+                / TextCounter(tokenizer.token_bytes()).bytes[ids].sum()
+            )
             assert bits == pytest.approx(entropy / len(text.encode()), rel=1e-12)  # sums of doubles in another order
 
 

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
 from megamem.data.batch import IGNORED, EvaluationDocument
-from megamem.evaluation.baselines import lzma_baseline, predicted_text, token_pieces
+from megamem.evaluation.baselines import lzma_baseline, predicted_text
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import FastBackend, Tokenizer, TokenizerMeta
 from tokenization.train import train
 
@@ -31,15 +32,15 @@ def as_document(ids, name="text"):
 
 def test_pieces_spell_the_text_byte_for_byte(tokenizer):
     ids = tokenizer.encode(TEXT)
-    pieces = token_pieces(tokenizer)
+    pieces = tokenizer.token_bytes()
     assert b"".join(pieces[i] for i in ids) == TEXT.encode()
-    assert [len(piece) for piece in pieces] == tokenizer.byte_lengths().tolist()
+    assert [len(piece) for piece in pieces] == TextCounter(tokenizer.token_bytes()).bytes.tolist()
     assert pieces[tokenizer.eos_id] == b""
     assert sorted(piece for piece in pieces if len(piece) == 1) == [bytes([i]) for i in range(256)]
 
 
 def test_a_cut_inside_a_character_keeps_its_bytes(tokenizer):
-    pieces = token_pieces(tokenizer)
+    pieces = tokenizer.token_bytes()
     ids = [pieces.index(bytes([byte])) for byte in "a日b".encode()]
     for end in range(2, len(ids) + 1):
         assert predicted_text(as_document(ids[:end]), pieces) == "a日b".encode()[1:end]
@@ -51,8 +52,8 @@ def test_sentencepiece_pieces():
     backend = FastBackend(FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>")))
     meta = TokenizerMeta("sentencepiece", "", 5, 0, None, "", byte_pieces=False, divisible=False)
     tokenizer = Tokenizer(backend, meta)
-    assert token_pieces(tokenizer)[1:] == [b" the", b"\xe6", "é".encode(), b" "]
-    assert [len(piece) for piece in token_pieces(tokenizer)] == tokenizer.byte_lengths().tolist()
+    assert tokenizer.token_bytes()[1:] == [b" the", b"\xe6", "é".encode(), b" "]
+    assert [len(piece) for piece in tokenizer.token_bytes()] == TextCounter(tokenizer.token_bytes()).bytes.tolist()
 
 
 def test_the_baseline_is_what_xz_makes_of_the_predicted_bytes(tokenizer):
@@ -60,7 +61,7 @@ def test_the_baseline_is_what_xz_makes_of_the_predicted_bytes(tokenizer):
     words = TEXT.split()
     texts = [" ".join(generator.choices(words, k=400)) for _ in range(3)]
     documents = [as_document(tokenizer.encode(text), str(i)) for i, text in enumerate(texts)]
-    pieces = token_pieces(tokenizer)
+    pieces = tokenizer.token_bytes()
     predicted = [text.encode()[len(pieces[tokenizer.encode(text)[0]]) :] for text in texts]
     report = lzma_baseline(documents, tokenizer)
 
@@ -78,8 +79,8 @@ def test_the_baseline_is_what_xz_makes_of_the_predicted_bytes(tokenizer):
 
 def test_text_bytes_agree_with_the_divisor_of_bits_per_byte(tokenizer):
     ids = tokenizer.encode(TEXT)
-    document = replace(as_document(ids), text_bytes=int(tokenizer.byte_lengths()[ids[1:]].sum()))
-    assert lzma_baseline([document], tokenizer).text_bytes == document.text_bytes
+    document = replace(as_document(ids), text_size=TextCounter(tokenizer.token_bytes()).count(ids[1:]))
+    assert lzma_baseline([document], tokenizer).text_bytes == document.text_size.bytes
 
 
 def test_nothing_to_compress(tokenizer):

@@ -13,7 +13,15 @@ import torch
 from megamem.data.batch import IGNORED
 from megamem.errors import DataError
 from megamem.evaluation.evaluator import Evaluator
-from megamem.evaluation.losses import LEAST_CHUNKS, bits_per_byte, cut_documents, first_slots, perplexity
+from megamem.evaluation.losses import (
+    LEAST_CHUNKS,
+    bits_per_byte,
+    bits_per_character,
+    cut_documents,
+    first_slots,
+    perplexity,
+    word_perplexity,
+)
 from megamem.evaluation.reading import bucket_edges, share_out
 from tests.unit.evaluation_helpers import (
     CHUNK,
@@ -27,7 +35,9 @@ from tests.unit.evaluation_helpers import (
     slow_guesses,
     slow_losses,
 )
+from tokenization.text_size import TextCounter, TextSize
 
+NOTHING = TextSize(0, 0, 0)
 LENGTHS = (5, 50, 19, 32, 8, 1, 27)
 
 
@@ -42,8 +52,10 @@ def test_totals_and_documents_equal_the_slow_loop(kind, rows):
     assert report.nats == pytest.approx(nats, rel=TOLERANCE)
     assert report.loss == pytest.approx(nats / sum(LENGTHS), rel=TOLERANCE)
     assert report.perplexity == pytest.approx(math.exp(nats / sum(LENGTHS)), rel=TOLERANCE)
-    assert report.text_bytes == 3 * sum(LENGTHS)
+    assert report.text_size == TextSize(3 * sum(LENGTHS), 3 * sum(LENGTHS), sum(LENGTHS))
     assert report.bits_per_byte == pytest.approx(nats / math.log(2) / (3 * sum(LENGTHS)), rel=TOLERANCE)
+    assert report.bits_per_character == report.bits_per_byte
+    assert report.word_perplexity == pytest.approx(report.perplexity, rel=TOLERANCE)
     assert [(d.name, d.tokens) for d in report.documents] == [(t.name, n) for t, n in zip(texts, LENGTHS, strict=True)]
     assert [d.loss for d in report.documents] == pytest.approx([losses.mean() for losses in slow], rel=TOLERANCE)
     assert [d.bits_per_byte for d in report.documents] == pytest.approx(
@@ -60,7 +72,7 @@ def asked(text, every):
     """The document with a label at every `every`-th of its tokens only."""
     labels = text.labels.clone()
     labels[torch.arange(len(labels)) % every != 0] = IGNORED
-    return replace(text, labels=labels, text_bytes=None)
+    return replace(text, labels=labels, text_size=None)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -157,10 +169,10 @@ def test_the_report_is_plain_json():
     assert report.to_dict()["by_chunk"][0]["loss"] == report.first_chunk_loss
 
 
-def test_bits_per_byte_needs_the_bytes_of_every_document():
-    texts = [document(9, 0), replace(document(9, 1), text_bytes=None)]
+def test_losses_by_text_need_the_size_of_every_document():
+    texts = [document(9, 0), replace(document(9, 1), text_size=None)]
     report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts)
-    assert report.bits_per_byte is None
+    assert report.bits_per_byte is report.bits_per_character is report.word_perplexity is None
     assert report.documents[0].bits_per_byte is not None
     assert report.documents[1].bits_per_byte is None
 
@@ -170,10 +182,10 @@ def test_a_diverged_model_gives_a_report():
     torch.nn.init.constant_(stage.head.weight, math.nan)
     assert math.isnan(Evaluator(stage, rows=ROWS).losses(documents(9)).perplexity)
     assert perplexity(1e4) == math.inf
-    assert bits_per_byte(1.0, 0) is None
+    assert bits_per_byte(1.0, NOTHING) is bits_per_character(1.0, NOTHING) is word_perplexity(1.0, NOTHING) is None
 
 
-TOKEN_BYTES = np.arange(VOCABULARY)
+COUNTER = TextCounter([b"x" * i for i in range(VOCABULARY)])
 
 
 def check_cut(original, cut, tokens):
@@ -181,24 +193,24 @@ def check_cut(original, cut, tokens):
     assert len(cut.tokens) == len(cut.labels) == tokens
     assert torch.equal(cut.tokens, original.tokens[:tokens])
     assert torch.equal(cut.labels, original.labels[:tokens])
-    assert cut.text_bytes == original.labels[:tokens].sum()  # token i stands for i bytes
+    assert cut.text_size.bytes == original.labels[:tokens].sum()  # token i stands for i bytes
 
 
 def test_a_bound_cuts_all_documents_to_one_depth():
     texts = documents(200, 20, 100)
-    cut = cut_documents(texts, CHUNK, 200, TOKEN_BYTES)
+    cut = cut_documents(texts, CHUNK, 200, COUNTER)
     assert cut[1] is texts[1]
     # 20 + 2 * 88 = 196; another chunk would be 212
     check_cut(texts[0], cut[0], 88)
     check_cut(texts[2], cut[2], 88)
-    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts, max_tokens=200, token_bytes=TOKEN_BYTES)
+    report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts, max_tokens=200, counter=COUNTER)
     assert report.tokens == 196
-    assert report.text_bytes == sum(text.text_bytes for text in cut)
+    assert report.text_size == TextSize.sum(text.text_size for text in cut)
 
 
 def test_many_documents_are_left_out_rather_than_cut_short():
     texts = documents(*[200] * 20)
-    cut = cut_documents(texts, CHUNK, 300, TOKEN_BYTES)
+    cut = cut_documents(texts, CHUNK, 300, COUNTER)
     assert len(cut) == 300 // (LEAST_CHUNKS * CHUNK)
     for original, shorter in zip(texts, cut, strict=False):
         check_cut(original, shorter, LEAST_CHUNKS * CHUNK)
@@ -214,8 +226,8 @@ def asking_at_the_end(length, seed):
 def test_questions_are_not_cut_off():
     """Tasks ask at their end: whole documents are taken while they fit, at least one."""
     texts = [asking_at_the_end(100, seed) for seed in range(5)]
-    assert cut_documents(texts, CHUNK, 350, TOKEN_BYTES) == texts[:3]
-    assert cut_documents(texts, CHUNK, 50, TOKEN_BYTES) == texts[:1]
+    assert cut_documents(texts, CHUNK, 350, COUNTER) == texts[:3]
+    assert cut_documents(texts, CHUNK, 50, COUNTER) == texts[:1]
     report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts, max_tokens=250)
     assert (len(report.documents), report.tokens) == (2, 2)
 
@@ -229,21 +241,21 @@ def test_documents_that_ask_for_nothing_are_not_solved():
 
 def test_a_bound_below_the_least_depth():
     texts = documents(200, 200)
-    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 3 * CHUNK + 1, TOKEN_BYTES)] == [3 * CHUNK]
-    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 1, TOKEN_BYTES)] == [CHUNK]
+    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 3 * CHUNK + 1, COUNTER)] == [3 * CHUNK]
+    assert [d.predicted_tokens for d in cut_documents(texts, CHUNK, 1, COUNTER)] == [CHUNK]
 
 
 @pytest.mark.parametrize("bound", [60, 90, 128, 200, 500, 5000])
 def test_the_bound_is_kept(bound):
     texts = documents(7, 90, 200, 3, 64, 65)
-    taken = sum(d.predicted_tokens for d in cut_documents(texts, CHUNK, bound, TOKEN_BYTES))
+    taken = sum(d.predicted_tokens for d in cut_documents(texts, CHUNK, bound, COUNTER))
     assert 0 < taken <= bound
     assert taken == sum((7, 90, 200, 3, 64, 65)) or bound < 429
 
 
-def test_without_token_bytes_those_of_a_cut_document_are_unknown():
+def test_without_a_counter_the_size_of_a_cut_document_is_unknown():
     (cut,) = cut_documents(documents(200), CHUNK, 80)
-    assert cut.text_bytes is None
+    assert cut.text_size is None
 
 
 def test_bad_documents_are_refused():
@@ -289,7 +301,7 @@ def test_documents_that_are_not_read_are_not_kept():
                 most = max(most, sum(ref() is not None for ref in alive))
                 yield made
 
-    (kept,) = cut_documents(Documents(), CHUNK, CHUNK, TOKEN_BYTES, least=1)
+    (kept,) = cut_documents(Documents(), CHUNK, CHUNK, COUNTER, least=1)
     assert kept.predicted_tokens == CHUNK
     assert kept.tokens.untyped_storage().nbytes() == CHUNK * kept.tokens.element_size()
     assert len(alive) == 100 + 1

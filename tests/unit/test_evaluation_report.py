@@ -39,19 +39,8 @@ METRICS = [
 class FakeTokenizer:
     """Every token stands for the two letters of its number."""
 
-    class Meta:
-        byte_pieces = True
-
-    meta = Meta()
-
-    def __init__(self):
-        self.backend = self
-
-    def pieces(self):
-        return [f"{i:02d}" for i in range(32)]
-
-    def byte_lengths(self):
-        return torch.full((32,), 2).numpy()
+    def token_bytes(self):
+        return [b"%02d" % i for i in range(32)]
 
 
 def config(**evaluation) -> RunConfig:
@@ -86,6 +75,9 @@ def test_the_figures_are_those_of_the_parts():
     plain = Evaluator(make_stage("elastic_memory"), rows=ROWS).losses(texts)
     assert result["val_loss"] == plain.loss
     assert result["val_bits_per_byte"] == plain.bits_per_byte
+    assert (result["val_bits_per_character"], result["val_word_perplexity"]) == (
+        plain.bits_per_character, plain.word_perplexity,
+    )  # fmt: skip
     assert result["lzma_bits_per_byte"] == lzma_baseline(texts, FakeTokenizer()).bits_per_byte
     assert result["memory_gain"] == (result["memory_off_beyond_first_chunk_loss"] - result["beyond_first_chunk_loss"])
     assert result["beyond_first_chunk_loss"] == plain.beyond_first_chunk_loss
@@ -113,7 +105,7 @@ def test_tasks_are_not_read_through_a_window(tmp_path):
 def test_bounds_of_the_configuration():
     result = evaluate(texts=documents(90, 90), settings=config(final_max_tokens=130, sliding_max_tokens=70))
     assert result["val_tokens"] == 128
-    assert result["losses"]["text_bytes"] == 2 * 128, "the bytes of the cut documents, from the tokenizer"
+    assert result["losses"]["text_size"]["bytes"] == 2 * 128, "the bytes of the cut documents, from the tokenizer"
     assert result["sliding"]["tokens"] == 64
 
 
@@ -210,6 +202,8 @@ def test_the_table_shows_what_there_is():
     text = shown.getvalue()
     for words in (
         f"{result['val_bits_per_byte']:.4f}",
+        f"{result['val_bits_per_character']:.4f}",
+        f"{result['val_word_perplexity']:,.2f} per word",
         "LZMA on the same text",
         "12,346 tokens/s",
         "4,915,200",

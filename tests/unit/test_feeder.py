@@ -14,6 +14,7 @@ from megamem.data.feeder import evaluation_documents
 from megamem.data.rows import Row
 from megamem.data.shard_store import ShardStore
 from megamem.errors import ConfigError, DataError
+from tokenization.text_size import TextSize
 from tokenization.tokenizer import Tokenizer
 
 
@@ -333,7 +334,7 @@ def test_held_out_documents_are_read_whole_and_in_order(root):
         np.testing.assert_array_equal(document.labels[:count], whole[1:])
         assert (document.labels[count:] == IGNORED).all()
         first = len(tokenizer.decode(whole[:1]).encode())  # read, never predicted
-        assert document.text_bytes == store.table["text_bytes"][number] - first
+        assert document.text_size.bytes == store.table["text_bytes"][number] - first
 
 
 def test_held_out_documents_are_cut_and_shared_out(root):
@@ -341,7 +342,8 @@ def test_held_out_documents_are_cut_and_shared_out(root):
     documents = held_out(root, max_tokens=20)
     assert documents[0].predicted_tokens == 20
     assert len(documents[0].tokens) == 24
-    assert documents[0].text_bytes == len(tokenizer.decode(documents[0].labels[:20].numpy()).encode())
+    text = tokenizer.decode(documents[0].labels[:20].numpy())
+    assert documents[0].text_size == TextSize(len(text.encode()), len(text), len(text.split()))
     shares = [held_out(root, rank=rank, ranks=2) for rank in range(2)]
     assert [[document.name[-5] for document in share] for share in shares] == [["0", "2"], ["1"]]
 
@@ -353,9 +355,9 @@ def test_held_out_documents_are_read_anew_each_time(root):
     assert all(torch.equal(a.tokens, b.tokens) and a.tokens is not b.tokens for a, b in zip(first, again, strict=True))
 
 
-def test_held_out_text_bytes_need_a_tokenizer(root):
+def test_held_out_text_sizes_need_a_tokenizer(root):
     config = config_of(root, validation=str(root / "held"))
-    assert {document.text_bytes for document in evaluation_documents(config, chunk_size=CHUNK)} == {None}
+    assert {document.text_size for document in evaluation_documents(config, chunk_size=CHUNK)} == {None}
 
 
 def test_held_out_errors_come_at_once(root):

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megamem.errors import ConfigError, DataError
 from tokenization import tokenizer as module
 from tokenization.importing import import_tokenizer
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import SAMPLES, Tokenizer, cut
 from tokenization.train import train
 
@@ -48,7 +49,7 @@ def test_decoding_gives_the_text_back(trained, text):
     ids = trained.encode(text)
     assert ids.dtype == np.int64
     assert trained.decode(ids) == text
-    assert trained.byte_lengths()[ids].sum() == len(text.encode())
+    assert TextCounter(trained.token_bytes()).bytes[ids].sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("text", SAMPLES)
@@ -62,7 +63,7 @@ def test_text_that_spells_eos_is_text(trained):
     assert trained.eos_id not in ids
     assert trained.decode(ids) == text
     assert trained.decode([*ids, trained.eos_id]) == text
-    assert trained.byte_lengths()[trained.eos_id] == 0
+    assert TextCounter(trained.token_bytes()).bytes[trained.eos_id] == 0
 
 
 def test_batches_are_the_texts_one_by_one(trained):
@@ -197,7 +198,7 @@ def test_import_of_sentencepiece_encodes_like_the_library(tmp_path, model_type, 
         assert loaded.decode(ids) == reference.decode(reference.encode(text))
         if model_type == "bpe" and "▁" not in text:  # SentencePiece's own sign for a space
             assert loaded.decode(ids) == text
-            assert loaded.byte_lengths()[ids].sum() == len(text.encode()) + 1  # the space put before
+            assert TextCounter(loaded.token_bytes()).bytes[ids].sum() == len(text.encode()) + 1  # the space put before
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,11 +17,11 @@ from megamem.cli.shards import shards_app
 from megamem.cli.tokenizer import tokenizer_app
 from megamem.data.shard_store import ShardStore
 from megamem.errors import ConfigError, DataError, MegamemError
-from megamem.evaluation.baselines import token_pieces
 from megamem.hf.tokenizer import export_tokenizer
 from tokenization import tokenizer as tokenizer_module
 from tokenization.importing import import_tokenizer
 from tokenization.sources import documents, input_files
+from tokenization.text_size import TextCounter
 from tokenization.tokenizer import SAMPLES, Tokenizer
 from tokenization.words import train_words
 
@@ -134,7 +134,7 @@ def test_the_books_of_pg19(tmp_path):
 def test_the_vocabulary_is_the_words_of_the_text(words):
     """As many as a naive count finds, in the order of their counts."""
     counts = Counter(word for article in ARTICLES for line in article.split("\n") for word in line.split())
-    pieces = [piece.decode() for piece in token_pieces(words)]
+    pieces = [piece.decode() for piece in words.token_bytes()]
     assert pieces[:SPECIAL] == ["", " \n"]
     assert sorted(pieces[SPECIAL:]) == sorted(f" {word}" for word in counts)
     assert words.vocab_size == len(counts) + SPECIAL
@@ -153,7 +153,7 @@ def test_rare_words_are_left_out(tmp_path):
     }  # fmt: skip
     for (size, count), expected in kept.items():
         tokenizer = train_words(text, tmp_path / f"{size}-{count}", size, count)
-        pieces = [piece.decode() for piece in token_pieces(tokenizer)][SPECIAL:]
+        pieces = [piece.decode() for piece in tokenizer.token_bytes()][SPECIAL:]
         # <unk> stands where the count of all that it stands for puts it, behind words as frequent
         assert "".join(sorted(pieces)) == "".join(sorted(f" {word}" for word in expected.split()))
         counts = Counter(tokenizer.encode(text[0]).tolist())
@@ -165,9 +165,9 @@ def test_a_text_in_the_layout_of_wikitext_comes_back(words):
     for article in [*ARTICLES, "".join(ARTICLES)]:
         ids = words.encode(article)
         assert words.decode(ids) == article
-        assert words.byte_lengths()[ids].sum() == len(article.encode())
+        assert TextCounter(words.token_bytes()).bytes[ids].sum() == len(article.encode())
         assert len(ids) == len(article.split()) + article.count("\n")
-        assert b"".join(token_pieces(words)[i] for i in ids) == article.encode()
+        assert b"".join(words.token_bytes()[i] for i in ids) == article.encode()
 
 
 def test_unknown_words_are_one_token(words):
@@ -179,7 +179,7 @@ def test_unknown_words_are_one_token(words):
     assert words.decode(words.encode(text)) == " the <unk> <unk> end \n"
     assert words.decode([*words.encode(text), words.eos_id]) == " the <unk> <unk> end \n"
     assert words.eos_id not in words.encode(text)
-    assert words.byte_lengths()[words.eos_id] == 0
+    assert TextCounter(words.token_bytes()).bytes[words.eos_id] == 0
 
 
 def test_a_word_that_spells_the_end_of_a_document_is_a_word(tmp_path):
@@ -195,7 +195,7 @@ def test_a_word_that_spells_the_end_of_a_document_is_a_word(tmp_path):
 def test_any_text_is_words_and_lines(any_words, text):
     """Split as Python splits at white space, whatever the writing system; what is left is the number of spaces."""
     expected = list(chain.from_iterable((*line.split(), "\n") for line in text.split("\n")))[:-1]
-    known = {piece.decode().removeprefix(" "): i for i, piece in enumerate(token_pieces(any_words)) if piece}
+    known = {piece.decode().removeprefix(" "): i for i, piece in enumerate(any_words.token_bytes()) if piece}
     assert any_words.encode(text).tolist() == [known.get(word, known["<unk>"]) for word in expected]
 
 
@@ -236,7 +236,7 @@ def test_export_and_import_keep_words_and_bytes(words, tmp_path):
     imported = import_tokenizer(tmp_path / "export", tmp_path / "import")
     assert imported.encode(text).tolist() == words.encode(text).tolist()
     assert imported.eos_id == words.eos_id
-    np.testing.assert_array_equal(imported.byte_lengths(), words.byte_lengths())
+    np.testing.assert_array_equal(TextCounter(imported.token_bytes()).bytes, TextCounter(words.token_bytes()).bytes)
 
 
 # As typed
