@@ -1,12 +1,16 @@
 """Throughput of segment recurrence and continuous memory on the CPU, beside chunk-local attention and a public package.
 
-    python -m benchmarks.segments [--quick] [--threads N] [--turns N] [--budget-s S]
+    python -m benchmarks.segments [--quick | --published] [--threads N] [--turns N] [--budget-s S]
 
 One shape for all (4 layers of 256, 4 heads, GELU MLPs of 1,024, a vocabulary of 4,096, 8 chunks of 512 tokens, memories
 of 512), forward and backward of a whole sequence, FP32, one row, no optimizer. The forms take turns within one run;
 ratios are of the same turn. Goals are over chunk-local attention. Of the package compressive-transformer-pytorch, if it
 is installed, stands the same shape with and without a compressed memory; without one it is a Transformer-XL with a
 learned table of positions. It reads chunk by chunk too, with one backward pass at the end.
+
+With --published it is LaMemo over Transformer-XL instead, in the shape of both papers' WikiText-103 models (16 layers
+of 410, chunks and memories of 150, 267,736 words), for training and for reading without gradients. The softmax is
+whole, as in the FLOPs that the LaMemo paper publishes: what an adaptive one computes depends on the text.
 """
 
 from __future__ import annotations
@@ -21,11 +25,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, ratio, summary, table
+from benchmarks.common import (
+    OUTPUT,
+    fix_threads,
+    interleaved,
+    model_from,
+    publish,
+    random_batch,
+    ratio,
+    shipped_model,
+    summary,
+    table,
+)
 from benchmarks.cpu import Shape, spread, unit
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.costs.flops import flops_per_token
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.train_chunk import chunk_places
 
 LOCAL = "chunk-local attention"
 PACKAGE = "compressive_transformer_pytorch"
@@ -33,6 +51,8 @@ PUBLIC = {"package, Transformer-XL": "transformer_xl", "package, compressive": "
 """The package's forms, and ours that they are compared with."""
 GOALS = {"transformer_xl": 0.85, "compressive_transformer": 0.8, "infinity_former": 0.75}
 OVER_PACKAGE = 1.3
+READING = ", reading"
+"""Ends the names of forms that are timed without gradients."""
 
 
 def models(quick: bool) -> dict[str, ModelConfig]:
@@ -105,6 +125,64 @@ def measure(forms: dict[str, ModelConfig], chunks: int, turns: int, budget_s: fl
     }
 
 
+def measure_published(quick: bool, turns: int, budget_s: float) -> dict[str, Any]:
+    """Return tokens per second of LaMemo and Transformer-XL at their published shape, and ratios of both.
+
+    Training is forward and backward, reading is forward without gradients; FLOPs are those of the formula.
+    """
+    tiny = {"layers": 2, "vocab_size": 64} if quick else {}
+    forms = {
+        name: model_from(shipped_model(f"{name}-150m"), dropout=0.0, adaptive=None, **tiny)
+        for name in ("transformer-xl", "lamemo")
+    }
+    base, ours = forms
+    shape = Shape(forms[base], chunks=2 if quick else 8, rows=1, turns=turns)
+    units = {name: unit(model, shape)[1] for name, model in forms.items()}
+    runs = units | {name + READING: reading_unit(model, shape) for name, model in forms.items()}
+    times = interleaved(runs, turns, budget_s)
+    length = shape.chunks * forms[base].chunk_size
+    flops = {name: flops_per_token(model, length) for name, model in forms.items()}
+    return {
+        "tokens": shape.tokens,
+        "turns": len(times[base].wall),
+        "tokens_per_second": {name: summary([shape.tokens / s for s in t.wall]) for name, t in times.items()},
+        "training_ratio": ratio(times[base].wall, times[ours].wall),
+        "reading_ratio": ratio(times[base + READING].wall, times[ours + READING].wall),
+        "training_flops_ratio": flops[base]["training"] / flops[ours]["training"],
+        "reading_flops_ratio": flops[base]["total"] / flops[ours]["total"],
+    }
+
+
+def reading_unit(model: ModelConfig, shape: Shape) -> Callable[[], float]:
+    """Return a function that reads one sequence without gradients and returns its summed loss."""
+    stage = build_stage(model, PlainLinears())
+    initialize_parameters(stage, seed=0)
+    batch = random_batch(model, shape.chunks, shape.rows)
+
+    @torch.inference_mode()
+    def run() -> float:
+        states, total = stage.initial_states(shape.rows, torch.device("cpu"), torch.float32), 0.0
+        for c, chunk in enumerate(chunk_places(batch)):
+            part = slice(c * model.chunk_size, (c + 1) * model.chunk_size)
+            hidden, states, _ = stage(batch.tokens[part], states, chunk)
+            total += stage.token_losses(hidden, batch.labels[part]).sum().item()
+        return total
+
+    return run
+
+
+def report_published(result: dict[str, Any]) -> None:
+    """Print the table of `measure_published`."""
+    print(f"\n{result['tokens']:,} tokens a pass, {result['turns']} turns\n")
+    rates = {name: spread(rate, 0) for name, rate in result["tokens_per_second"].items()}
+    rows = [
+        [what, *(rates[name + end] for name in ("transformer-xl", "lamemo")), spread(result[f"{what}_ratio"], 3),
+         f"{result[f'{what}_flops_ratio']:.2f}"]
+        for what, end in (("training", ""), ("reading", READING))
+    ]  # fmt: skip
+    print(table(["", "Transformer-XL, tokens/s", "LaMemo, tokens/s", "ratio", "its FLOPs would allow"], rows))
+
+
 def report(result: dict[str, Any]) -> None:
     """Print the table."""
     print(f"\n{result['tokens']:,} tokens a pass, {result['turns']} turns\n")
@@ -130,6 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
+    parser.add_argument("--published", action="store_true", help="LaMemo over Transformer-XL at their published shape")
     parser.add_argument("--threads", type=int, help="torch threads; all usable cores if not given")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=600, help="seconds it may take (one turn always runs)")
@@ -138,6 +217,11 @@ def main(arguments: list[str] | None = None) -> None:
     count = fix_threads(options.threads)
     print(f"torch {torch.__version__}, {count} threads, FP32, load average {os.getloadavg()[0]:.1f}")
     chunks, turns = (2, 1) if options.quick else (8, options.turns)
+    if options.published:
+        result = measure_published(options.quick, turns, options.budget_s)
+        report_published(result)
+        publish({"torch": torch.__version__, "threads": count, **result}, options.output)
+        return
     result = measure(models(options.quick), chunks, turns, options.budget_s)
     report(result)
     publish({"torch": torch.__version__, "threads": count, "goals": GOALS, **result}, options.output)
