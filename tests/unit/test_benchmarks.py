@@ -232,6 +232,16 @@ def test_segments_are_timed_over_local_attention(tmp_path, capsys, one_thread):
     assert "| infinity_former, sticky |" in capsys.readouterr().out
 
 
+def test_lamemo_is_timed_over_transformer_xl_at_their_published_shape(tmp_path, capsys, one_thread):
+    segments.main(["--published", "--quick", "--threads", "1", "--output", str(tmp_path / "s.json")])
+    record = json.loads((tmp_path / "s.json").read_text())
+    for what in ("training", "reading"):
+        assert record[f"{what}_ratio"]["median"] > 0
+        # memory rows are computed in each layer but the topmost one
+        assert 0.5 < record[f"{what}_flops_ratio"] < 1
+    assert "| reading |" in capsys.readouterr().out
+
+
 def test_what_a_continuous_signal_keeps():
     """A random walk is kept, the newer the better; of white noise little is."""
     basis, ridge, tokens, tau = continuous_memory.SHAPES["WikiText-103: 150 functions, 150 tokens"]
