@@ -14,7 +14,7 @@ from megamem.config.cost import Flops
 from megamem.config.model_checks import (
     check_heads,
     check_layers,
-    check_mixers,
+    check_mixer,
     check_positions,
     check_rotation,
     check_softmax,
@@ -135,8 +135,8 @@ class ArchitectureConfig(ConfigModel):
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
 
-    def layer_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model as its layers see it: chunks are longer where rows are added to the tokens of each."""
+    def layer_model(self, model: ModelConfig, layer: int) -> ModelConfig:
+        """Return the model as layer `layer` sees it: chunks are longer where rows are added to the tokens of each."""
         return model
 
     @property
@@ -291,16 +291,18 @@ class ModelConfig(SizesConfig):
         """Return the mixer's configuration of layer `layer` (0-based)."""
         return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
 
-    @property
-    def layer_model(self) -> ModelConfig:
-        """The model as its layers see it, which is the one that mixers are given."""
-        return self.architecture.layer_model(self)
+    def layer_model(self, layer: int) -> ModelConfig:
+        """Return the model as layer `layer` sees it, which is the one that its mixer is given."""
+        return self.architecture.layer_model(self, layer)
+
+    def side_rows_at(self, layer: int) -> SideRows | None:
+        """Return the side rows that the mixer of layer `layer` takes; None if it takes none."""
+        return self.mixer_at(layer).side_rows(self.layer_model(layer))
 
     @property
     def side_rows(self) -> SideRows | None:
         """The side rows that go up the layers with the tokens of each chunk; None where no mixer takes any."""
-        inner = self.layer_model
-        found = (self.mixer_at(layer).side_rows(inner) for layer in range(self.layers))
+        found = map(self.side_rows_at, range(self.layers))
         return next((rows for rows in found if rows is not None), None)
 
     @property
@@ -310,20 +312,18 @@ class ModelConfig(SizesConfig):
 
     def rows_rise_from(self, layer: int) -> bool:
         """Return whether `layer` takes side rows and a layer above reads what it makes of them."""
-        inner = self.layer_model
-        here, *above = (self.mixer_at(i).side_rows(inner) is not None for i in range(layer, self.layers))
+        here, *above = (self.side_rows_at(i) is not None for i in range(layer, self.layers))
         return here and any(above)
 
     def rows_end_at(self, layer: int) -> bool:
         """Return whether `layer` is the topmost of those that take side rows."""
-        return self.mixer_at(layer).side_rows(self.layer_model) is not None and not self.rows_rise_from(layer)
+        return self.side_rows_at(layer) is not None and not self.rows_rise_from(layer)
 
     def rows_through(self, layer: int) -> int:
         """Return the rows of each chunk that go through all of `layer`: tokens, the architecture's and side rows."""
-        inner = self.layer_model
-        side = self.mixer_at(layer).side_rows(inner)
+        side = self.side_rows_at(layer)
         only_read = side is not None and side.place == "begin" and self.rows_end_at(layer)
-        return inner.chunk_size + (0 if side is None or only_read else side.count)
+        return self.layer_model(layer).chunk_size + (0 if side is None or only_read else side.count)
 
     def layer_kind(self, layer: int) -> str:
         """Return a text that is the same for layers that are built alike: equal mixers, with rows to hand up or not."""
@@ -332,21 +332,20 @@ class ModelConfig(SizesConfig):
     @property
     def rows_per_chunk(self) -> int:
         """The rows that stages hand up for each chunk: tokens, rows of the architecture and side rows."""
-        return self.layer_model.chunk_size + (self.side_rows.count if self.side_rows else 0)
+        longest = max(self.layer_model(layer).chunk_size for layer in range(self.layers))
+        return longest + (self.side_rows.count if self.side_rows else 0)
 
     @property
     def entry_specs(self) -> dict[str, StateSpec]:
         """The declared states of what the first stage alone keeps, by component."""
-        inner = self.layer_model
-        found = (self.mixer_at(layer).entry_specs(inner) for layer in range(self.layers))
+        found = (self.mixer_at(layer).entry_specs(self.layer_model(layer)) for layer in range(self.layers))
         return {"recent_tokens": specs} if (specs := next(filter(None, found), None)) else {}
 
     def component_specs(self) -> dict[str, StateSpec]:
         """Return the declared state of the whole model by component: layers, what stands below them or spans them."""
-        inner = self.layer_model
         layers = {}
         for layer in range(self.layers):
-            mixer = self.mixer_at(layer)
+            mixer, inner = self.mixer_at(layer), self.layer_model(layer)
             top = self.rows_end_at(layer)
             layers[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
         return {**layers, **self.entry_specs, **self.architecture.state_specs(self)}
@@ -366,10 +365,12 @@ class ModelConfig(SizesConfig):
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
-        inner = self.layer_model
-        check_side_rows([m.kind for m in mixers], [m.side_rows(inner) for m in mixers], self.architecture.kind)
-        added = inner.chunk_size - self.chunk_size
-        check_mixers([partial(mixer.check, inner) for mixer in mixers], self.chunk_size, added, self.architecture.kind)
+        side_rows = [self.side_rows_at(layer) for layer in range(self.layers)]
+        check_side_rows([m.kind for m in mixers], side_rows, self.architecture.kind)
+        for layer, mixer in enumerate(mixers):
+            inner = self.layer_model(layer)
+            added = inner.chunk_size - self.chunk_size
+            check_mixer(partial(mixer.check, inner), self.chunk_size, added, self.architecture.kind)
         if self.mup is not None:
             check_base(self.mup, lambda: ModelConfig.model_validate(dict(self.base)))
         return self

@@ -46,23 +46,22 @@ def check_rotation(head_dim: int, rotated: bool) -> None:
         raise ValueError(f"head_dim {head_dim} is odd; rotary positions need an even width")
 
 
-def check_mixers(checks: Iterable[Callable[[], None]], chunk_size: int, added: int, architecture: str) -> None:
-    """Raise ValueError where a mixer does not fit the model, with the size of chunks as its layers see them.
+def check_mixer(check: Callable[[], None], chunk_size: int, added: int, architecture: str) -> None:
+    """Raise ValueError where a mixer does not fit the model, with the size of chunks as its layer sees them.
 
     Args:
-        checks: of each layer's mixer.
+        check: of the layer's mixer.
         chunk_size: tokens of a chunk.
         added: rows that the architecture adds to them.
         architecture: its kind.
     """
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            if not added:
-                raise
-            rows = f"(chunk_size {chunk_size} and {added} rows of architecture {architecture})"
-            raise ValueError(f"{error} {rows}") from None
+    try:
+        check()
+    except ValueError as error:
+        if not added:
+            raise
+        rows = f"(chunk_size {chunk_size} and {added} rows of architecture {architecture})"
+        raise ValueError(f"{error} {rows}") from None
 
 
 def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool, attention_dropout: float) -> None:

@@ -147,7 +147,7 @@ class RunConfig(ConfigModel):
             )
         for layer in range(self.model.layers):
             mixer = self.model.mixer_at(layer)
-            if self.bptt_chunks < (needed := mixer.training_window(self.model.layer_model)):
+            if self.bptt_chunks < (needed := mixer.training_window(self.model.layer_model(layer))):
                 raise ValueError(
                     f"training.bptt_chunks {self.bptt_chunks} leaves parameters of {mixer.kind} (model layer {layer}) "
                     f"without gradients: what it writes in one chunk is read in the next; use at least {needed}"
@@ -341,7 +341,9 @@ class RunConfig(ConfigModel):
             return self
         for layer in range(self.model.layers):
             mixer = self.model.mixer_at(layer)
-            if any(getattr(spec, "limit", 0) is None for spec in mixer.state_specs(self.model.layer_model).values()):
+            if any(
+                getattr(spec, "limit", 0) is None for spec in mixer.state_specs(self.model.layer_model(layer)).values()
+            ):
                 raise ValueError(
                     f"data.feeding streams with data.reset none: {mixer.kind} (model layer {layer}) would keep every "
                     "chunk of an epoch; bound its max_chunks, or set data.reset exact"

@@ -59,39 +59,41 @@ def flops_by_part(
     causal: count the causal triangle; False counts whole rectangles, as a kernel without a causal form computes them.
     backward: what is left of the backward pass where parameters are frozen; everything learns if not given.
     """
-    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    inside = model.layer_model
-    rows = [model.rows_through(layer) / model.chunk_size for layer in range(model.layers)]
-    projected = sum(n * mixer.projection_parameters(inside) for n, mixer in zip(rows, mixers, strict=True))
+    layers = range(model.layers)
+    insides = [model.layer_model(layer) for layer in layers]
+    rows = [model.rows_through(layer) / model.chunk_size for layer in layers]
+    # per token of the chunk, in each layer
+    projections = [rows[i] * model.mixer_at(i).projection_parameters(insides[i]) for i in layers]
+    mlps = [rows[i] * insides[i].mlp_matrices for i in layers]
     parts: dict[str, Flops] = {
-        "projections": product(2 * projected),
-        "mlp": product(2 * sum(rows) * model.mlp_matrices),
+        "projections": product(2 * sum(projections)),
+        "mlp": product(2 * sum(mlps)),
         "head": head_products(head_flops(model), model.layers, backward),
     }
     if backward is not None:
         # gradients of inputs where the pass comes by; those of learning matrices count with the projections'
         above = range(backward.lowest, model.layers)
-        inputs = 2 * sum(rows[layer] * mixers[layer].projection_parameters(inside) for layer in above)
+        inputs = 2 * sum(projections[layer] for layer in above)
         weights = 2 * sum(rows[layer] * backward.layer_matrices[layer] for layer in above)
-        parts["projections"] = Flops(2 * projected, inputs + weights)
-        parts["mlp"] = Flops(parts["mlp"].forward, 2 * sum(rows[layer] for layer in above) * model.mlp_matrices)
-    if projections := embedding_flops(model):
-        parts["embedding"] = embedding_products(projections, backward)
+        parts["projections"] = Flops(2 * sum(projections), inputs + weights)
+        parts["mlp"] = Flops(parts["mlp"].forward, 2 * sum(mlps[layer] for layer in above))
+    if embedding := embedding_flops(model):
+        parts["embedding"] = embedding_products(embedding, backward)
     # layers with equal mixers cost the same
-    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    kinds = [model.layer_kind(layer) for layer in layers]
     reached = Counter(kinds[backward.lowest :] if backward else kinds)
     for kind, count in Counter(kinds).items():
         layer = kinds.index(kind)
-        layers, passed = rows[layer] * count, rows[layer] * reached[kind]
+        all_rows, passed = rows[layer] * count, rows[layer] * reached[kind]
         for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
-            more = Flops(layers * flops.forward, passed * flops.backward)
+            more = Flops(all_rows * flops.forward, passed * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
 
 
 def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: bool = True) -> dict[str, Flops]:
     """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
-    mixer, inside = model.mixer_at(layer), model.layer_model
+    mixer, inside = model.mixer_at(layer), model.layer_model(layer)
     if model.rows_end_at(layer):
         return mixer.top_mixing_flops(inside, sequence_rows, causal)
     parts = mixer.mixing_flops(inside, sequence_rows, causal)
@@ -126,9 +128,8 @@ def flop_costs(model: ModelConfig, sequence_length: int, backward: BackwardPass 
     backward: what is left of the backward pass where parameters are frozen; everything learns if not given.
     """
     layers = []
-    inside = model.layer_model
     for layer in range(model.layers):
-        mixer = model.mixer_at(layer)
+        mixer, inside = model.mixer_at(layer), model.layer_model(layer)
         rows = model.rows_through(layer) / model.chunk_size
         mixing = mixing_flops(model, layer, round(rows * sequence_length)).values()
         dense = layer_products(dense_flops(inside, mixer), layer, backward)
@@ -146,7 +147,7 @@ def layer_chunk_flops(
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
     backward_pass: what is left of it where parameters are frozen; everything learns if not given.
     """
-    mixer, inside = model.mixer_at(layer), model.layer_model
+    mixer, inside = model.mixer_at(layer), model.layer_model(layer)
     size = model.rows_through(layer)
     rows = size / model.chunk_size
     dense = layer_products(dense_flops(inside, mixer), layer, backward_pass)

@@ -29,16 +29,16 @@ class LayerParameters:
 
 def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     """Return the parameters of each layer."""
-    inside, layers = model.layer_model, []
+    layers = []
     for layer in range(model.layers):
-        mixer = model.mixer_at(layer)
+        mixer, inside = model.mixer_at(layer), model.layer_model(layer)
         memory = mixer.extra_parameters(inside)
         memory -= mixer.shared_parameters(inside)
-        rises = inside.rows_rise_from(layer)
+        rises = model.rows_rise_from(layer)
         memory -= mixer.shared_rising_parameters(inside) if rises else mixer.rising_parameters(inside)
         layers.append(
             LayerParameters(
-                mixer.projection_parameters(inside), model.mlp_matrices, layer_vectors(model, mixer), memory
+                mixer.projection_parameters(inside), inside.mlp_matrices, layer_vectors(inside, mixer), memory
             )
         )
     return layers
@@ -80,12 +80,12 @@ def shared_vectors(model: ModelConfig, layers: range) -> dict[str, int]:
 
     Kinds: `pair`, one u and one v; `ahead`, one v of memory rows that look ahead.
     """
-    inside, vector = model.layer_model, model.heads * model.resolved_head_dim
-    mixers = [model.mixer_at(layer) for layer in layers]
-    rising = [mixer for layer, mixer in zip(layers, mixers, strict=True) if inside.rows_rise_from(layer)]
+    vector = model.heads * model.resolved_head_dim
+    mixers = [(model.mixer_at(layer), model.layer_model(layer)) for layer in layers]
+    rising = [pair for layer, pair in zip(layers, mixers, strict=True) if model.rows_rise_from(layer)]
     return {
-        "pair": 2 * vector if any(mixer.shared_parameters(inside) for mixer in mixers) else 0,
-        "ahead": vector if any(mixer.shared_rising_parameters(inside) for mixer in rising) else 0,
+        "pair": 2 * vector if any(mixer.shared_parameters(inside) for mixer, inside in mixers) else 0,
+        "ahead": vector if any(mixer.shared_rising_parameters(inside) for mixer, inside in rising) else 0,
     }
 
 

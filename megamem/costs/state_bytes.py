@@ -12,9 +12,11 @@ from megamem.errors import LayoutError
 from megamem.memory.base import StateSpec, TensorSpec
 
 
-def state_sizes(model: ModelConfig, rows: int, open_tokens: int = 0) -> dict[str, int]:
-    """Return the named sizes in which states of `model` are declared, for `rows` rows, before any split."""
-    return {**model.layer_model.state_sizes, "batch": rows, "open": open_tokens}
+def state_sizes(model: ModelConfig, component: str, rows: int, open_tokens: int = 0) -> dict[str, int]:
+    """Return the named sizes in which the state of a component is declared, for `rows` rows, before any split."""
+    of_layer = component.startswith("layers.")
+    inside = model.layer_model(int(component.removeprefix("layers."))) if of_layer else model
+    return {**inside.state_sizes, "batch": rows, "open": open_tokens}
 
 
 def state_bytes(
@@ -61,7 +63,7 @@ def model_state_bytes(
     for name, specs in model.component_specs().items():
         # inside a chunk, layers have also read the rows that stand before its tokens
         before = model.architecture.rows_before + _side_rows_before(model, name)
-        sizes = state_sizes(model, rows, open_tokens + before if open_tokens else 0)
+        sizes = state_sizes(model, name, rows, open_tokens + before if open_tokens else 0)
         for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():
             total[kind] += count
     return total
@@ -71,7 +73,7 @@ def _side_rows_before(model: ModelConfig, component: str) -> int:
     """Return how many side rows a component keeps something of until the chunk that they came with ends."""
     if not component.startswith("layers."):
         return 0
-    side = model.mixer_at(int(component.removeprefix("layers."))).side_rows(model.layer_model)
+    side = model.side_rows_at(int(component.removeprefix("layers.")))
     return 0 if side is None else side.before
 
 
@@ -83,11 +85,12 @@ def stage_state_bytes(
     The first stage also holds the memories that span the model, and what side rows are made of. Returns and raises as
     `state_bytes`.
     """
-    sizes, total = state_sizes(model, rows), {"memory": 0, "open": 0}
+    total = {"memory": 0, "open": 0}
     spanning = {**model.entry_specs, **model.architecture.state_specs(model)} if layers.start == 0 else {}
     names = [*(f"layers.{layer}" for layer in layers), *spanning]
     declared = model.component_specs()
     for name in names:
+        sizes = state_sizes(model, name, rows)
         for kind, count in state_bytes(declared[name], sizes, compute, tp_size, chunks_seen).items():
             total[kind] += count
     return total
@@ -102,9 +105,9 @@ def split_state_bytes(
 
     Raises: LayoutError as `state_bytes`.
     """
-    sizes = state_sizes(model, rows)
     total = {"fixed": 0, "banks": 0}
-    for specs in model.component_specs().values():
+    for component, specs in model.component_specs().items():
+        sizes = state_sizes(model, component, rows)
         for name, spec in specs.items():
             kind = "fixed" if isinstance(spec, TensorSpec) else "banks"
             total[kind] += sum(state_bytes({name: spec}, sizes, compute, tp_size, chunks_seen).values())

@@ -44,11 +44,9 @@ def memory_components(model: ModelConfig) -> list[str]:
 
 def memory_layers(model: ModelConfig) -> list[int]:
     """Return the layers whose mixers declare a state which passes from chunk to chunk, or read rows of such layers."""
-    names, inner = memory_components(model), model.layer_model
+    names = memory_components(model)
     return [
-        layer
-        for layer in range(model.layers)
-        if f"layers.{layer}" in names or model.mixer_at(layer).side_rows(inner) is not None
+        layer for layer in range(model.layers) if f"layers.{layer}" in names or model.side_rows_at(layer) is not None
     ]
 
 

@@ -127,8 +127,9 @@ class Stage(nn.Module, ABC):
     @property
     def sharing_layers(self) -> list[int]:
         """The layers of the whole model that share parameters, in order."""
-        inner = self.config.layer_model
-        return [layer for layer in range(self.config.layers) if self.config.mixer_at(layer).shared_parameters(inner)]
+        model = self.config
+        layers = range(model.layers)
+        return [layer for layer in layers if model.mixer_at(layer).shared_parameters(model.layer_model(layer))]
 
     @property
     def components(self) -> dict[str, Stateful]:

@@ -134,7 +134,7 @@ def what_learns(model: ModelConfig, names: Collection[str]) -> Learning:
 def _what_learns(model_json: str, names: frozenset[str]) -> Learning:
     """Return `what_learns` of a model as JSON, which a cache can have as key."""
     model = ModelConfig.model_validate_json(model_json)
-    whole, inside = whole_model(model), model.layer_model
+    whole = whole_model(model)
     with torch.device("meta"):
         below = build_stage(model, PlainLinears(), range(0))
         above = build_stage(model, PlainLinears(), range(model.layers, model.layers))
@@ -148,7 +148,8 @@ def _what_learns(model_json: str, names: frozenset[str]) -> Learning:
         if any(id(p) in learning for p in parameters):
             reached.append(layer)
         # a frozen matrix is taken for one of those that are not the memory's own
-        dense = model.mlp_matrices + model.mixer_at(layer).projection_parameters(inside)
+        inside = model.layer_model(layer)
+        dense = inside.mlp_matrices + model.mixer_at(layer).projection_parameters(inside)
         matrices.append(max(dense - sum(p.numel() for p in parameters if p.ndim > 1 and id(p) not in learning), 0))
     return Learning(
         names,

@@ -150,19 +150,18 @@ def test_bfloat16_stays_near_float64(architecture):
 def test_states_match_their_declaration_at_every_chunk_border(architecture, dtype):
     """Law 8: names, shapes, dtypes and bytes of every component."""
     subject, rows = make(architecture, "stage", dtype), 3
-    sizes = state_sizes(subject.config, rows)
     states = subject.initial_states(rows, CPU, dtype)
     x = inputs(subject, 3 * CHUNK, rows)
     for chunk in range(4):
         assert states.keys() == subject.state_specs.keys() == subject.config.component_specs().keys()
         for name, specs in subject.state_specs.items():
-            assert_declared(specs, states[name], sizes, dtype)
+            assert_declared(specs, states[name], state_sizes(subject.config, name, rows), dtype)
         if chunk < 3:
             with torch.no_grad():
                 part = x[chunk * CHUNK : (chunk + 1) * CHUNK]
                 _, states, _ = subject(part, states, one_grid(rows).chunk(chunk * CHUNK))
     for name in memory_components(subject):
-        specs = subject.state_specs[name].values()
+        specs, sizes = subject.state_specs[name].values(), state_sizes(subject.config, name, rows)
         declared = sum(torch.empty(spec.sizes(sizes), dtype=spec.torch_dtype(dtype)).nbytes for spec in specs)
         assert measured(states[name]) == declared
 

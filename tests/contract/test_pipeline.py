@@ -49,7 +49,7 @@ def stages(request, case, window):
 def needed_window(case):
     """Chunks of the shortest window in which every parameter gets a gradient."""
     model = model_of(case)
-    return max(model.architecture.training_window(model), model.mixer_at(0).training_window(model.layer_model))
+    return max(model.architecture.training_window(model), model.mixer_at(0).training_window(model.layer_model(0)))
 
 
 def test_every_gradient_is_that_of_one_graph(stages, case, window):

@@ -32,7 +32,7 @@ def measured(state):
 def test_states_match_their_declaration_at_every_chunk_border(case, rows, dtype):
     subject = make(case, "mixer", dtype)
     mixer, model = subject.mixer, case.model()
-    sizes = state_sizes(model, rows)
+    sizes = state_sizes(model, "layers.0", rows)
     x = inputs(subject, 4 * CHUNK, rows).to(dtype)
     states = subject.initial_states(rows, CPU, dtype)
     assert_declared(mixer.specs, states["layers.0"], sizes, dtype)

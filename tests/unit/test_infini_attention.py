@@ -57,7 +57,7 @@ class TestSizes:
         for layer in range(model.layers):
             specs = model.mixer_at(layer).state_specs(model)
             for name in numbers:
-                numbers[name] += torch.Size(specs[name].sizes(state_sizes(model, 1))).numel()
+                numbers[name] += torch.Size(specs[name].sizes(state_sizes(model, "layers.0", 1))).numel()
         assert numbers == {"associations": memory, "mass": model.layers * model.hidden_size}
         assert memory == model.resolved_head_dim**2 * model.heads * model.layers
         planned = model_state_bytes(model, 1, torch.bfloat16, context_tokens=32_768)
@@ -77,7 +77,7 @@ class TestSizes:
     def test_key_heads_are_what_counts(self):
         model = model_with(kv_heads=2)
         specs = model.mixer_at(0).state_specs(model)
-        assert specs["associations"].sizes(state_sizes(model, 3)) == (3, 2, WIDTH, WIDTH)
+        assert specs["associations"].sizes(state_sizes(model, "layers.0", 3)) == (3, 2, WIDTH, WIDTH)
         assert model.mixer_at(0).extra_parameters(model) == HEADS
 
 

@@ -81,8 +81,7 @@ class Decoder(Stage):
             self.rows_before, self.rows_behind = side.before, side.behind
         if self.first and side is not None and side.source == "learned":
             self.side_rows = SideRows(side.count, model.hidden_size, start)
-        inner = model.layer_model
-        self.layers = nn.ModuleDict({str(i): Layer(inner, linears, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(model.layer_model(i), linears, i) for i in layers})
         if any(layer in layers for layer in self.sharing_layers):
             self.score_biases = ScoreBiases(
                 model.heads // linears.tp_size,
@@ -129,9 +128,9 @@ class Decoder(Stage):
     @property
     def sharing_ahead(self) -> list[int]:
         """The layers of the whole model that share a v of rows that look ahead, in order."""
-        model, inner = self.config, self.config.layer_model
+        model = self.config
         layers = (layer for layer in range(model.layers) if model.rows_rise_from(layer))
-        return [layer for layer in layers if model.mixer_at(layer).shared_rising_parameters(inner)]
+        return [layer for layer in layers if model.mixer_at(layer).shared_rising_parameters(model.layer_model(layer))]
 
     @property
     def own_layers(self) -> list[Layer]:

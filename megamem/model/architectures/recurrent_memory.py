@@ -10,7 +10,7 @@ r and w are learned rows. `read_write` follows the public package recurrent-memo
 attention among the memory rows themselves: here it is causal as everywhere, so that any mixer may be inside. Tokens see
 the rows before them and never those behind; the rows behind see all.
 
-    layers       m0  m1 | t0 t1 t2 t3 | w0  w1          chunk c, as its layers see it: `layer_model.chunk_size` rows
+    layers       m0  m1 | t0 t1 t2 t3 | w0  w1          chunk c, as its layers see it
                   ▲                      │
                   └── next chunk's ──────┘              state `memory_tokens`, [memory_tokens, batch, hidden_size]
 
@@ -69,7 +69,7 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         """Rows behind each chunk's tokens."""
         return self.memory_tokens if self.form == "read_write" else 0
 
-    def layer_model(self, model: ModelConfig) -> ModelConfig:
+    def layer_model(self, model: ModelConfig, layer: int) -> ModelConfig:
         """Return the model whose chunks have the memory's rows too."""
         return model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size + self.rows_behind})
 
@@ -136,7 +136,8 @@ class RecurrentMemory(Decoder):
 
         Raises: ValueError if rows stand at different places of their chunks.
         """
-        size, long = self.config.chunk_size, self.config.layer_model.chunk_size
+        size = self.config.chunk_size
+        long = self.settings.rows_before + size + self.settings.rows_behind
         self.check_grid(chunk)
         place = chunk.starts[0] % size
         inside = self.settings.rows_before + place if place else 0
