@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_
 from megamem.config.adaptive import check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
+from megamem.config.layer_part import LayerPart
 from megamem.config.model_checks import (
     check_heads,
     check_layers,
@@ -135,14 +136,18 @@ class ArchitectureConfig(ConfigModel):
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
 
-    def layer_model(self, model: ModelConfig, layer: int) -> ModelConfig:
-        """Return the model as layer `layer` sees it: chunks are longer where rows are added to the tokens of each."""
-        return model
+    def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
+        """Return what the architecture makes of layer `layer`: a shape of its own, more rows in each chunk, ..."""
+        return LayerPart(model, model.configured_mixer(layer))
 
     @property
     def rows_before(self) -> int:
         """Rows that layers read in front of each chunk's tokens."""
         return 0
+
+    def entry_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
+        """Declare what the first stage alone reads and writes, by component."""
+        return {}
 
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
         """Declare the states besides those of layers, by component.
@@ -287,13 +292,21 @@ class ModelConfig(SizesConfig):
         """The factor of logits: a tied head is an embedding, whose start and learning rate do not change with width."""
         return self.mup.base_width / self.hidden_size if self.mup is not None and self.tie_embeddings else 1.0
 
+    def configured_mixer(self, layer: int) -> MixerConfig:
+        """Return the mixer that `mixer` and `memory` give to layer `layer` (0-based)."""
+        return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
+
+    def part(self, layer: int) -> LayerPart:
+        """Return what the architecture makes of layer `layer` (0-based)."""
+        return self.architecture.layer_part(self, layer)
+
     def mixer_at(self, layer: int) -> MixerConfig:
         """Return the mixer's configuration of layer `layer` (0-based)."""
-        return next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
+        return self.part(layer).mixer
 
     def layer_model(self, layer: int) -> ModelConfig:
         """Return the model as layer `layer` sees it, which is the one that its mixer is given."""
-        return self.architecture.layer_model(self, layer)
+        return self.part(layer).model
 
     def side_rows_at(self, layer: int) -> SideRows | None:
         """Return the side rows that the mixer of layer `layer` takes; None if it takes none."""
@@ -327,7 +340,7 @@ class ModelConfig(SizesConfig):
 
     def layer_kind(self, layer: int) -> str:
         """Return a text that is the same for layers that are built alike: equal mixers, with rows to hand up or not."""
-        return f"{self.mixer_at(layer).model_dump_json()} {self.rows_rise_from(layer)}"
+        return f"{self.mixer_at(layer).model_dump_json()} {self.rows_rise_from(layer)} {self.part(layer).role}"
 
     @property
     def rows_per_chunk(self) -> int:
@@ -339,16 +352,22 @@ class ModelConfig(SizesConfig):
     def entry_specs(self) -> dict[str, StateSpec]:
         """The declared states of what the first stage alone keeps, by component."""
         found = (self.mixer_at(layer).entry_specs(self.layer_model(layer)) for layer in range(self.layers))
-        return {"recent_tokens": specs} if (specs := next(filter(None, found), None)) else {}
+        recent = next(filter(None, found), None)
+        return ({"recent_tokens": recent} if recent else {}) | self.architecture.entry_specs(self)
+
+    def specs_beside(self, layers: range) -> dict[str, StateSpec]:
+        """Return the declared states of what a stage with `layers` keeps besides their mixers' states."""
+        return {name: specs for layer in layers for name, specs in self.part(layer).beside.items()}
 
     def component_specs(self) -> dict[str, StateSpec]:
         """Return the declared state of the whole model by component: layers, what stands below them or spans them."""
         layers = {}
-        for layer in range(self.layers):
+        for layer in (layer for layer in range(self.layers) if self.part(layer).keeps_state):
             mixer, inner = self.mixer_at(layer), self.layer_model(layer)
             top = self.rows_end_at(layer)
             layers[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
-        return {**layers, **self.entry_specs, **self.architecture.state_specs(self)}
+        beside = self.specs_beside(range(self.layers))
+        return {**layers, **beside, **self.entry_specs, **self.architecture.state_specs(self)}
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:

@@ -93,13 +93,19 @@ def flops_by_part(
 
 def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: bool = True) -> dict[str, Flops]:
     """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
-    mixer, inside = model.mixer_at(layer), model.layer_model(layer)
+    part = model.part(layer)
+    mixer, inside = part.mixer, part.model
+    if part.restarts:
+        sequence_rows = min(sequence_rows, inside.chunk_size)
     if model.rows_end_at(layer):
         return mixer.top_mixing_flops(inside, sequence_rows, causal)
     parts = mixer.mixing_flops(inside, sequence_rows, causal)
     if model.rows_rise_from(layer) and (rising := mixer.rising_flops(inside)).forward:
         parts = {**parts, "side_rows": rising}
-    return parts
+    # given per token of the chunk
+    share = model.chunk_size / model.rows_through(layer)
+    extra = {name: Flops(share * flops.forward, share * flops.backward) for name, flops in part.extra_flops.items()}
+    return {**parts, **extra}
 
 
 def flops_per_token(

@@ -31,8 +31,9 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
     """Return the parameters of each layer."""
     layers = []
     for layer in range(model.layers):
-        mixer, inside = model.mixer_at(layer), model.layer_model(layer)
-        memory = mixer.extra_parameters(inside)
+        part = model.part(layer)
+        mixer, inside = part.mixer, part.model
+        memory = part.extra_parameters + mixer.extra_parameters(inside)
         memory -= mixer.shared_parameters(inside)
         rises = model.rows_rise_from(layer)
         memory -= mixer.shared_rising_parameters(inside) if rises else mixer.rising_parameters(inside)

@@ -87,7 +87,8 @@ def stage_state_bytes(
     """
     total = {"memory": 0, "open": 0}
     spanning = {**model.entry_specs, **model.architecture.state_specs(model)} if layers.start == 0 else {}
-    names = [*(f"layers.{layer}" for layer in layers), *spanning]
+    keeping = (f"layers.{layer}" for layer in layers if model.part(layer).keeps_state)
+    names = [*keeping, *model.specs_beside(layers), *spanning]
     declared = model.component_specs()
     for name in names:
         sizes = state_sizes(model, name, rows)

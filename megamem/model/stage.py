@@ -97,12 +97,14 @@ class Stage(nn.Module, ABC):
         self.model_memories = {name: ModelMemory(spec, sizes) for name, spec in specs.items()}
         """Components that leave the last stage and enter the first one before the next chunk."""
         self.entry_memories = {name: ModelMemory(spec, sizes) for name, spec in model.entry_specs.items() if self.first}
-        """Components that the first stage alone reads and writes: what side rows are made of."""
+        """Components that the first stage alone reads and writes: what side rows are made of, or an encoder's chunk."""
+        self.beside_layers = {name: ModelMemory(spec, sizes) for name, spec in model.specs_beside(layers).items()}
+        """Components that this stage alone reads and writes besides its layers' states."""
 
     @property
     @abstractmethod
     def layer_components(self) -> Mapping[str, Stateful]:
-        """The components that this stage both reads and writes: one per layer, in order."""
+        """The components that this stage both reads and writes: one for each layer that keeps a state, in order."""
 
     @property
     def auxiliary_losses(self) -> tuple[str, ...]:
@@ -137,7 +139,8 @@ class Stage(nn.Module, ABC):
 
         The first stage takes the states of memories that span the model, the last one returns them.
         """
-        return {**self.layer_components, **self.entry_memories, **(self.model_memories if self.first else {})}
+        own = {**self.layer_components, **self.beside_layers, **self.entry_memories}
+        return {**own, **(self.model_memories if self.first else {})}
 
     @property
     def state_specs(self) -> dict[str, StateSpec]:
@@ -182,7 +185,7 @@ class Stage(nn.Module, ABC):
         """Raise ContractError naming the component whose state at a chunk's border is not as declared."""
         for name, component in self.layer_components.items():
             self._check(name, component, states[name], rows)
-        for name, memory in {**self.entry_memories, **self.model_memories}.items():
+        for name, memory in {**self.beside_layers, **self.entry_memories, **self.model_memories}.items():
             if name in states:
                 self._check(name, memory, states[name], rows)
 

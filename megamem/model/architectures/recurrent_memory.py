@@ -29,6 +29,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from megamem.config.layer_part import LayerPart
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, States, StateSpec, TensorSpec, to_device
 from megamem.model.architectures.decoder import Decoder, tied
@@ -69,9 +70,10 @@ class RecurrentMemoryConfig(ArchitectureConfig):
         """Rows behind each chunk's tokens."""
         return self.memory_tokens if self.form == "read_write" else 0
 
-    def layer_model(self, model: ModelConfig, layer: int) -> ModelConfig:
-        """Return the model whose chunks have the memory's rows too."""
-        return model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size + self.rows_behind})
+    def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
+        """See `ArchitectureConfig.layer_part`: chunks have the memory's rows too."""
+        rows = self.rows_before + model.chunk_size + self.rows_behind
+        return LayerPart(model.model_copy(update={"chunk_size": rows}), model.configured_mixer(layer))
 
     def state_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
         """Declare the memory: hidden vectors, whole on every tensor-parallel rank."""
