@@ -232,16 +232,24 @@ class Stage(nn.Module, ABC):
         count -= 0 if place else self.rows_before
         return count - self.rows_behind if place + count > size else count
 
+    def grid_place(self, start: int) -> int:
+        """Return what rows that are read in one call must have in common, of a row at position `start`."""
+        return start % self.config.chunk_size if self.one_grid else 0
+
     def check_grid(self, chunk: Chunk) -> None:
         """Raise ValueError if batch rows stand at different places of their chunks where they must not."""
-        places = {start % self.config.chunk_size for start in chunk.starts}
-        if self.one_grid and len(places) > 1:
+        places = set(map(self.grid_place, chunk.starts))
+        if len(places) > 1:
             raise ValueError(f"rows at places {sorted(places)} of their chunks cannot be read in one call")
 
     def border_shape(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
-        """Shape of what passes from stage to stage on this rank, where `tokens` from position `start` on are read."""
+        """Shape of what this stage takes from the one below, where `tokens` from position `start` on are read."""
         split = self.linears.tp_size if self.linears.sequence_parallel else 1
         return (tokens + sum(self.rows_around(start, tokens))) // split, rows, self.config.hidden_size
+
+    def shape_above(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
+        """Shape of what this stage hands to the one above; see `border_shape`."""
+        return self.border_shape(tokens, rows, start)
 
     def memories_change(self, start: int, tokens: int) -> bool:
         """Whether the last stage writes the memories that span the model when it reads `tokens` from `start` on."""

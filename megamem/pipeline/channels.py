@@ -91,7 +91,8 @@ class Borders:
     def __init__(
         self,
         topology: Topology,
-        shapes: Iterable[Shape],
+        shapes_below: Iterable[Shape],
+        shapes_above: Iterable[Shape],
         dtype: torch.dtype,
         backward: bool,
         memories: Sequence[Shape] = (),
@@ -100,7 +101,8 @@ class Borders:
         """Open the channels.
 
         Args:
-            shapes: of the hidden chunks of all units in the order of their forwards; with `backward`, all alike.
+            shapes_below: of what comes from the stage below for each unit, in the order of their forwards.
+            shapes_above: of what goes to the stage above, likewise; with `backward`, all of a border are alike.
             dtype: of everything that is sent.
             backward: whether gradients come down.
             memories: shapes of the tensors that leave the last stage and enter the first one after each unit.
@@ -108,7 +110,6 @@ class Borders:
         """
         stage, stages, device = topology.pp_rank, topology.pp_size, topology.device
         up, down = topology.forward_group, topology.backward_group
-        shapes = list(shapes)
         # between a send and its receive the neighbor may be a pipeline's depth behind
         pending = stages + 1
         self.below: Inbox | None = None
@@ -126,7 +127,7 @@ class Borders:
         if stage > 0:
             assert up is not None
             assert down is not None
-            self.below = Inbox(up, stage - 1, shapes, dtype, device)
+            self.below = Inbox(up, stage - 1, shapes_below, dtype, device)
             if backward:
                 self.down = Outbox(down, stage - 1, pending)
         if stage < stages - 1:
@@ -134,7 +135,7 @@ class Borders:
             assert down is not None
             self.up = Outbox(up, stage + 1, pending)
             if backward:
-                self.above = Inbox(down, stage + 1, shapes, dtype, device)
+                self.above = Inbox(down, stage + 1, shapes_above, dtype, device)
         if memories and stages > 1:
             self._open_memories(topology, list(memories) * memory_units, dtype, backward)
 

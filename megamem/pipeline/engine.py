@@ -141,14 +141,15 @@ class PipelineEngine(TrainingEngine):
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks
         scale = (topology.dp_size / predicted.clamp(min=1)).float()
         rows, units = batches[0].tokens.shape[1], len(batches) * self.config.chunks
-        shapes = [self.stage.border_shape(self.config.model.chunk_size, rows)] * units
+        size = self.config.model.chunk_size
+        below, above = ([shape(size, rows)] * units for shape in (self.stage.border_shape, self.stage.shape_above))
         memories = self.executor.memory_shapes(rows, self.dtype)
         sums, states = self.executor.run(
             self.order,
             batches,
             lambda micro_batch: self.states_before(micro_batch, batches[micro_batch]),
             scale,
-            Borders(topology, shapes, self.dtype, backward=True, memories=memories, memory_units=units),
+            Borders(topology, below, above, self.dtype, backward=True, memories=memories, memory_units=units),
             watch,
             self._before_backward,
             self.carries,

@@ -51,23 +51,19 @@ class ChunkReader:
         """Return the states of documents that have not begun, in rows that stand where `chunk` says."""
         return self._fresh_groups(range(chunk.rows), chunk)
 
-    def _place(self, start: int) -> int:
-        """Where position `start` lies in its chunk; 0 where rows need not share a grid."""
-        return start % self.chunk_size if self.stage.one_grid else 0
-
     def _fresh_groups(self, rows: Iterable[int], chunk: Chunk) -> list[RowGroup]:
         """Return groups of rows that stand at one place of their chunks, with fresh states."""
         places: dict[int, list[int]] = {}
         for row in rows:
-            places.setdefault(self._place(chunk.starts[row]), []).append(row)
+            places.setdefault(self.stage.grid_place(chunk.starts[row]), []).append(row)
         return [RowGroup(own, self.stage.initial_states(len(own), self.device, self.dtype)) for own in places.values()]
 
     def _regroup(self, chunk: Chunk, groups: list[RowGroup]) -> None:
         """Move rows whose next document begins amid the others' chunks to groups of their own."""
         moved: list[int] = []
         for group in groups:
-            place = self._place(next((chunk.starts[row] for row in group.rows if chunk.starts[row] > 0), 0))
-            moved += [row for row in group.rows if self._place(chunk.starts[row]) != place]
+            place = self.stage.grid_place(next((chunk.starts[r] for r in group.rows if chunk.starts[r] > 0), 0))
+            moved += [row for row in group.rows if self.stage.grid_place(chunk.starts[row]) != place]
         if not moved:
             return
         if any(chunk.starts[row] > 0 for row in moved):
@@ -134,7 +130,7 @@ class ChunkReader:
 
     def _calls(self, tokens: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
         """First and last token of each call: a chunk long, or where rows share a grid up to its next border."""
-        start, place = 0, self._place(chunk.starts[0])
+        start, place = 0, chunk.starts[0] % self.chunk_size if self.stage.one_grid else 0
         while start < tokens:
             stop = min(start + self.chunk_size - place, tokens)
             yield start, stop
@@ -171,11 +167,14 @@ class ChunkReader:
         if self.topology is None or self.topology.pp_size == 1:
             return None
         shapes = [self.stage.border_shape(tokens, chunk.rows, chunk.starts[0]) for tokens, chunk in calls]
+        above = [self.stage.shape_above(tokens, chunk.rows, chunk.starts[0]) for tokens, chunk in calls]
         memories: list[Shape] = []
         for memory in self.stage.model_memories.values():
             initial = memory.initial_state(calls[0][1].rows, torch.device("cpu"), self.dtype)
             memories += [tuple(tensor.shape) for tensor in state_tensors(initial)]
-        return Borders(self.topology, shapes, self.dtype, backward=False, memories=memories, memory_units=len(calls))
+        return Borders(
+            self.topology, shapes, above, self.dtype, backward=False, memories=memories, memory_units=len(calls)
+        )
 
 
 def select_rows(specs: Mapping[str, StateSpec], groups: Sequence[RowGroup], index: Sequence[int]) -> list[RowGroup]:

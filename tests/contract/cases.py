@@ -44,11 +44,16 @@ class Case:
         """How test reports call it."""
         return f"{self.kind}-{self.name}"
 
+    @property
+    def least_layers(self) -> int:
+        """The fewest layers that a model of this case has: one for an encoder's layers, and one more."""
+        return 1 + ((self.options.get("encoder") or {}).get("layers", 0) if self.inside is not None else 0)
+
     def model(self, layers: int = 1, heads: int = 4, head_dim: int = 4, at: int = 0) -> ModelConfig:
         """A model with this mixer at layer `at` and plain attention elsewhere."""
         return ModelConfig.model_validate(
             {
-                "layers": layers,
+                "layers": max(layers, self.least_layers),
                 "hidden_size": heads * head_dim,
                 "heads": heads,
                 "kv_heads": heads // self.queries_per_key,
@@ -338,6 +343,26 @@ LAMEMO: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("lamemo_unordered_signed", 1, {"memory_length": 5, "order_mask": False, "positions": "transformer_xl"}, {}),
     ("lamemo_shared", 2, {"memory_length": 10, "shared_biases": True}, QK_NORM),
 ]
+ENCODER = {"layers": 1, "hidden_size": 8, "heads": 4, "ffn_size": 12}
+MEMORY_MODELS: list[tuple[str, int, dict[str, Any], str | dict[str, Any], dict[str, Any]]] = [
+    ("fixed", 1, {"encoder": {"layers": 1}, "slots": 12}, "local_attention", {}),
+    (
+        "narrow",
+        2,
+        {
+            "encoder": {**ENCODER, "layers": 2},
+            "memories_per_chunk": 2,
+            "slots": 2,
+            "compressed_size": 5,
+            "fill": "zeros",
+        },
+        "local_attention",
+        {},
+    ),
+    ("variable", 1, {"encoder": {"layers": 1}, "slots": 3, "positions": "variable"}, "local_attention", {}),
+    ("control", 1, {"slots": 2}, "local_attention", {}),
+    ("delta_net", 1, {"encoder": {**ENCODER, "mixer": "retnet"}, "slots": 2}, {"kind": "delta_net"}, {}),
+]
 ALL_ARCHITECTURES = [
     Case("decoder", "rising", {}, inside={**RISING, "summaries": 4}),
     Case(
@@ -353,6 +378,10 @@ ALL_ARCHITECTURES = [
         for name, per_key, options, shape in LAMEMO
     ),
     Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
+    *(
+        Case("memory_model", name, options, per_key, name in ("fixed", "narrow"), inside, shape)
+        for name, per_key, options, inside, shape in MEMORY_MODELS
+    ),
     Case(
         "recurrent_memory",
         "overwrite",

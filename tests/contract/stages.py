@@ -106,13 +106,13 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     }
     units = SEQUENCES * CHUNKS
     memories = executor.memory_shapes(ROWS, torch.float64)
-    border = [stage.border_shape(CHUNK, ROWS)] * units
+    below, above = ([shape(CHUNK, ROWS)] * units for shape in (stage.border_shape, stage.shape_above))
     nats, ends = executor.run(
         stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case)),
         data,
         states.__getitem__,
         torch.tensor(SCALE, dtype=torch.float64),
-        Borders(topology, border, torch.float64, backward=True, memories=memories, memory_units=units),
+        Borders(topology, below, above, torch.float64, backward=True, memories=memories, memory_units=units),
     )
     return {
         "nats": nats[0].item(),

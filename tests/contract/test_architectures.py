@@ -17,6 +17,7 @@ from tests.contract.driver import (
     CPU,
     LAYOUTS,
     every,
+    has_memory,
     inputs,
     largest,
     make,
@@ -36,13 +37,13 @@ def memory_components(stage):
 
     What side rows are made of comes with the layers.
     """
-    return list(stage.model_memories or {**stage.layer_components, **stage.entry_memories})
+    return list(stage.model_memories or {**stage.layer_components, **stage.beside_layers, **stage.entry_memories})
 
 
 def differentiable(stage):
     """Whether gradients reach the chunk before: layers stop them, or all let them pass."""
     (passes,) = {getattr(component, "differentiable_state", True) for component in stage.layer_components.values()}
-    return bool(stage.model_memories) or passes
+    return bool(stage.model_memories or stage.beside_layers) or passes
 
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda case: case.id)
@@ -72,7 +73,7 @@ def test_gradients_match_finite_differences(architecture):
     """Law 6: with respect to the incoming memory and every parameter; two calls, the second a chunk later."""
     model = architecture.model(heads=2, head_dim=2)
     # rows that come where a chunk begins are only read by the topmost layer
-    layers = 2 if model.side_rows is not None and model.side_rows.before else 1
+    layers = 2 if model.side_rows is not None and model.side_rows.before else model.layers
     model = model.model_copy(update={"layers": layers})
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, 1)
@@ -106,6 +107,9 @@ def test_gradients_reach_the_chunk_before(architecture):
     _, states, _ = subject(x[:CHUNK], states, Chunk((0,)))
     if not differentiable(subject):
         assert not any(tensor.requires_grad for tensor in state_tensors(states))
+        return
+    if not any(map(has_memory, subject.components.values())):
+        assert not any(tensor.numel() for tensor in state_tensors(states)), "a control without memory"
         return
     memories = [t for t in state_tensors([states[name] for name in memory_components(subject)]) if t.numel()]
     output, _, _ = subject(x[CHUNK:], states, Chunk((CHUNK,)))

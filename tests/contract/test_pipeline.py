@@ -8,7 +8,7 @@ from torch import Tensor
 from megamem.memory.base import state_tensors
 from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
-from tests.contract.stages import LAYERS, STAGES, WINDOWS, model_of, one_graph, world
+from tests.contract.stages import STAGES, WINDOWS, model_of, one_graph, world
 from tests.distributed.harness import PARALLEL, WorldError, run_distributed
 
 pytestmark = [pytest.mark.whole_model, pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
@@ -62,8 +62,8 @@ def test_every_gradient_is_that_of_one_graph(stages, case, window):
             grads[name] = grad if earlier is None else earlier + grad
     assert grads.keys() == expected["grads"].keys()
     for name, exact in expected["grads"].items():
-        if exact is None:  # a memory is written for a chunk beyond the window
-            assert grads[name] is None
+        if exact is None:  # a memory is written for a chunk beyond the window; on another stage it has zeros
+            assert grads[name] is None or largest(grads[name]) == 0.0
             continue
         if window < needed_window(case) and largest(exact) == 0.0:  # its rows go up beside the chunk: nobody reads them
             assert largest(grads[name]) == 0.0
@@ -77,14 +77,14 @@ def test_every_parameter_has_a_gradient_in_the_windows_declared_for_it(case, win
         assert all(grad is not None for grad in reference(case, window)["grads"].values())
 
 
-def test_loss_and_states_agree(stages):
+def test_loss_and_states_agree(stages, case):
     found, expected = stages
     assert [stage["nats"] for stage in found[:-1]] == [0.0] * (len(found) - 1)
     within("4 PP: loss", abs(found[-1]["nats"] / expected["nats"] - 1), TOLERANCE)
     for sequence, theirs in enumerate(expected["states"]):
         ours = {name: state for stage in found for name, state in stage["states"][sequence].items()}
         assert ours.keys() == theirs.keys()
-        assert sum(name.startswith("layers.") for name in ours) == LAYERS
+        assert ours.keys() == model_of(case).component_specs().keys()
         for name in ours:
             for a, b in zip(state_tensors(ours[name]), state_tensors(theirs[name]), strict=True):
                 within("4 PP: states", largest(a - b) / max(largest(b), 1e-3), TOLERANCE)

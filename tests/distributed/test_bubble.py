@@ -134,7 +134,7 @@ def timed_run(topology, run, longer):
     batches = [Batch(torch.ones(chunks, 1), torch.zeros(chunks, 1), starts, (0,)) for _ in range(SEQUENCES)]
     order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks, spanning)
     memories, units = executor.memory_shapes(1, torch.float32), SEQUENCES * chunks
-    borders = Borders(topology, [(1, 1, 1)] * units, torch.float32, True, memories, units)
+    borders = Borders(topology, [(1, 1, 1)] * units, [(1, 1, 1)] * units, torch.float32, True, memories, units)
     fresh = {"memory": {"memory": torch.zeros(1, 1, 1)}} if spanning and stage.first else {}
     torch.distributed.barrier()
     executor.run(order, batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)

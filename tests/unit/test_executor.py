@@ -28,7 +28,7 @@ def batch(seed=0):
 def run(stage, bptt_chunks, executor=None, **options):
     executor = executor or StageExecutor(stage, NextToken(stage.config), 0, CHUNK, bptt_chunks)
     fresh = stage.initial_states(ROWS, CPU, torch.float64)
-    borders = Borders(ALONE, [], torch.float64, backward=True)
+    borders = Borders(ALONE, [], [], torch.float64, backward=True)
     order = stage_order(0, 1, 1, CHUNKS, bptt_chunks)
     return executor, executor.run(
         order, [batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
@@ -66,7 +66,7 @@ def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
         living.append(dict(executor._states))
         return stage.initial_states(ROWS, CPU, torch.float64)
 
-    order, borders = stage_order(0, 1, 3, CHUNKS, 1), Borders(ALONE, [], torch.float64, backward=True)
+    order, borders = stage_order(0, 1, 3, CHUNKS, 1), Borders(ALONE, [], [], torch.float64, backward=True)
     one = torch.ones((), dtype=torch.float64)
     _, ends = executor.run(order, [batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False)
     assert not ends

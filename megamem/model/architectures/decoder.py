@@ -236,10 +236,7 @@ class Decoder(Stage):
         for name, layer in zip(self.layer_components, self.own_layers, strict=True):
             left = states[name]
             state = layer.mixer.reset(left, chunk, self.device_of(layer.mixer, hidden.device), hidden.dtype)
-            if self.recompute and torch.is_grad_enabled():
-                hidden, state, extra = checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
-            else:
-                hidden, state, extra = layer.forward(hidden, state, chunk)
+            hidden, state, extra = self.through(layer, hidden, state, chunk)
             if self.ties_resets and all(chunk.fresh()):
                 # behind the layer: with a frozen base what enters it may have no gradient, on any rank
                 hidden = tied(hidden, left)
@@ -251,6 +248,14 @@ class Decoder(Stage):
                 # as Transformer-XL; behind the norm of other models GPT-2 drops nothing
                 hidden = dropped(hidden, chunk.drops(self.config.dropout, "last"), *token_share(self.linears))
         return hidden, new_states, losses
+
+    def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Take hidden [tokens, batch, hidden] through one layer; see `Layer.forward`."""
+        if self.recompute and torch.is_grad_enabled():
+            return cast(
+                tuple[Tensor, State, Losses], checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
+            )
+        return layer.forward(hidden, state, chunk)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Stage.logits`; hidden: [tokens, batch, hidden_size]."""

@@ -1,0 +1,476 @@
+"""Memory model: an encoder makes a few vectors of each chunk, a decoder reads them in the place of earlier chunks.
+
+Badger, "Language Model Memory and Memory Models for Language". Both are rows of layers; the encoder's come first:
+
+    decoder   layers E, E+1, ...    [ m0 | m1 | - | t0 t1 t2 t3 ]      chunk 2: memories of chunks 0 and 1, an empty
+                                      ▲    ▲                           slot, the chunk's tokens
+    encoder   layers 0 .. E-1       t0 t1 t2 t3   t0 t1 t2 t3          each chunk by itself, with its own embedding
+
+A chunk is encoded in the call that ends it. Its memories are what the encoder's last norm makes of the last token (of
+the last token of each of `memories_per_chunk` equal parts), projected to the decoder's width. From the next chunk on
+they stand in front of the tokens (state `memories`), and gradients reach them as far as the window of backpropagation
+goes. Without an encoder all slots stay empty: the control of the paper's comparisons.
+
+In a pipeline the encoder's stages come before the decoder's. What goes up, for each call:
+
+    into an encoder's layer       [ the chunk, if the call ends it | the tokens' embeddings for the decoder ]
+    into the decoder's first      [ the chunk's memories, if the call ends it | the tokens' embeddings ]
+    into the decoder's others     [ slots, if the call begins a chunk | tokens ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor
+
+from megamem.config.base import ConfigModel
+from megamem.config.cost import product
+from megamem.config.layer_part import LayerPart
+from megamem.config.model import ARCHITECTURES, AnyMixer, ArchitectureConfig, ModelConfig
+from megamem.config.model_checks import check_heads, check_rotation
+from megamem.memory.base import Chunk, Losses, Stateful, States, StateSpec, TensorSpec
+from megamem.model.architectures.decoder import Decoder, tied
+from megamem.model.layer import Layer
+from megamem.model.memory_writer import MemoryWriter, filled_slots, with_memories
+from megamem.model.stage import add_losses
+from megamem.ops.dropout import dropped
+from megamem.parallel.linears import Linears, normal, token_share
+
+MEMORIES = "memories"
+"""The component of the decoder's first layer that holds memories, and the tensor in it."""
+OPEN_CHUNK = "open_chunk"
+"""The component of the first stage that holds the encoder's embeddings of a chunk that has not ended."""
+
+
+class EncoderConfig(ConfigModel):
+    """The encoder's shape. What is not given is the model's own, as everything that is not listed."""
+
+    layers: PositiveInt
+    """How many of `model.layers` are the encoder's: the first ones."""
+    hidden_size: PositiveInt | None = None
+    """Width of the encoder's residual stream."""
+    heads: PositiveInt | None = None
+    """Query heads of the encoder."""
+    kv_heads: PositiveInt | None = None
+    """Key/value heads of the encoder; as many as its `heads` if these are given."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; hidden_size / heads if one of these is given."""
+    ffn_size: PositiveInt | None = None
+    """Inner width of the encoder's MLPs; by the rule of `model.ffn_size` if hidden_size is given."""
+    mixer: AnyMixer | None = None
+    """What mixes tokens in the encoder's layers."""
+
+    def inside(self, model: ModelConfig) -> ModelConfig:
+        """Return the model as the encoder's layers see it."""
+        changes: dict[str, int | None] = {}
+        if self.hidden_size or self.heads:
+            changes = {
+                "hidden_size": self.hidden_size or model.hidden_size,
+                "heads": self.heads or model.heads,
+                "kv_heads": self.kv_heads if self.heads else self.kv_heads or model.kv_heads,
+                "head_dim": self.head_dim,
+            }
+        if self.hidden_size or self.ffn_size:
+            changes["ffn_size"] = self.ffn_size
+        return model.model_copy(update=changes)
+
+
+@ARCHITECTURES.register
+class MemoryModelConfig(ArchitectureConfig):
+    """Memory model: the decoder reads a few vectors in the place of each earlier chunk, which an encoder makes."""
+
+    kind: Literal["memory_model"] = "memory_model"
+    """`memory_model`"""
+    encoder: EncoderConfig | None = None
+    """The encoder; without one every slot stays empty, the control without a memory."""
+    memories_per_chunk: PositiveInt = 1
+    """Vectors that stand for a chunk: of the last token of each of so many equal parts of it."""
+    slots: PositiveInt
+    """Chunks whose memories the decoder sees at most. Where a document has more, the oldest memories are dropped."""
+    positions: Literal["fixed", "variable"] = "fixed"
+    """`fixed`: the same chunk's memories stand in the same place, and empty slots are filled. `variable`: there are as
+    many memories as there are earlier chunks, and the tokens follow at once."""
+    fill: Literal["ones", "zeros"] = "ones"
+    """What empty slots hold."""
+    compressed_size: PositiveInt | None = None
+    """Width to which memories are compressed before they are expanded again; none if not given."""
+
+    @property
+    def encoder_layers(self) -> int:
+        """How many of the model's layers are the encoder's."""
+        return 0 if self.encoder is None else self.encoder.layers
+
+    @property
+    def rows_before(self) -> int:
+        """Rows in front of each chunk's tokens in the decoder, at most."""
+        return self.slots * self.memories_per_chunk
+
+    def check(self, model: ModelConfig) -> None:
+        """See `ArchitectureConfig.check`."""
+        if model.positions == "learned":
+            raise ValueError("architecture memory_model adds rows without a place; it needs rotary positions")
+        if model.mup is not None:
+            raise ValueError("architecture memory_model does not go with mup, which knows one width; leave it out")
+        if model.chunk_size % self.memories_per_chunk:
+            raise ValueError(
+                f"architecture.memories_per_chunk {self.memories_per_chunk} does not divide chunk_size "
+                f"{model.chunk_size}"
+            )
+        if self.encoder is None:
+            if self.compressed_size is not None:
+                raise ValueError("architecture.compressed_size: there is no architecture.encoder whose memories it is")
+            return
+        if self.encoder.layers >= model.layers:
+            raise ValueError(
+                f"architecture.encoder.layers {self.encoder.layers} leaves no layer of model.layers {model.layers} to "
+                "the decoder"
+            )
+        listed = sorted(layer for entry in model.memory for layer in entry.layers if layer < self.encoder.layers)
+        if listed:
+            raise ValueError(
+                f"memory.layers {listed} are the encoder's; their mixer is architecture.encoder.mixer, and the "
+                f"decoder's layers are {self.encoder.layers} to {model.layers - 1}"
+            )
+        inside = self.encoder.inside(model)
+        try:
+            check_heads(inside.hidden_size, inside.heads, inside.resolved_kv_heads, inside.head_dim)
+            check_rotation(inside.resolved_head_dim, (self.encoder.mixer or model.mixer).rotates())
+        except ValueError as error:
+            raise ValueError(f"architecture.encoder: {error}") from None
+
+    def projection_widths(self, model: ModelConfig) -> list[int]:
+        """Return the widths between which memories are projected, from the encoder's to the decoder's."""
+        assert self.encoder is not None
+        width = self.encoder.inside(model).hidden_size
+        widths = [width] if self.compressed_size is None else [width, self.compressed_size, width]
+        return widths if width == model.hidden_size else [*widths, model.hidden_size]
+
+    def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
+        """See `ArchitectureConfig.layer_part`."""
+        if self.encoder is None or layer >= self.encoder.layers:
+            longer = model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size})
+            reads = self.encoder is not None and layer == self.encoder.layers
+            slots = {MEMORIES: {MEMORIES: TensorSpec((self.rows_before, "batch", "hidden"))}}
+            return LayerPart(
+                longer,
+                model.configured_mixer(layer),
+                "reads memories" if reads else "",
+                restarts=self.positions == "variable",
+                beside=slots if reads else {},
+            )
+        inside = self.encoder.inside(model)
+        part = LayerPart(inside, self.encoder.mixer or model.mixer, "encoder", restarts=True, keeps_state=False)
+        if layer < self.encoder.layers - 1:
+            return part
+        widths = self.projection_widths(model)
+        pairs = list(zip(widths, widths[1:], strict=False))
+        matrices = sum(inputs * outputs for inputs, outputs in pairs)
+        norm = inside.last_norm_vectors
+        biases = sum(outputs for _, outputs in pairs) if model.bias else 0
+        flops = product(2 * matrices * self.memories_per_chunk / model.chunk_size)
+        return replace(
+            part,
+            role="encoder, writes memories",
+            extra_parameters=norm + matrices + biases,
+            extra_flops={"memory_projection": flops} if matrices else {},
+        )
+
+    def entry_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
+        """See `ArchitectureConfig.entry_specs`: embeddings of a chunk that has not ended, whole on every rank."""
+        if self.encoder is None:
+            return {}
+        width = self.encoder.inside(model).hidden_size
+        return {OPEN_CHUNK: {"embeddings": TensorSpec(("open", "batch", width), kind="open")}}
+
+    def extra_parameters(self, model: ModelConfig) -> int:
+        """See `ArchitectureConfig.extra_parameters`: the encoder's embedding."""
+        if self.encoder is None:
+            return 0
+        return model.resolved_padded_vocab_size * self.encoder.inside(model).hidden_size
+
+    def training_window(self, model: ModelConfig) -> int:
+        """See `ArchitectureConfig.training_window`: memories are read from the next chunk on."""
+        return 1 if self.encoder is None else 2
+
+    def summary(self, model: ModelConfig) -> str:
+        """See `ArchitectureConfig.summary`."""
+        rows = f"{self.memories_per_chunk} memories a chunk, of the newest {self.slots} chunks"
+        if self.encoder is None:
+            return f"memory model without an encoder, the control: {self.rows_before} rows stay empty"
+        return f"memory model: {self.encoder.layers} layers encode, {model.layers - self.encoder.layers} decode; {rows}"
+
+    def build(self, model: ModelConfig, linears: Linears, layers: range) -> MemoryModel:
+        """See `ArchitectureConfig.build`."""
+        return MemoryModel(model, linears, layers, self)
+
+
+class MemoryModel(Decoder):
+    """The layers `layers` of encoder and decoder; all rows of a call stand at the same place of a chunk."""
+
+    def __init__(self, model: ModelConfig, linears: Linears, layers: range, settings: MemoryModelConfig) -> None:
+        super().__init__(model, linears, layers)
+        self.settings, self.span = settings, layers
+        self.encoder_layers = settings.encoder_layers
+        self.rows_before = settings.rows_before
+        if settings.encoder is None:
+            return
+        inside, top = settings.encoder.inside(model), str(self.encoder_layers - 1)
+        if self.first:
+            start = normal(model.init_std)
+            self.encoder_embedding = linears.embedding(model.resolved_padded_vocab_size, inside.hidden_size, start)
+        if top in self.layers:
+            widths = settings.projection_widths(model)
+            self.layers[top].add_module("writer", MemoryWriter(inside, linears, settings.memories_per_chunk, widths))
+
+    @property
+    def one_grid(self) -> bool:
+        """See `Stage.one_grid`: chunks are encoded, and memories join them, where they end and begin."""
+        return True
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        """The decoder's layers of this stage, in order."""
+        return [cast(Layer, layer) for i, layer in self.layers.items() if int(i) >= self.encoder_layers]
+
+    @property
+    def encoder_part(self) -> list[Layer]:
+        """The encoder's layers of this stage, in order."""
+        return [cast(Layer, layer) for i, layer in self.layers.items() if int(i) < self.encoder_layers]
+
+    @property
+    def layer_components(self) -> Mapping[str, Stateful]:
+        """See `Stage.layer_components`: the decoder's mixers. The encoder reads whole chunks and keeps nothing."""
+        return {
+            f"layers.{i}": cast(Layer, layer).mixer for i, layer in self.layers.items() if int(i) >= self.encoder_layers
+        }
+
+    def grid_place(self, start: int) -> int:
+        """See `Stage.grid_place`; where empty slots are left out, rows of a call have as many memories as others."""
+        size = self.config.chunk_size
+        return start % size + (self._finished(start) * size if self.settings.positions == "variable" else 0)
+
+    def _finished(self, start: int) -> int:
+        """Return how many chunks a document has behind it at position `start`, at most as many as there are slots."""
+        return min(max(start // self.config.chunk_size, 0), self.settings.slots)
+
+    def _ends(self, start: int, tokens: int) -> bool:
+        """Return whether a call ends a chunk. Raises ValueError if it runs across the end of one."""
+        self.rows_around(start, tokens)
+        return (start + tokens) % self.config.chunk_size == 0
+
+    def _border(self, layer: int, tokens: int, rows: int, start: int) -> tuple[int, int, int]:
+        """Return the shape of what comes to `layer` from the stage below; see `border_shape`."""
+        split = self.linears.tp_size if self.linears.sequence_parallel else 1
+        size, width, ends = self.config.chunk_size, self.config.hidden_size, self._ends(start, tokens)
+        if layer < self.encoder_layers:
+            width = max(width, self.config.layer_model(layer).hidden_size)
+            return (tokens + (size if ends else 0)) // split, rows, width
+        if layer == self.encoder_layers:
+            return tokens // split + (self.settings.memories_per_chunk if ends else 0), rows, width
+        return (tokens + (0 if start % size else self.rows_before)) // split, rows, width
+
+    def border_shape(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
+        """See `Stage.border_shape`."""
+        return self._border(self.span.start, tokens, rows, start)
+
+    def shape_above(self, tokens: int, rows: int, start: int = 0) -> tuple[int, int, int]:
+        """See `Stage.shape_above`."""
+        return self._border(self.span.stop, tokens, rows, start)
+
+    def tokens_of(self, entered: Tensor, chunk: Chunk) -> int:
+        """See `Stage.tokens_of`."""
+        if self.first:
+            return entered.shape[0]
+        start, split = chunk.starts[0], self.linears.tp_size if self.linears.sequence_parallel else 1
+        place, count = start % self.config.chunk_size, entered.shape[0] * split
+        if self.span.start > self.encoder_layers:
+            return count - (0 if place else self.rows_before)
+        left = self.config.chunk_size - place
+        # a call that ends its chunk has rows beside its tokens, and so more of them than any other
+        return left if entered.shape[0] == self.border_shape(left, chunk.rows, start)[0] else count
+
+    def layer_chunk(self, chunk: Chunk) -> Chunk:
+        """Return where a call lies as the decoder's layers see it.
+
+        With fixed places every chunk of a document is longer by the slots; else each is a document of its own, longer
+        by the memories that there are.
+        """
+        size, start, fixed = self.config.chunk_size, chunk.starts[0], self.settings.positions == "fixed"
+        long, place = self.rows_before + size, start % size
+        before = self.rows_before if fixed else self._finished(start) * self.settings.memories_per_chunk
+        inside = before + place if place else 0
+        dropout = chunk.dropout
+        if dropout is not None:
+            # apart enough that the rows of no two chunks have one place, wherever documents begin
+            dropout = dropout.at((dropout.offset - place) * long + inside)
+        begins = (each // size * long if fixed else 0 for each in chunk.starts)
+        return Chunk(tuple(begin + inside for begin in begins), dropout=dropout)
+
+    def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
+        """See `Stage.read_chunk`; x: ids [tokens, batch], or rows as the module's documentation says."""
+        tokens, start = self.tokens_of(x, chunk), chunk.starts[0]
+        ends, new_states = self._ends(start, tokens), cast(States, {})
+        losses: Losses = {}
+        hidden, beside = x, x[:0]
+        if self.first:
+            hidden = self.embed(x, chunk)
+            if self.encoder_layers:
+                beside, new_states = self._enter_encoder(x, states, chunk, ends)
+        elif self.span.start <= self.encoder_layers:
+            beside, hidden = self._apart(x, tokens)
+        if ends and self.encoder_part:
+            beside, losses = self._encode(beside, chunk)
+        if not self.own_layers and not self.last:
+            # only encoder layers
+            return self._joined(beside, hidden) if self.encoder_layers else hidden, new_states, losses
+        if self.span.start <= self.encoder_layers:
+            hidden, slots = self._with_slots(beside if ends else None, hidden, states, chunk)
+            new_states = {**new_states, **slots}
+        layers = {name: states[name] for name in self.layer_components}
+        hidden, layer_states, more = self._decode(hidden, layers, chunk, tokens)
+        if self.last and not start % self.config.chunk_size:
+            hidden = self.linears.split_tokens(self.linears.join_tokens(hidden)[self.rows_before :])
+        written = {**layer_states, **new_states}
+        return hidden, {name: written[name] for name in self.components}, add_losses(losses, more)
+
+    def _decode(self, hidden: Tensor, states: States, chunk: Chunk, tokens: int) -> tuple[Tensor, States, Losses]:
+        """Take slots and tokens [rows, batch, hidden_size] through the decoder's layers of this stage.
+
+        states, chunk: as for `read_chunk`; tokens: how many the call reads. Raises: ValueError for rows at different
+        places of their chunks or, inside chunks, with different numbers of memories without fixed places.
+        """
+        if self.settings.positions == "fixed":
+            self.check_grid(chunk)
+            return self.run_layers(hidden, states, self.layer_chunk(chunk))
+        if len(set(map(self.grid_place, chunk.starts))) == 1:
+            return self._decode_without_empty_slots(hidden, states, chunk, tokens)
+        if tokens < self.config.chunk_size:
+            self.check_grid(chunk)
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        for row, start in enumerate(chunk.starts):
+            own, dropout = slice(row, row + 1), chunk.dropout
+            here = Chunk((start,), dropout=None if dropout is None else dropout.of_rows(own))
+            # a whole chunk is a document of its own, which begins with a fresh state
+            output, _, extra = self._decode_without_empty_slots(hidden[:, own], states, here, tokens)
+            outputs.append(output)
+            losses = add_losses(losses, {name: loss / chunk.rows for name, loss in extra.items()})
+        return torch.cat(outputs, dim=1), self._fresh(states, chunk, hidden), losses
+
+    def _decode_without_empty_slots(
+        self, hidden: Tensor, states: States, chunk: Chunk, tokens: int
+    ) -> tuple[Tensor, States, Losses]:
+        """Do what `_decode` does for rows with equally many memories: empty slots come back as zeros."""
+        start, size = chunk.starts[0], self.config.chunk_size
+        known = self.rows_before if start % size else self._finished(start) * self.settings.memories_per_chunk
+        empty = 0 if start % size else self.rows_before - known
+        seen = torch.cat((hidden[:known], hidden[known + empty :])) if empty else hidden
+        output, states, losses = self.run_layers(seen, states, self.layer_chunk(chunk))
+        if empty:
+            output = torch.cat((output[:known], hidden.new_zeros(empty, *hidden.shape[1:]), output[known:]))
+        if (start + tokens) % size == 0:
+            states = self._fresh(states, chunk, hidden)
+        return output, states, losses
+
+    def _fresh(self, states: States, chunk: Chunk, like: Tensor) -> States:
+        """Return states of decoder layers that have read nothing, for the rows of `chunk`."""
+        components = self.layer_components
+        return {
+            name: components[name].initial_state(chunk.rows, self.device_of(components[name], like.device), like.dtype)
+            for name in states
+        }
+
+    def _enter_encoder(self, ids: Tensor, states: States, chunk: Chunk, ends: bool) -> tuple[Tensor, States]:
+        """Embed a call's tokens for the encoder, which reads them when the chunk ends.
+
+        ids: [tokens, batch]. Returns: this rank's tokens of the chunk [chunk_size, batch, encoder's width] if the call
+        ends it; the new state of the open chunk.
+        """
+        embedded: Tensor = self.encoder_embedding(ids)
+        if self.config.scale_embedding:
+            embedded = embedded * embedded.shape[-1] ** 0.5
+        drops = chunk.drops(self.config.dropout, "encoder_embedding")
+        embedded = dropped(embedded, drops, *token_share(self.linears))
+        memory = self.entry_memories[OPEN_CHUNK]
+        open_before = memory.reset(states[OPEN_CHUNK], chunk, embedded.device, embedded.dtype)["embeddings"]
+        if ends and ids.shape[0] == self.config.chunk_size:
+            return embedded, {OPEN_CHUNK: {"embeddings": open_before}}
+        whole = torch.cat((open_before, self.linears.join_tokens(embedded)))
+        if not ends:
+            return embedded[:0], {OPEN_CHUNK: {"embeddings": whole}}
+        # left padding may begin inside a chunk: nobody reads what becomes of it
+        whole = F.pad(whole, (0, 0, 0, 0, self.config.chunk_size - whole.shape[0], 0))
+        return self.linears.split_tokens(whole), {OPEN_CHUNK: {"embeddings": whole.new_zeros(0, *whole.shape[1:])}}
+
+    def _encode(self, encoded: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
+        """Take a chunk through the encoder's layers of this stage: the chunk, or its memories behind the last layer.
+
+        encoded: this rank's tokens of the chunk [chunk_size, batch, encoder's width].
+        """
+        losses: Losses = {}
+        dropout = chunk.dropout
+        if dropout is not None:
+            dropout = dropout.at(dropout.offset - chunk.starts[0] % self.config.chunk_size)
+        here = Chunk((0,) * chunk.rows, dropout=dropout)
+        for layer in self.encoder_part:
+            fresh = layer.mixer.initial_state(chunk.rows, encoded.device, encoded.dtype)
+            encoded, _, extra = self.through(layer, encoded, fresh, here)
+            losses = add_losses(losses, extra)
+        if (top := str(self.encoder_layers - 1)) in self.layers:
+            encoded = self.layers[top].get_submodule("writer")(encoded)
+        return encoded, losses
+
+    def _apart(self, x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that came beside the tokens of a call that ends a chunk, and the tokens' embeddings.
+
+        x: what the stage below hands up [rows, batch, width]; tokens: how many the call reads, all ranks' together.
+        """
+        own = tokens // (self.linears.tp_size if self.linears.sequence_parallel else 1)
+        beside, hidden = x.split((x.shape[0] - own, own))
+        if self.span.start < self.encoder_layers:
+            beside = beside[..., : self.config.layer_model(self.span.start).hidden_size]
+        return beside, hidden[..., : self.config.hidden_size]
+
+    @staticmethod
+    def _joined(beside: Tensor, hidden: Tensor) -> Tensor:
+        """Return rows [rows, batch, width] and tokens [tokens, batch, hidden_size] in one tensor of the greater width.
+
+        The narrower ones are filled up with zeros.
+        """
+        width = max(beside.shape[-1], hidden.shape[-1])
+        return torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in (beside, hidden)])
+
+    def _with_slots(
+        self, written: Tensor | None, hidden: Tensor, states: States, chunk: Chunk
+    ) -> tuple[Tensor, States]:
+        """Put slots in front of the tokens that begin a chunk, and the memories of one that ends into the state.
+
+        Args:
+            written: memories of this chunk [memories_per_chunk, batch, hidden_size], which later ones read.
+            hidden: this rank's tokens [tokens, batch, hidden_size].
+            states, chunk: as for `read_chunk`.
+        Returns: this rank's rows and tokens; the new state of the slots.
+        """
+        finished = tuple(map(self._finished, chunk.starts))
+        fill = 1.0 if self.settings.fill == "ones" else 0.0
+        begins = chunk.starts[0] % self.config.chunk_size == 0
+        new_states: States = {}
+        if MEMORIES in self.beside_layers:
+            if self.ties_resets and all(chunk.fresh()):
+                hidden = tied(hidden, states[MEMORIES])
+            own = self.beside_layers[MEMORIES]
+            memories: Tensor = own.reset(states[MEMORIES], chunk, hidden.device, hidden.dtype)[MEMORIES]
+            slots = filled_slots(memories, finished, self.settings.memories_per_chunk, fill)
+            kept = memories if written is None else with_memories(memories, written, finished)
+            new_states = {MEMORIES: {MEMORIES: kept}}
+        else:
+            slots = hidden.new_full((self.rows_before, *hidden.shape[1:]), fill)
+        if begins:
+            hidden = self.linears.split_tokens(torch.cat((slots, self.linears.join_tokens(hidden))))
+        return hidden, new_states
