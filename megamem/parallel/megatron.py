@@ -154,6 +154,10 @@ class MegatronLinears:
             return gather_tokens(x, self.group)
         return self.shared(x)
 
+    def leave(self, x: Tensor) -> Tensor:
+        """See `Linears.leave`; x: [tokens, batch, width]."""
+        return reduce_scatter_tokens(x, self.group) if self.sequence_parallel else self.sum_over_ranks(x)
+
     def join_tokens(self, x: Tensor) -> Tensor:
         """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
         return join_tokens(x, self.group) if self.sequence_parallel else x
