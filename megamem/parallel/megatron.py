@@ -169,6 +169,9 @@ class MegatronLinears:
     def shared(self, parameter: Tensor) -> Tensor:
         """See `Linears.shared`."""
         out: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self.group)
+        if out.requires_grad and self.tp_size > 1:
+            # Megatron-Core sums into a copy of a gradient that is not contiguous, and hands on the original
+            out.register_hook(lambda gradient: gradient.contiguous())
         return out
 
     def outside(self, parameter: Tensor) -> Tensor:

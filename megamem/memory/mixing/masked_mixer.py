@@ -1,15 +1,15 @@
 """Masked mixer: a learned lower-triangular map over the tokens of a chunk, in the place of attention.
 
 Badger, "Masked Mixers for Language Generation and Retrieval", 2025. Each token's output is a weighted sum of the tokens
-of its chunk up to itself. The weights are parameters: they depend on where two tokens stand in the chunk, and on nothing
-that the tokens hold.
+of its chunk up to itself. The weights are parameters: they depend on where two tokens stand in the chunk, not on what
+the tokens are.
 
     out[t, c] = b[t] + sum_{s <= t} sum_k W[t, s, k] x[s, c + k - (K - 1) // 2]
 
 The flat form has one W for all channels of the residual stream, the headed form one for each head of projected values.
 
-Letters of shapes: T tokens of the call, O open tokens before them, B batch rows, G groups of channels that have a map of
-their own (local heads, or one), C channels of a group, L tokens of the map, K kernel width.
+Letters of shapes: T tokens of the call, O open tokens before them, B batch rows, G groups of channels that have a map
+of their own (local heads, or one), C channels of a group, L tokens of the map, K kernel width.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MaskedMixerConfig(MixerConfig):
         """See `MixerConfig.check`."""
         if model.chunk_size > self.tokens(model):
             raise ValueError(
-                f"map_size {self.map_size} is less than model.chunk_size {model.chunk_size}: tokens beyond would have no "
-                f"weights; give a map_size of {model.chunk_size} or more, or chunks of at most {self.map_size} tokens"
+                f"map_size {self.map_size} is less than model.chunk_size {model.chunk_size}, whose last tokens would have "
+                f"no weights; use at least {model.chunk_size}, or chunks of at most {self.map_size} tokens"
             )
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
@@ -98,7 +98,7 @@ class MaskedMixerConfig(MixerConfig):
 
 
 class TokenMap(nn.Module):
-    """Lower-triangular maps over the tokens of a chunk, one for each group of channels, with a bias per output token."""
+    """Lower-triangular maps over the tokens of a chunk, one for each group of channels, and a bias per output token."""
 
     def __init__(self, config: MaskedMixerConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
