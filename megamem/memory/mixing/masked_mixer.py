@@ -57,8 +57,8 @@ class MaskedMixerConfig(MixerConfig):
         """See `MixerConfig.check`."""
         if model.chunk_size > self.tokens(model):
             raise ValueError(
-                f"map_size {self.map_size} is less than model.chunk_size {model.chunk_size}, whose last tokens would have "
-                f"no weights; use at least {model.chunk_size}, or chunks of at most {self.map_size} tokens"
+                f"map_size {self.map_size} is less than model.chunk_size {model.chunk_size}, whose last tokens would "
+                f"have no weights; use at least {model.chunk_size}, or chunks of at most {self.map_size} tokens"
             )
 
     def state_specs(self, model: ModelConfig) -> StateSpec:
