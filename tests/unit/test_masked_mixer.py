@@ -65,6 +65,7 @@ def convolution(weight: Tensor, bias: Tensor) -> nn.Conv1d:
     return made
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 15])
 def test_the_flat_form_is_a_convolution_over_tokens_as_channels(kernel):
     mixer, hidden = built(model_of({"kernel_width": kernel})), random()
@@ -72,6 +73,7 @@ def test_the_flat_form_is_a_convolution_over_tokens_as_channels(kernel):
     torch.testing.assert_close(read(mixer, hidden), expected, **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("kernel", [1, 2, 3])
 def test_the_headed_form_has_a_convolution_for_each_head(kernel):
     mixer, hidden = built(model_of({"form": "headed", "kernel_width": kernel}, bias=True)), random()
