@@ -120,9 +120,7 @@ class TokenMap(nn.Module):
         The O tokens before them are those of unfinished chunks, aligned in time: a row at offset o wrote the last o.
         """
         weight, bias = (self.linears.shared(p) if self.replicated else p for p in (self.weight, self.bias))
-        # masked here, not in the parameter: what lies above the diagonal gets no gradient, and no moments from one
-        weight = weight.view(-1, *weight.shape[-3:]).movedim(-1, 1).tril().movedim(1, -1)
-        bias = bias.view(-1, self.size)
+        weight, bias = weight.view(-1, *weight.shape[-3:]), bias.view(-1, self.size)
         if not apart(chunk):
             return self._map(weight, bias, history, tokens, chunk)
         rows = [
@@ -132,7 +130,7 @@ class TokenMap(nn.Module):
         return torch.cat(rows, dim=1)
 
     def _map(self, weight: Tensor, bias: Tensor, history: Tensor, tokens: int, chunk: Chunk) -> Tensor:
-        """See `forward`; weight [G, L, L, K] is masked, bias [G, L]."""
+        """See `forward`; weight [G, L, L, K], bias [G, L]."""
         open_tokens = history.shape[0] - tokens
         outputs = []
         for part in block_slices(chunk, tokens, self.chunk):
@@ -141,7 +139,7 @@ class TokenMap(nn.Module):
             same = len(set(part.offsets)) == 1
             mapped = [
                 map_tokens(
-                    weight[:, offset : offset + part.tokens, : offset + part.tokens],
+                    causal_part(weight, offset, part.tokens),
                     bias[:, offset : offset + part.tokens],
                     history[begin - offset : end, slice(None) if same else slice(row, row + 1)],
                 )
@@ -149,6 +147,15 @@ class TokenMap(nn.Module):
             ]
             outputs.append(mapped[0] if same else torch.cat(mapped, dim=1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def causal_part(weight: Tensor, offset: int, tokens: int) -> Tensor:
+    """Return the rows of weight [G, L, L, K] for `tokens` output tokens from `offset` on, masked to [G, T, o + T, K].
+
+    The mask is no part of the parameter: what lies above the diagonal gets no gradient, and no moments from one.
+    """
+    rows = weight[:, offset : offset + tokens, : offset + tokens]
+    return rows.movedim(-1, 1).tril(offset).movedim(1, -1)
 
 
 def with_open(open_tokens: Tensor, x: Tensor) -> Tensor:
