@@ -230,3 +230,13 @@ def test_what_does_not_fit_is_refused_in_a_line(mixer, changes, message):
 def test_heads_may_have_an_odd_width():
     """Nothing is rotated."""
     assert model_of({"form": "headed"}, head_dim=5).resolved_head_dim == 5
+
+
+def test_biases_of_mixers_in_sequence_are_counted():
+    """Each mixer's own: none of a flat one's, those of four projections of attention, those of two of a headed one."""
+    headed = {"kind": "masked_mixer", "form": "headed"}
+    mixers = {"kind": "sequential", "mixers": ["masked_mixer", "local_attention", headed]}
+    plain, biased = (model_of(mixers, bias=bias, mlp="gelu", head_dim=4) for bias in (False, True))
+    for model in (plain, biased):
+        assert parameter_counts(model)["total"] == sum(p.numel() for p in meta_stage(model).parameters())
+    assert biased.mixer.projection_biases(biased) == 4 * WIDTH + 2 * WIDTH
