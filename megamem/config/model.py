@@ -57,6 +57,10 @@ class MixerConfig(ConfigModel):
         """Return the number of parameters of one layer's query, key, value and output projections."""
         return 2 * model.hidden_size * (model.heads + model.resolved_kv_heads) * model.resolved_head_dim
 
+    def projection_biases(self, model: ModelConfig) -> int:
+        """Return the number of biases of one layer's projections with `model.bias`."""
+        return (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + model.hidden_size
+
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""
         return 0

@@ -52,7 +52,7 @@ def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
         norms += 2 * model.resolved_head_dim * mixer.query_key_norms()
     if not model.bias:
         return norms
-    projections = (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + model.hidden_size
+    projections = mixer.projection_biases(model.layer_model)
     return norms + projections + (2 if model.mlp == "swiglu" else 1) * model.resolved_ffn_size + model.hidden_size
 
 

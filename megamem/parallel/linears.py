@@ -100,6 +100,9 @@ class Linears(Protocol):
     def enter(self, x: Tensor) -> Tensor:
         """Begin a parallel region with x [tokens, batch, width]: identity or all-gather; backward sums over ranks."""
 
+    def leave(self, x: Tensor) -> Tensor:
+        """End a parallel region as `row` does, with this rank's terms x [tokens, batch, width] of a sum over ranks."""
+
     def join_tokens(self, x: Tensor) -> Tensor:
         """All tokens of x [this rank's tokens, ...] on every rank; what is made of them is the same on each rank."""
 
@@ -180,6 +183,10 @@ class PlainLinears:
 
     def enter(self, x: Tensor) -> Tensor:
         """See `Linears.enter`."""
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """See `Linears.leave`."""
         return x
 
     def join_tokens(self, x: Tensor) -> Tensor:

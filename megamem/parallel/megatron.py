@@ -154,6 +154,10 @@ class MegatronLinears:
             return gather_tokens(x, self.group)
         return self.shared(x)
 
+    def leave(self, x: Tensor) -> Tensor:
+        """See `Linears.leave`; x: [tokens, batch, width]."""
+        return reduce_scatter_tokens(x, self.group) if self.sequence_parallel else self.sum_over_ranks(x)
+
     def join_tokens(self, x: Tensor) -> Tensor:
         """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
         return join_tokens(x, self.group) if self.sequence_parallel else x
@@ -165,6 +169,9 @@ class MegatronLinears:
     def shared(self, parameter: Tensor) -> Tensor:
         """See `Linears.shared`."""
         out: Tensor = copy_to_tensor_model_parallel_region(parameter, group=self.group)
+        if out.requires_grad and self.tp_size > 1:
+            # Megatron-Core sums into a copy of a gradient that is not contiguous, and hands on the original
+            out.register_hook(lambda gradient: gradient.contiguous())
         return out
 
     def outside(self, parameter: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class RankLinears(PlainLinears):
         """See `Linears.enter`."""
         return x.repeat(self.tp_size, 1, 1) if self.sequence_parallel else x
 
+    def leave(self, x: Tensor) -> Tensor:
+        """See `Linears.leave`; x: [tokens, batch, width]."""
+        return self._own(x) if self.sequence_parallel else x
+
     def join_tokens(self, x: Tensor) -> Tensor:
         """See `Linears.join_tokens`; x: [tokens / ranks, ...] with sequence parallelism."""
         return x.repeat(self.tp_size, 1, 1) if self.sequence_parallel else x

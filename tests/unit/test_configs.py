@@ -260,7 +260,28 @@ def test_words_have_the_batch_of_lamemo() -> None:
     assert config.model.mixer.memory_length == 150
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS) - set(CHARACTERS)))
+TOKEN_MAPS = {"masked-mixer-46m": (16, 512), "masked-mixer-86m": (8, 1024)}
+
+
+@pytest.mark.parametrize("name", TOKEN_MAPS)
+def test_masked_mixers_are_read_as_published(name: str) -> None:
+    """The shapes and the training of section S1.1 of "Language Model Memory and Memory Models for Language"."""
+    config = shipped(name)
+    model, optimizer = config.model, config.optimizer
+    assert (model.layers, model.hidden_size) == TOKEN_MAPS[name]
+    assert (model.mixer.form, model.mixer.kernel_width, model.mixer.map_size) == ("flat", 1, None)
+    assert (model.norm, model.mlp, model.bias, model.resolved_ffn_size) == (
+        "layer",
+        "gelu",
+        True,
+        4 * model.hidden_size,
+    )
+    assert (model.chunk_size, config.data.sequence_length, config.global_rows, config.steps) == (512, 512, 128, 200_000)
+    assert (optimizer.lr, optimizer.warmup(config.steps), optimizer.decay(config.steps)) == (5e-4, 500, 199_500)
+    assert (optimizer.schedule, optimizer.decay_shape, optimizer.min_lr_ratio) == ("wsd", "linear", 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS) - set(CHARACTERS) - set(TOKEN_MAPS)))
 def test_training_is_the_published_one(name: str) -> None:
     """The papers' budgets and rates by size."""
     config, size = shipped(name), name.rpartition("-")[2]

@@ -97,6 +97,8 @@ MIXERS = {
         "segment": 16,
         "levels": 3,
     },
+    "masked mixer": {"kind": "masked_mixer"},
+    "masked mixer, headed": {"kind": "masked_mixer", "form": "headed", "kernel_width": 3, "map_size": 70},
     "sliding": {"kind": "sliding_attention", "window": 100},
     "sliding, short": {"kind": "sliding_attention", "window": 24},
     "mal": {"kind": "sequential", "mixers": ["titans", {"kind": "sliding_attention", "window": 150}]},

@@ -52,6 +52,10 @@ class SequentialConfig(MixerConfig):
         """See `MixerConfig.projection_parameters`."""
         return sum(mixer.projection_parameters(model) for mixer in self.mixers)
 
+    def projection_biases(self, model: ModelConfig) -> int:
+        """See `MixerConfig.projection_biases`."""
+        return sum(mixer.projection_biases(model) for mixer in self.mixers)
+
     def extra_parameters(self, model: ModelConfig) -> int:
         """See `MixerConfig.extra_parameters`."""
         return sum(mixer.extra_parameters(model) for mixer in self.mixers)

@@ -1,0 +1,1 @@
+"""Learned maps over the tokens of a chunk, in the place of attention."""
