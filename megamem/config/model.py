@@ -140,6 +140,9 @@ class ArchitectureConfig(ConfigModel):
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
 
+    def check_layout(self, tp: int, sequence_parallel: bool, model: ModelConfig) -> None:
+        """Raise ValueError if `tp` ranks cannot share `model`, with tokens split over them or not; see `check`."""
+
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """Return what the architecture makes of layer `layer`: a shape of its own, more rows in each chunk, ..."""
         return LayerPart(model, model.configured_mixer(layer))

@@ -46,13 +46,13 @@ def layer_parameters(model: ModelConfig) -> list[LayerParameters]:
 
 
 def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
-    """Return the parameters of one layer's norms and biases."""
+    """Return the parameters of one layer's norms and biases; model: as the layer sees it."""
     norms = 2 * model.norm_vectors
     if model.qk_norm:
         norms += 2 * model.resolved_head_dim * mixer.query_key_norms()
     if not model.bias:
         return norms
-    projections = mixer.projection_biases(model.layer_model)
+    projections = mixer.projection_biases(model)
     return norms + projections + (2 if model.mlp == "swiglu" else 1) * model.resolved_ffn_size + model.hidden_size
 
 

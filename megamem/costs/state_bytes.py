@@ -62,19 +62,19 @@ def model_state_bytes(
     total = {"memory": 0, "open": 0}
     for name, specs in model.component_specs().items():
         # inside a chunk, layers have also read the rows that stand before its tokens
-        before = model.architecture.rows_before + _side_rows_before(model, name)
+        before = _rows_before(model, name)
         sizes = state_sizes(model, name, rows, open_tokens + before if open_tokens else 0)
         for kind, count in state_bytes(specs, sizes, compute, tp_size, chunks).items():
             total[kind] += count
     return total
 
 
-def _side_rows_before(model: ModelConfig, component: str) -> int:
-    """Return how many side rows a component keeps something of until the chunk that they came with ends."""
+def _rows_before(model: ModelConfig, component: str) -> int:
+    """Return how many rows in front of a chunk's tokens a component keeps something of until the chunk ends."""
     if not component.startswith("layers."):
         return 0
     side = model.side_rows_at(int(component.removeprefix("layers.")))
-    return 0 if side is None else side.before
+    return model.architecture.rows_before + (0 if side is None else side.before)
 
 
 def stage_state_bytes(

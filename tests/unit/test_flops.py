@@ -166,6 +166,44 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
     assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"kind": "recurrent_memory", "memory_tokens": 3},
+        {"kind": "memory_model", "encoder": {"layers": 1}, "slots": CHUNKS - 1},
+        {
+            "kind": "memory_model",
+            "encoder": {"layers": 2, "hidden_size": 48, "heads": 3, "kv_heads": 3, "mixer": {"kind": "retnet"}},
+            "slots": 5,
+            "memories_per_chunk": 2,
+            "compressed_size": 7,
+        },
+        {"kind": "memory_model", "slots": 3},
+    ],
+    ids=str,
+)
+def test_formula_agrees_with_the_counter_for_whole_models(architecture: dict[str, object]) -> None:
+    """Layers of other widths, rows in front of each chunk's tokens, projections of memories.
+
+    The last memories of a sequence are read by nobody, so that their backward pass is not counted: the whole encoder's,
+    of one chunk of 8.
+    """
+    model = small_model("local_attention", layers=4, architecture=architecture)
+    parts = flops_by_part(model, CHUNKS * CHUNK, causal=False)
+    forward, backward = counted(model)
+    assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
+    encoder = range(getattr(model.architecture, "encoder_layers", 0))
+    unread = sum(encoder_backward(model, layer) for layer in encoder) / CHUNKS
+    assert sum(part.backward for part in parts.values()) - unread == pytest.approx(backward, rel=1e-9)
+
+
+def encoder_backward(model: ModelConfig, layer: int) -> float:
+    """Backward FLOPs per token of an encoder's layer, whole rectangles of attention counted."""
+    inside = model.layer_model(layer)
+    dense = 4.0 * (inside.mlp_matrices + model.mixer_at(layer).projection_parameters(inside))
+    return dense + sum(flops.backward for flops in mixing_flops(model, layer, CHUNK, causal=False).values())
+
+
 def added(model: ModelConfig) -> set[str]:
     """The parameters that the same model without memories has not."""
     plain = model.model_copy(update={"mixer": small_model("local_attention").mixer, "memory": ()})

@@ -122,6 +122,49 @@ def memory(mixer, layers=(1,)):
             "architecture recurrent_memory adds rows without a place; it needs rotary positions",
         ),
         (
+            {"positions": "learned", "max_positions": 8, "architecture": {"kind": "memory_model", "slots": 2}},
+            "architecture memory_model adds rows without a place; it needs rotary positions",
+        ),
+        (
+            {"architecture": {"kind": "memory_model", "slots": 2, "memories_per_chunk": 3}},
+            "architecture.memories_per_chunk 3 does not divide chunk_size 8",
+        ),
+        (
+            {"architecture": {"kind": "memory_model", "slots": 2, "encoder": {"layers": GOOD["layers"]}}},
+            f"architecture.encoder.layers {GOOD['layers']} leaves no layer of model.layers {GOOD['layers']} to the",
+        ),
+        (
+            {
+                "architecture": {
+                    "kind": "memory_model",
+                    "slots": 2,
+                    "encoder": {"layers": 1, "hidden_size": 10, "heads": 3},
+                }
+            },
+            "architecture.encoder: hidden_size 10 is not divisible by heads 3",
+        ),
+        (
+            {
+                "architecture": {"kind": "memory_model", "slots": 2, "encoder": {"layers": 1}},
+                **memory("full_attention", [0]),
+            },
+            "memory.layers [0] are the encoder's; their mixer is architecture.encoder.mixer",
+        ),
+        (
+            {"architecture": {"kind": "memory_model", "slots": 2, "compressed_size": 4}},
+            "architecture.compressed_size: there is no architecture.encoder",
+        ),
+        (
+            {
+                "architecture": {
+                    "kind": "memory_model",
+                    "slots": 2,
+                    "encoder": {"layers": 1, "mixer": {"kind": "masked_mixer", "map_size": 4}},
+                },
+            },
+            "map_size 4 is less than model.chunk_size 8",
+        ),
+        (
             {
                 "architecture": {"kind": "recurrent_memory", "memory_tokens": 1},
                 **memory({"kind": "titans", "inner_chunk": 4}),

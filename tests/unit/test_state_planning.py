@@ -68,6 +68,8 @@ ARCHITECTURES = [
     "decoder",
     {"kind": "recurrent_memory", "memory_tokens": 3},
     {"kind": "recurrent_memory", "memory_tokens": 1, "form": "overwrite"},
+    {"kind": "memory_model", "encoder": {"layers": 1, "hidden_size": 12, "heads": 3}, "slots": 2},
+    {"kind": "memory_model", "slots": 2},
 ]
 
 

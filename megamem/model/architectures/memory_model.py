@@ -144,6 +144,21 @@ class MemoryModelConfig(ArchitectureConfig):
         except ValueError as error:
             raise ValueError(f"architecture.encoder: {error}") from None
 
+    def check_layout(self, tp: int, sequence_parallel: bool, model: ModelConfig) -> None:
+        """See `ArchitectureConfig.check_layout`."""
+        if sequence_parallel and self.positions == "variable":
+            raise ValueError(
+                "parallel.sequence_parallel does not go with architecture.positions variable, which reads another "
+                "number of rows in each chunk; use fixed"
+            )
+        if self.encoder is None:
+            return
+        inside = self.encoder.inside(model)
+        sizes = {"heads": inside.heads, "kv_heads": inside.resolved_kv_heads, "ffn_size": inside.resolved_ffn_size}
+        for name, size in sizes.items():
+            if size % tp:
+                raise ValueError(f"architecture.encoder.{name} {size} is not divisible by parallel.tp {tp}")
+
     def projection_widths(self, model: ModelConfig) -> list[int]:
         """Return the widths between which memories are projected, from the encoder's to the decoder's."""
         assert self.encoder is not None
