@@ -10,6 +10,7 @@ from tests.distributed.training_cases import (
     EVERY,
     GPT2,
     LAMEMO,
+    MEMORY_MODEL,
     MUP,
     RECURRENT,
     SHARED_BIASES,
@@ -56,6 +57,8 @@ WORLDS = {
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
         "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
         "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
+        "dp2-zero3-memory-model": case(1, 3, bptt=2, micro=1, model=MEMORY_MODEL),
+        "tp2-zero1-memory-model": case(2, 1, bptt=4, micro=4, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),

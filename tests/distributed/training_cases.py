@@ -51,6 +51,18 @@ GPT2 = {
 RECURRENT = {"architecture": {"kind": "recurrent_memory", "memory_tokens": 2}}
 """Memory tokens that go from the last layer to the first, around the same layers."""
 
+MEMORY_MODEL = {
+    "architecture": {
+        "kind": "memory_model",
+        "encoder": {
+            "layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"},
+        },
+        "memories_per_chunk": 2, "slots": 2, "compressed_size": 12,
+    },
+    "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
+}  # fmt: skip
+"""An encoder narrower than its decoder, which reads two memories of each chunk."""
+
 RISING = {"kind": "melodi", "form": "rising", "summaries": 4}
 SIDE_ROWS = {
     "mixer": {**RISING, "memories": 2},
