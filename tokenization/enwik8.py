@@ -32,9 +32,7 @@ class SplitSize:
     """Its characters."""
 
 
-def split(
-    source: Path, folder: Path, sizes: Sequence[int] = SIZES, line_ends: bool = True
-) -> dict[str, SplitSize]:
+def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES, line_ends: bool = True) -> dict[str, SplitSize]:
     """Write `folder`/{train,validation,test}/NAME.txt, each one document, and return their sizes.
 
     A character that lies across a border belongs to the split in which it begins; one that the end of the file cuts

@@ -1,4 +1,7 @@
-"""How much text tokens stand for, in bytes, characters, words and lines: the divisors of figures that no tokenizer changes."""
+"""How much text tokens stand for, in bytes, characters, words and lines.
+
+These are the divisors of figures that no tokenizer changes.
+"""
 
 from __future__ import annotations
 

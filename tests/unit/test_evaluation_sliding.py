@@ -9,7 +9,16 @@ from megamem.data.batch import IGNORED
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.sliding import default_stride, sliding_readings
-from tests.unit.evaluation_helpers import CHUNK, MIXERS, ROWS, TOLERANCE, documents, make_stage, slow_losses, text_size_of
+from tests.unit.evaluation_helpers import (
+    CHUNK,
+    MIXERS,
+    ROWS,
+    TOLERANCE,
+    documents,
+    make_stage,
+    slow_losses,
+    text_size_of,
+)
 from tokenization.text_size import TextSize
 
 LENGTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 40)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megamem.cli.memory_length import chosen_segments
-from megamem.config.load import apply_overrides, parse_config
+from megamem.config.load import apply_overrides, merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError, DataError
@@ -124,6 +124,22 @@ def test_the_trained_length_is_that_of_the_run_s_own_configuration(
     wanted = float(np.concatenate([slow_losses(stage, text) for text in texts]).mean())
     assert curve.points[2].loss == pytest.approx(wanted, rel=TOLERANCE)
     assert list(length_table([curve]).columns[2].cells) == (["4", "8", "12 *"] if given else ["4", "8 *", "12"])
+
+
+@pytest.mark.parametrize("name", ["lamemo/lamemo-150m", "transformer_xl/transformer-xl-150m"])
+def test_the_paper_s_longer_memories_are_read_in_shorter_segments(name: str) -> None:
+    """Trained with 150, read with 64 times m: the overrides that docs/mechanisms/lamemo.md gives, and no others."""
+    configs = Path("configs")
+    trained = merge(read_yaml(configs / "recipes/wikitext103.yaml"), read_yaml(configs / f"models/{name}.yaml"))
+    trained = apply_overrides(trained, ["name=tiny", "training.batch_tokens=9600"])
+    changes = ["model.chunk_size=64", "data.sequence_length=64"]
+    page = Path("docs/mechanisms/lamemo.md").read_text(encoding="utf-8")
+    assert " ".join(f"--override {change}" for change in changes) in page
+    (field,) = length_fields(parse_config(RunConfig, trained, "test").model, "test").items()
+    assert field[1].length == 150
+    longest = apply_overrides(trained, [*changes, f"{field[0]}={10 * 64}"])
+    (read,) = length_fields(parse_config(RunConfig, longest, "test").model, "test").values()
+    assert read == (field[1].kind, 640)
 
 
 def test_layers_of_their_own_have_fields_of_their_own() -> None:
