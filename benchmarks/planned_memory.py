@@ -39,6 +39,8 @@ SELECTIVE = {"kind": "memory_caching", "segment": 256, "combine": "ssc", "top_k"
 RISING = {"kind": "melodi", "form": "rising", "summaries": 64}
 RECURRENT: dict[str, Any] = {"architecture": {"kind": "recurrent_memory", "memory_tokens": 32}}
 ELASTIC = {"kind": "elastic_memory", "order": 256}
+# it keeps shares of attention of each head, which take as many bytes in a narrow layer: the baseline has short chunks
+LAMEMO: dict[str, Any] = {"mixer": "lamemo", "baseline": {"chunk_size": 16}}
 BF16: dict[str, Any] = {
     # a table of positions makes bytes without operations: BF16 products are slow on most CPUs
     "model": {"layers": 2, "positions": "learned", "max_positions": 131_072, "chunk_size": 64},
@@ -58,6 +60,8 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     tokens: int = 1024
     """Of a sequence."""
+    baseline: dict[str, Any] = field(default_factory=dict)
+    """What the baseline's model has otherwise besides."""
 
     def config(self, small: bool = False) -> RunConfig:
         """small: the baseline's, one narrow layer on each stage."""
@@ -70,7 +74,7 @@ class Case:
         tokens = self.tokens
         if small:
             layers, heads = parallel.get("pp", 1), model["heads"]
-            model |= {"layers": layers, "hidden_size": 8 * heads, "vocab_size": 1024}
+            model |= {"layers": layers, "hidden_size": 8 * heads, "vocab_size": 1024, **self.baseline}
             tokens = model["chunk_size"] * training.get("bptt_chunks", 2)
             model |= {"max_positions": 1024} if "max_positions" in model else {}
         ranks = self.world // parallel.get("tp", 1) // parallel.get("pp", 1)
@@ -104,9 +108,9 @@ LAYOUTS = {
     "Memorizing attention": Case(mixer="memorizing_attention", training={"micro_batch_size": 2}),
     "Melodi, rising": Case(mixer=RISING, training={"micro_batch_size": 2}),
     "Melodi, rising, PP 2": Case(2, mixer=RISING, parallel={"pp": 2}, training={"micro_batch_size": 3}),
-    "LaMemo": Case(mixer="lamemo", training={"micro_batch_size": 2}),
-    "LaMemo, PP 2": Case(2, mixer="lamemo", parallel={"pp": 2}, training={"micro_batch_size": 3}),
-    "LaMemo, PP 4": Case(4, mixer="lamemo", parallel={"pp": 4}, training={"micro_batch_size": 4}),
+    "LaMemo": Case(training={"micro_batch_size": 2}, **LAMEMO),
+    "LaMemo, PP 2": Case(2, parallel={"pp": 2}, training={"micro_batch_size": 3}, **LAMEMO),
+    "LaMemo, PP 4": Case(4, parallel={"pp": 4}, training={"micro_batch_size": 4}, **LAMEMO),
     "Recurrent Memory": Case(model=RECURRENT, training={"micro_batch_size": 2}),
     "Recurrent Memory, PP 2": Case(2, model=RECURRENT, parallel={"pp": 2}, training={"micro_batch_size": 2}),
     "Titans + GRM": Case(mixer=CACHING),

@@ -32,7 +32,7 @@ class SplitSize:
     """Its characters."""
 
 
-def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES) -> dict[str, SplitSize]:
+def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES, line_ends: bool = True) -> dict[str, SplitSize]:
     """Write `folder`/{train,validation,test}/NAME.txt, each one document, and return their sizes.
 
     A character that lies across a border belongs to the split in which it begins; one that the end of the file cuts
@@ -41,7 +41,8 @@ def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES) -> dict[str,
     Args:
         source: the file, or a zip that holds nothing else.
         folder: where the splits go.
-        sizes: bytes of the three splits.
+        sizes: bytes of the file in the three splits.
+        line_ends: whether line breaks are written; without them the splits have fewer bytes.
 
     Raises:
         DataError: the file cannot be read, is of another size, or is not UTF-8; or the folder is not empty.
@@ -53,7 +54,7 @@ def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES) -> dict[str,
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
             staging = Path(temporary) / "splits"
-            found = _write(stream, source, staging, sizes)
+            found = _write(stream, source, staging, sizes, line_ends)
             shutil.rmtree(folder, ignore_errors=True)  # an empty folder of that name may exist
             staging.rename(folder)
     return found
@@ -85,7 +86,9 @@ def _check_size(source: Path, found: int, size: int) -> None:
         raise DataError(f"{source}: {found:,} bytes, not {size:,} as enwik8 and text8 have")
 
 
-def _write(stream: IO[bytes], source: Path, folder: Path, sizes: Sequence[int]) -> dict[str, SplitSize]:
+def _write(
+    stream: IO[bytes], source: Path, folder: Path, sizes: Sequence[int], line_ends: bool
+) -> dict[str, SplitSize]:
     """Copy the splits into the folders of their names and return their sizes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     found: dict[str, SplitSize] = {}
@@ -102,8 +105,11 @@ def _write(stream: IO[bytes], source: Path, folder: Path, sizes: Sequence[int]) 
                     file.truncate(file.tell() - len(decoder.getstate()[0]))
                     break
                 characters += len(_decoded(decoder, data, source, position))
-                file.write(data)
                 position += len(data)
+                if not line_ends:
+                    characters -= data.count(b"\n")
+                    data = data.replace(b"\n", b"")
+                file.write(data)
         found[name] = SplitSize(path.stat().st_size, characters)
     return found
 

@@ -1,4 +1,7 @@
-"""How much text tokens stand for, in bytes, characters and words: the divisors of figures that no tokenizer changes."""
+"""How much text tokens stand for, in bytes, characters, words and lines.
+
+These are the divisors of figures that no tokenizer changes.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ class TextSize:
     """Unicode code points. Of a character that is cut by an end of the text, its first byte counts."""
     words: int
     """Longest runs of bytes without ASCII white space, as `bytes.split` gives them."""
+    lines: int
+    """Line breaks."""
 
     @classmethod
     def sum(cls, sizes: Iterable[TextSize | None]) -> TextSize | None:
@@ -26,7 +31,7 @@ class TextSize:
         known = list(sizes)
         if None in known:
             return None
-        fields = ("bytes", "characters", "words")
+        fields = ("bytes", "characters", "words", "lines")
         return cls(*(sum(getattr(size, field) for size in known) for field in fields))
 
 
@@ -42,6 +47,8 @@ class TextCounter:
         """[vocab_size] characters that begin in each token."""
         self.words = _table(len(token.split()) for token in token_bytes)
         """[vocab_size] words of each token on its own."""
+        self.lines = _table(token.count(b"\n") for token in token_bytes)
+        """[vocab_size] line breaks in each token."""
         self._first_in_word = np.array([not token[:1].isspace() for token in token_bytes])
         self._last_in_word = np.array([not token[-1:].isspace() for token in token_bytes])
 
@@ -57,7 +64,10 @@ class TextCounter:
         # a word that goes on from one token into the next was counted in both
         joined = np.count_nonzero(self._last_in_word[ids[:-1]] & self._first_in_word[ids[1:]])
         return TextSize(
-            int(self.bytes[ids].sum()), int(self.characters[ids].sum()), int(self.words[ids].sum() - joined)
+            bytes=int(self.bytes[ids].sum()),
+            characters=int(self.characters[ids].sum()),
+            words=int(self.words[ids].sum() - joined),
+            lines=int(self.lines[ids].sum()),
         )
 
 

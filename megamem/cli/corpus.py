@@ -51,12 +51,16 @@ def prepare(
 def split(
     source: Annotated[Path, typer.Argument(help="enwik8 or text8, as it is or as .zip")],
     folder: Annotated[Path, typer.Argument(help="folder to write train/, validation/ and test/ to")],
+    without_line_ends: Annotated[
+        bool,
+        typer.Option("--without-line-ends", help="leave line breaks out, as published figures of enwik8 often do"),
+    ] = False,
 ) -> None:
     """Split a local copy of enwik8 or text8 as is usual: the first 90 million bytes, the next five, the last five."""
     from tokenization import enwik8
 
     table = Table("split", "bytes", "characters")
-    for name, size in enwik8.split(source, folder).items():
+    for name, size in enwik8.split(source, folder, line_ends=not without_line_ends).items():
         table.add_row(name, f"{size.bytes:,}", f"{size.characters:,}")
     console.print(table)
 

@@ -56,17 +56,19 @@ class LossReport:
     nats: float
     """Summed cross-entropy."""
     text_size: TextSize | None
-    """Bytes, characters and words of the predicted tokens' text. None without a tokenizer."""
+    """Bytes, characters, words and line breaks of the predicted tokens' text. None without a tokenizer."""
     loss: float
     """Nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float | None
-    """nats / ln 2 / bytes; None where the text's size is not known, as the next two."""
+    """nats / ln 2 / bytes; None where the text's size is not known, as the next three."""
     bits_per_character: float | None
     """nats / ln 2 / characters."""
     word_perplexity: float | None
     """exp(nats / words)."""
+    word_perplexity_with_line_ends: float | None
+    """exp(nats / (words + line breaks)): the end of a line counts as a word."""
     accuracy: float
     """Share of the predicted tokens that were the most probable."""
     exact_match: float
@@ -196,6 +198,7 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         bits_per_byte=bits_per_byte(float(total[0]), text_size),
         bits_per_character=bits_per_character(float(total[0]), text_size),
         word_perplexity=word_perplexity(float(total[0]), text_size),
+        word_perplexity_with_line_ends=word_perplexity_with_line_ends(float(total[0]), text_size),
         accuracy=float(total[2] / total[1]),
         exact_match=float(np.mean([right == asked for _, asked, right in (table.sum(1) for table in tables) if asked])),
         by_chunk=tuple(_bucket(i, i, column) for i, column in enumerate(by_chunk.T)),
@@ -251,3 +254,8 @@ def bits_per_character(nats: float, size: TextSize | None) -> float | None:
 def word_perplexity(nats: float, size: TextSize | None) -> float | None:
     """exp(nats over words); None if there are none or their number is not known."""
     return perplexity(nats / size.words) if size and size.words else None
+
+
+def word_perplexity_with_line_ends(nats: float, size: TextSize | None) -> float | None:
+    """exp(nats over words and line breaks); None if there are none or their number is not known."""
+    return perplexity(nats / (size.words + size.lines)) if size and size.words + size.lines else None

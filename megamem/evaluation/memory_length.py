@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -36,11 +37,20 @@ class LengthLoss:
     """exp(loss)."""
     bits_per_byte: float | None
     """None where bytes are not known."""
+    bits_per_character: float | None
+    """None where characters are not known."""
 
     @classmethod
     def of(cls, segments: int, chunk: int, report: LossReport) -> LengthLoss:
         """Return the figures of a memory of so many chunks of `chunk` tokens."""
-        return cls(segments, segments * chunk, report.loss, report.perplexity, report.bits_per_byte)
+        return cls(
+            segments=segments,
+            memory_length=segments * chunk,
+            loss=report.loss,
+            perplexity=report.perplexity,
+            bits_per_byte=report.bits_per_byte,
+            bits_per_character=report.bits_per_character,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,34 +72,39 @@ class LengthCurve:
     """One for each length, in the order asked for."""
 
 
-def length_fields(model: ModelConfig, origin: str) -> dict[str, int]:
-    """Return the keys of a run's configuration that give the length of a memory, with their values in tokens.
+class MixerLength(NamedTuple):
+    """A mixer whose memory has a length."""
 
-    origin: what messages call the model. Raises: ConfigError where no layer has a mixer with such a field.
+    kind: str
+    """Kind of the mixer."""
+    length: int
+    """Length of its memory in tokens."""
+
+
+def length_fields(model: ModelConfig, origin: str) -> dict[str, MixerLength]:
+    """Return the keys of a run's configuration that give the length of a memory, each with its mixer.
+
+    The mixer of the lowest layer comes first. origin: what messages call the model.
+    Raises: ConfigError where no layer has a mixer with such a field.
     """
     mixers = {"model.mixer": (model.mixer, set(range(model.layers)))}
     for number, entry in enumerate(model.memory):
         layers = set(entry.layers)
         mixers[f"model.memory.{number}.mixer"] = (entry.mixer, layers)
         mixers["model.mixer"][1].difference_update(layers)
-    found = {}
+    found: dict[str, tuple[int, MixerLength]] = {}
     for key, (mixer, layers) in mixers.items():
         if layers and FIELD in type(mixer).model_fields:
             length = getattr(mixer, FIELD)
-            found[f"{key}.{FIELD}"] = model.chunk_size if length is None else int(length)
+            length = model.chunk_size if length is None else int(length)
+            found[f"{key}.{FIELD}"] = min(layers), MixerLength(mixer.kind, length)
     if not found:
         used = sorted({model.mixer_at(layer).kind for layer in range(model.layers)})
         kinds = [kind for kind, config in MIXERS.kinds().items() if FIELD in config.model_fields]
         raise ConfigError(
             f"{origin}: {', '.join(used)} has no {FIELD} to read with; the mixers that have one: {', '.join(kinds)}"
         )
-    return found
-
-
-def kinds_with_length(model: ModelConfig) -> tuple[str, ...]:
-    """Return the kinds of the mixers whose memory has a length, each once, from the bottom layer up."""
-    mixers = [model.mixer_at(layer) for layer in range(model.layers)]
-    return tuple(dict.fromkeys(mixer.kind for mixer in mixers if FIELD in type(mixer).model_fields))
+    return {key: mixer for key, (_, mixer) in sorted(found.items(), key=lambda item: item[1][0])}
 
 
 def write_curves(folder: Path, curves: Sequence[LengthCurve]) -> None:

@@ -22,6 +22,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("val_bits_per_byte", "bits per byte, model", "{:.4f}"),
     ("val_bits_per_character", "bits per character", "{:.4f}"),
     ("val_word_perplexity", "perplexity by words", "{:,.2f} per word"),
+    ("val_word_perplexity_with_line_ends", "perplexity by words and ends of lines", "{:,.2f} per word or line end"),
     ("lzma_bits_per_byte", "bits per byte, LZMA on the same text", "{:.4f}"),
     ("val_accuracy", "most probable token is right", "{:.2%} of predicted tokens"),
     ("first_chunk_loss", "loss in first chunks", "{:.4f} nats per token"),

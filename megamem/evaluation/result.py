@@ -41,6 +41,7 @@ class EvaluationResult:
             "val_bits_per_byte": losses.bits_per_byte,
             "val_bits_per_character": losses.bits_per_character,
             "val_word_perplexity": losses.word_perplexity,
+            "val_word_perplexity_with_line_ends": losses.word_perplexity_with_line_ends,
             "val_tokens": losses.tokens,
             "val_accuracy": losses.accuracy,
             "val_exact_match": losses.exact_match,

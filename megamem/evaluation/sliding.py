@@ -8,7 +8,14 @@ from typing import Any
 
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError
-from megamem.evaluation.losses import bits_per_byte, bits_per_character, first_slots, perplexity, word_perplexity
+from megamem.evaluation.losses import (
+    bits_per_byte,
+    bits_per_character,
+    first_slots,
+    perplexity,
+    word_perplexity,
+    word_perplexity_with_line_ends,
+)
 from megamem.evaluation.reading import Reading, Sums
 from tokenization.text_size import TextSize
 
@@ -27,6 +34,7 @@ class SlidingReport:
     bits_per_byte: float | None
     bits_per_character: float | None
     word_perplexity: float | None
+    word_perplexity_with_line_ends: float | None
     plain_loss: float
     """The same tokens read once from start to end."""
     plain_perplexity: float
@@ -84,6 +92,7 @@ def sliding_report(
         bits_per_byte=bits_per_byte(nats, text_size),
         bits_per_character=bits_per_character(nats, text_size),
         word_perplexity=word_perplexity(nats, text_size),
+        word_perplexity_with_line_ends=word_perplexity_with_line_ends(nats, text_size),
         plain_loss=plain_nats / plain_tokens,
         plain_perplexity=perplexity(plain_nats / plain_tokens),
     )

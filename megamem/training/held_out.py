@@ -13,7 +13,7 @@ from megamem.data.batch import EvaluationDocument
 from megamem.data.feeder import HeldOutDocuments
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
-from megamem.evaluation.memory_length import LengthCurve, LengthLoss, kinds_with_length, length_fields
+from megamem.evaluation.memory_length import LengthCurve, LengthLoss, length_fields
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.run import Passes, final_documents, final_evaluation
 from megamem.model.stage import Stage
@@ -93,31 +93,32 @@ def evaluate_lengths(
         than the first one has.
     """
     opened = [model(overrides) for model in models]
-    fields = [length_fields(run.config.model, run.origin) for run in opened]
+    # what is overridden may change the length that a run's own configuration gives by default, the chunk's
+    trained = [length_fields(model([]).config.model, run.origin) for model, run in zip(models, opened, strict=True)]
     topology = Topology.start(device=str(device))
     first: tuple[str, list[EvaluationDocument]] | None = None
     curves = []
     with Passes(console) as passes:
-        for model, run, lengths in zip(models, opened, fields, strict=True):
+        for model, run, as_trained in zip(models, opened, trained, strict=True):
             tokenizer = open_tokenizer(run.config)
             counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
             documents = final_documents(held_out_text(run), run.config, counter)
             first = first or (run.origin, documents)
             _check_same(run.origin, documents, *first)
-            chunk = run.config.model.chunk_size
+            chunk, fields = run.config.model.chunk_size, length_fields(run.config.model, run.origin)
             progress = passes.named(run.title, len(segments))
             points = []
             for count in segments:
-                changed = model([*overrides, *(f"{field}={count * chunk}" for field in lengths)])
+                changed = model([*overrides, *(f"{field}={count * chunk}" for field in fields)])
                 evaluator = Evaluator(changed.load(dtype, topology.device), topology, run.config.evaluation.rows)
                 points.append(LengthLoss.of(count, chunk, evaluator.losses(documents, progress=progress)))
             curves.append(
                 LengthCurve(
                     origin=run.origin,
                     title=run.title,
-                    mixers=kinds_with_length(run.config.model),
+                    mixers=tuple(dict.fromkeys(mixer.kind for mixer in fields.values())),
                     chunk_size=chunk,
-                    trained=tuple(sorted({*lengths.values()})),
+                    trained=tuple(sorted({mixer.length for mixer in as_trained.values()})),
                     tokens=sum(document.predicted_tokens for document in documents),
                     points=tuple(points),
                 )

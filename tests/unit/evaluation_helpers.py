@@ -51,15 +51,21 @@ def make_stage(kind: str, dtype: torch.dtype = torch.float64) -> Stage:
     return stage.to(dtype)
 
 
+def text_size_of(predicted: int) -> TextSize:
+    """What `predicted` tokens stand for. No two sizes are equal, so that no figure can have another one's divisor."""
+    return TextSize(bytes=3 * predicted, characters=2 * predicted, words=predicted // 2 + 1, lines=predicted // 4 + 2)
+
+
 def document(predicted: int, seed: int, text_size: TextSize | None = None) -> EvaluationDocument:
-    """`predicted` random tokens and their labels, padded to whole chunks."""
+    """`predicted` random tokens and their labels, padded to whole chunks.
+
+    text_size: of the predicted tokens' text; `text_size_of` them if not given.
+    """
     text = torch.randint(VOCABULARY, (predicted + 1,), generator=torch.Generator().manual_seed(seed))
     length = -(-predicted // CHUNK) * CHUNK
     tokens, labels = torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORED)
     tokens[:predicted], labels[:predicted] = text[:-1], text[1:]
-    return EvaluationDocument(
-        f"document {seed}", tokens, labels, predicted, text_size or TextSize(3 * predicted, 3 * predicted, predicted)
-    )
+    return EvaluationDocument(f"document {seed}", tokens, labels, predicted, text_size or text_size_of(predicted))
 
 
 def documents(*lengths: int) -> list[EvaluationDocument]:

@@ -141,6 +141,7 @@ MIXERS = {
     "attention": "local_attention",
     "elastic memory": {"kind": "elastic_memory", "order": 16},
     "full attention": "full_attention",
+    "lamemo": "lamemo",
     "rising melodi": {"kind": "melodi", "form": "rising", "summaries": 16, "memories": 8},
     "caching": {"kind": "memory_caching", "memory": {"kind": "dla"}, "combine": "grm", "segment": 64},
 }

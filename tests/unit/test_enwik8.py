@@ -51,6 +51,21 @@ def test_the_splits_are_the_file(tmp_path, monkeypatch, read_bytes):
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
+def test_line_ends_are_left_out_where_they_are_not_wanted(tmp_path, monkeypatch, read_bytes):
+    """Borders are those of the file, and spaces stay; a character that the end of the file cuts goes."""
+    monkeypatch.setattr(enwik8, "READ_BYTES", read_bytes)
+    data = ("é x \n\n " * 20).encode()[:90] + b"\n a\nb" + b"\n\n x\xc3"
+    assert len(data) == 100
+    (tmp_path / "enwik8").write_bytes(data)
+    found = split(tmp_path / "enwik8", tmp_path / "out", SIZES, line_ends=False)
+    train = data[:90].replace(b"\n", b"")
+    assert written(tmp_path / "out", "enwik8") == [train, b" ab", b" x"]
+    assert found == {
+        "train": SplitSize(len(train), len(train.decode())), "validation": SplitSize(3, 3), "test": SplitSize(2, 2),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("read_bytes", [1, 4, 1 << 20])
 @pytest.mark.parametrize("letter", ["é", "中", "🙂"])
 @pytest.mark.parametrize("before", [1, 2, 3])
@@ -143,3 +158,8 @@ def test_as_typed(tmp_path, monkeypatch):
         ["split", "bytes", "characters"], ["train", "90", "45"], ["validation", "6", "3"], ["test", "4", "2"],
     ]  # fmt: skip
     assert written(tmp_path / "out", "enwik8")[1] == "ééé".encode()
+    (tmp_path / "enwik8").write_bytes(b"ab\nc\n" * 20)
+    out = tmp_path / "without"
+    result = CliRunner().invoke(app, ["corpus", "split", str(tmp_path / "enwik8"), str(out), "--without-line-ends"])
+    assert result.exit_code == 0, result.output
+    assert written(out, "enwik8") == [b"abc" * 18, b"abc", b"abc"]

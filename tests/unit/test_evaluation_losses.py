@@ -21,6 +21,7 @@ from megamem.evaluation.losses import (
     first_slots,
     perplexity,
     word_perplexity,
+    word_perplexity_with_line_ends,
 )
 from megamem.evaluation.reading import bucket_edges, share_out
 from tests.unit.evaluation_helpers import (
@@ -36,8 +37,9 @@ from tests.unit.evaluation_helpers import (
     slow_losses,
 )
 from tokenization.text_size import TextCounter, TextSize
+from tokenization.words import train_words
 
-NOTHING = TextSize(0, 0, 0)
+NOTHING = TextSize(0, 0, 0, 0)
 LENGTHS = (5, 50, 19, 32, 8, 1, 27)
 
 
@@ -52,15 +54,46 @@ def test_totals_and_documents_equal_the_slow_loop(kind, rows):
     assert report.nats == pytest.approx(nats, rel=TOLERANCE)
     assert report.loss == pytest.approx(nats / sum(LENGTHS), rel=TOLERANCE)
     assert report.perplexity == pytest.approx(math.exp(nats / sum(LENGTHS)), rel=TOLERANCE)
-    assert report.text_size == TextSize(3 * sum(LENGTHS), 3 * sum(LENGTHS), sum(LENGTHS))
+    words, lines = sum(n // 2 + 1 for n in LENGTHS), sum(n // 4 + 2 for n in LENGTHS)
+    assert report.text_size == TextSize(3 * sum(LENGTHS), 2 * sum(LENGTHS), words, lines)
     assert report.bits_per_byte == pytest.approx(nats / math.log(2) / (3 * sum(LENGTHS)), rel=TOLERANCE)
-    assert report.bits_per_character == report.bits_per_byte
-    assert report.word_perplexity == pytest.approx(report.perplexity, rel=TOLERANCE)
+    assert report.bits_per_character == pytest.approx(nats / math.log(2) / (2 * sum(LENGTHS)), rel=TOLERANCE)
+    assert report.word_perplexity == pytest.approx(math.exp(nats / words), rel=TOLERANCE)
+    assert report.word_perplexity_with_line_ends == pytest.approx(math.exp(nats / (words + lines)), rel=TOLERANCE)
     assert [(d.name, d.tokens) for d in report.documents] == [(t.name, n) for t, n in zip(texts, LENGTHS, strict=True)]
     assert [d.loss for d in report.documents] == pytest.approx([losses.mean() for losses in slow], rel=TOLERANCE)
     assert [d.bits_per_byte for d in report.documents] == pytest.approx(
         [losses.mean() / math.log(2) / 3 for losses in slow], rel=TOLERANCE
     )
+
+
+def test_words_and_ends_of_lines_are_the_tokens_of_a_word_level_tokenizer(tmp_path):
+    """So that perplexities of sub-words compare with its perplexity, which counts the ends of documents too."""
+    articles = [
+        " \n = A Title = \n \n one two three . \n four five six seven , eight nine . \n \n",
+        " \n = Another = \n \n one nine nine , two . \n",
+        " = = three = = \n",
+    ]
+    tokenizer = train_words(articles, tmp_path / "words")
+    assert tokenizer.vocab_size <= VOCABULARY
+    counter, texts = TextCounter(tokenizer.token_bytes()), []
+    for number, article in enumerate(articles):
+        ids = np.append(tokenizer.encode(article), tokenizer.eos_id)
+        text = document(len(ids) - 1, number, counter.count(ids[1:]))
+        text.tokens[: len(ids) - 1], text.labels[: len(ids) - 1] = torch.tensor(ids[:-1]), torch.tensor(ids[1:])
+        texts.append(text)
+    report = Evaluator(make_stage("elastic_memory"), rows=ROWS).losses(texts)
+    words, lines = report.text_size.words, report.text_size.lines
+    # the first token of an article, an empty line of two of them, is read and not predicted
+    assert words == sum(len(article.split()) for article in articles) - 1
+    assert lines == sum(article.count("\n") for article in articles) - 2
+    ends = len(articles)
+    assert report.tokens == words + lines + ends
+    assert math.exp(report.nats / (words + lines + ends)) == pytest.approx(report.perplexity, rel=TOLERANCE)
+    # ends of documents cost nats and count for nothing
+    above = report.perplexity ** (report.tokens / (words + lines))
+    assert report.word_perplexity_with_line_ends == pytest.approx(above, rel=TOLERANCE)
+    assert report.word_perplexity > report.word_perplexity_with_line_ends > report.perplexity
 
 
 def padded(tokens, text):
@@ -172,7 +205,8 @@ def test_the_report_is_plain_json():
 def test_losses_by_text_need_the_size_of_every_document():
     texts = [document(9, 0), replace(document(9, 1), text_size=None)]
     report = Evaluator(make_stage("local_attention"), rows=ROWS).losses(texts)
-    assert report.bits_per_byte is report.bits_per_character is report.word_perplexity is None
+    assert report.bits_per_byte is report.bits_per_character is None
+    assert report.word_perplexity is report.word_perplexity_with_line_ends is None
     assert report.documents[0].bits_per_byte is not None
     assert report.documents[1].bits_per_byte is None
 
@@ -182,7 +216,11 @@ def test_a_diverged_model_gives_a_report():
     torch.nn.init.constant_(stage.head.weight, math.nan)
     assert math.isnan(Evaluator(stage, rows=ROWS).losses(documents(9)).perplexity)
     assert perplexity(1e4) == math.inf
-    assert bits_per_byte(1.0, NOTHING) is bits_per_character(1.0, NOTHING) is word_perplexity(1.0, NOTHING) is None
+    assert bits_per_byte(1.0, NOTHING) is bits_per_character(1.0, NOTHING) is None
+    assert word_perplexity(1.0, NOTHING) is word_perplexity_with_line_ends(1.0, NOTHING) is None
+    # empty lines alone
+    assert word_perplexity(1.0, TextSize(2, 2, 0, 2)) is None
+    assert word_perplexity_with_line_ends(1.0, TextSize(2, 2, 0, 2)) == math.exp(0.5)
 
 
 COUNTER = TextCounter([b"x" * i for i in range(VOCABULARY)])

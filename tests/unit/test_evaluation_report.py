@@ -21,6 +21,7 @@ from megamem.evaluation.report import finite, result_table, write_report
 from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
 from tests.unit.evaluation_helpers import CHUNK, CPU, ROWS, documents, make_stage, model_config
+from tokenization.text_size import TextSize
 from tokenization.train import train
 
 NO_GROUPS = {field.name: None for field in dataclasses.fields(Topology) if field.name.endswith("_group")}
@@ -75,9 +76,12 @@ def test_the_figures_are_those_of_the_parts():
     plain = Evaluator(make_stage("elastic_memory"), rows=ROWS).losses(texts)
     assert result["val_loss"] == plain.loss
     assert result["val_bits_per_byte"] == plain.bits_per_byte
-    assert (result["val_bits_per_character"], result["val_word_perplexity"]) == (
-        plain.bits_per_character, plain.word_perplexity,
-    )  # fmt: skip
+    nats, size = plain.nats, TextSize.sum(text.text_size for text in texts)
+    assert result["val_bits_per_byte"] == pytest.approx(nats / math.log(2) / size.bytes)
+    assert result["val_bits_per_character"] == pytest.approx(nats / math.log(2) / size.characters)
+    assert result["val_word_perplexity"] == pytest.approx(math.exp(nats / size.words))
+    assert result["val_word_perplexity_with_line_ends"] == pytest.approx(math.exp(nats / (size.words + size.lines)))
+    assert result["losses"]["text_size"] == dataclasses.asdict(size)
     assert result["lzma_bits_per_byte"] == lzma_baseline(texts, FakeTokenizer()).bits_per_byte
     assert result["memory_gain"] == (result["memory_off_beyond_first_chunk_loss"] - result["beyond_first_chunk_loss"])
     assert result["beyond_first_chunk_loss"] == plain.beyond_first_chunk_loss
@@ -204,6 +208,7 @@ def test_the_table_shows_what_there_is():
         f"{result['val_bits_per_byte']:.4f}",
         f"{result['val_bits_per_character']:.4f}",
         f"{result['val_word_perplexity']:,.2f} per word",
+        f"{result['val_word_perplexity_with_line_ends']:,.2f} per word or line end",
         "LZMA on the same text",
         "12,346 tokens/s",
         "4,915,200",

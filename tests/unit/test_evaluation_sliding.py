@@ -9,7 +9,17 @@ from megamem.data.batch import IGNORED
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.sliding import default_stride, sliding_readings
-from tests.unit.evaluation_helpers import CHUNK, MIXERS, ROWS, TOLERANCE, documents, make_stage, slow_losses
+from tests.unit.evaluation_helpers import (
+    CHUNK,
+    MIXERS,
+    ROWS,
+    TOLERANCE,
+    documents,
+    make_stage,
+    slow_losses,
+    text_size_of,
+)
+from tokenization.text_size import TextSize
 
 LENGTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 40)
 STRIDES = [1, 2, 4, 8]
@@ -43,7 +53,13 @@ def test_the_full_stride_is_the_plain_loss(kind):
     assert report.loss == pytest.approx(plain.loss, rel=TOLERANCE)
     assert report.plain_loss == pytest.approx(plain.loss, rel=TOLERANCE)
     assert report.tokens == plain.tokens
-    assert report.bits_per_byte == pytest.approx(plain.bits_per_byte, rel=TOLERANCE)
+    nats, size = plain.loss * sum(LENGTHS), report.text_size
+    assert size == TextSize.sum(map(text_size_of, LENGTHS))
+    assert report.bits_per_byte == pytest.approx(nats / math.log(2) / size.bytes, rel=TOLERANCE)
+    assert report.bits_per_character == pytest.approx(nats / math.log(2) / size.characters, rel=TOLERANCE)
+    assert report.word_perplexity == pytest.approx(math.exp(nats / size.words), rel=TOLERANCE)
+    with_line_ends = math.exp(nats / (size.words + size.lines))
+    assert report.word_perplexity_with_line_ends == pytest.approx(with_line_ends, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("stride", [2, 4])

@@ -343,7 +343,7 @@ def test_held_out_documents_are_cut_and_shared_out(root):
     assert documents[0].predicted_tokens == 20
     assert len(documents[0].tokens) == 24
     text = tokenizer.decode(documents[0].labels[:20].numpy())
-    assert documents[0].text_size == TextSize(len(text.encode()), len(text), len(text.split()))
+    assert documents[0].text_size == TextSize(len(text.encode()), len(text), len(text.split()), text.count("\n"))
     shares = [held_out(root, rank=rank, ranks=2) for rank in range(2)]
     assert [[document.name[-5] for document in share] for share in shares] == [["0", "2"], ["1"]]
 

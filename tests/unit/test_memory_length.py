@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megamem.cli.memory_length import chosen_segments
-from megamem.config.load import apply_overrides, parse_config
+from megamem.config.load import apply_overrides, merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.data.batch import EvaluationDocument
 from megamem.errors import ConfigError, DataError
@@ -87,8 +87,9 @@ def test_each_length_has_the_losses_of_a_model_built_with_it(kind: str, texts: l
         wanted = float(np.concatenate([slow_losses(stage, text) for text in texts]).mean())
         assert point.loss == pytest.approx(wanted, rel=TOLERANCE)
         assert point.perplexity == pytest.approx(math.exp(wanted), rel=TOLERANCE)
-        # the documents have three bytes a token
+        # the documents have three bytes and two characters a token
         assert point.bits_per_byte == pytest.approx(wanted / math.log(2) / 3, rel=TOLERANCE)
+        assert point.bits_per_character == pytest.approx(wanted / math.log(2) / 2, rel=TOLERANCE)
     assert len({round(point.loss, 4) for point in curve.points}) == 3, "the length matters"
 
 
@@ -109,16 +110,52 @@ def test_all_models_and_lengths_are_read_alike(
         evaluate_lengths(models, [1], [], torch.float32, CPU)
 
 
+@pytest.mark.parametrize("given", [None, 12])
+def test_the_trained_length_is_that_of_the_run_s_own_configuration(
+    given: int | None, texts: list[EvaluationDocument]
+) -> None:
+    """Read in shorter chunks than in training, which are the memory's length by default, or with another length."""
+    trained = opener(run_config({"kind": "lamemo", "memory_length": given}))
+    changes = [f"model.chunk_size={CHUNK // 2}", "model.mixer.memory_length=1"]
+    (curve,) = evaluate_lengths([trained], [1, 2, 3], changes, torch.float32, CPU)
+    assert (curve.trained, curve.chunk_size) == ((given or CHUNK,), CHUNK // 2)
+    assert [point.memory_length for point in curve.points] == [4, 8, 12]
+    stage = Model(run_config({"kind": "lamemo", "memory_length": 12}, chunk_size=CHUNK // 2)).load()
+    wanted = float(np.concatenate([slow_losses(stage, text) for text in texts]).mean())
+    assert curve.points[2].loss == pytest.approx(wanted, rel=TOLERANCE)
+    assert list(length_table([curve]).columns[2].cells) == (["4", "8", "12 *"] if given else ["4", "8 *", "12"])
+
+
+@pytest.mark.parametrize("name", ["lamemo/lamemo-150m", "transformer_xl/transformer-xl-150m"])
+def test_the_paper_s_longer_memories_are_read_in_shorter_segments(name: str) -> None:
+    """Trained with 150, read with 64 times m: the overrides that docs/mechanisms/lamemo.md gives, and no others."""
+    configs = Path("configs")
+    trained = merge(read_yaml(configs / "recipes/wikitext103.yaml"), read_yaml(configs / f"models/{name}.yaml"))
+    trained = apply_overrides(trained, ["name=tiny", "training.batch_tokens=9600"])
+    changes = ["model.chunk_size=64", "data.sequence_length=64"]
+    page = Path("docs/mechanisms/lamemo.md").read_text(encoding="utf-8")
+    assert " ".join(f"--override {change}" for change in changes) in page
+    (field,) = length_fields(parse_config(RunConfig, trained, "test").model, "test").items()
+    assert field[1].length == 150
+    longest = apply_overrides(trained, [*changes, f"{field[0]}={10 * 64}"])
+    (read,) = length_fields(parse_config(RunConfig, longest, "test").model, "test").values()
+    assert read == (field[1].kind, 640)
+
+
 def test_layers_of_their_own_have_fields_of_their_own() -> None:
     memory = [{"layers": [0], "mixer": {"kind": "transformer_xl"}}, {"layers": [1], "mixer": "local_attention"}]
     both = [{"layers": [1], "mixer": {"kind": "lamemo", "memory_length": 3}}]
     for mixer, entries, wanted in (
-        ({"kind": "lamemo"}, memory, {"model.memory.0.mixer.memory_length": 8}),
+        ({"kind": "lamemo"}, memory, {"model.memory.0.mixer.memory_length": ("transformer_xl", 8)}),
         ({"kind": "transformer_xl", "memory_length": 0}, both, {
-            "model.mixer.memory_length": 0, "model.memory.0.mixer.memory_length": 3,
+            "model.mixer.memory_length": ("transformer_xl", 0), "model.memory.0.mixer.memory_length": ("lamemo", 3),
+        }),
+        ({"kind": "transformer_xl"}, [{**both[0], "layers": [0]}], {
+            "model.memory.0.mixer.memory_length": ("lamemo", 3), "model.mixer.memory_length": ("transformer_xl", 8),
         }),
     ):  # fmt: skip
-        assert length_fields(run_config(mixer, memory=entries).model, "test") == wanted
+        found = length_fields(run_config(mixer, memory=entries).model, "test")
+        assert list(found.items()) == list(wanted.items()), "from the lowest layer up"
     with pytest.raises(ConfigError) as refused:
         length_fields(run_config({"kind": "local_attention"}).model, "runs/tiny")
     assert str(refused.value) == (

@@ -1,13 +1,15 @@
 """LaMemo: memory rows that are made anew for each segment, having looked ahead to its first token.
 
 Ji et al., "LaMemo: Language Modeling with Look-Ahead Memory", 2022. Its segment is the chunk of N tokens. With the
-first token of a chunk, number M, come M side rows m_0 .. m_(M-1), one for each of the newest tokens before it. At the
-bottom they are embeddings; each layer makes them anew for the one above it, and they are that layer's keys and values
-for all tokens of the chunk. One layer, for each head of width D:
+first token of a chunk come M side rows m_0 .. m_(M-1), one for each of the newest tokens before it. They stand at
+places 0 .. M-1, the chunk's first token at place M. At the bottom rows are embeddings; each layer makes them anew for
+the one above it, and they are that layer's keys and values for all tokens of the chunk. One layer, for each head of
+width D:
 
     q, k, v    = W_q x, W_k x, W_v x            of x = [m; h], rows and tokens alike
     tokens     A_ij = ((q_i + u) . k_j + (q_i + v+) . r_(i-j)) / sqrt(D),    j <= i     over rows and tokens
-    rows       A_ij = ((q_i + u) . k_j + (q_i + v-) . r_(j-i)) / sqrt(D),    j > i      over the newest N of 1 .. M
+    rows       A_ij = ((q_i + u) . k_j + (q_i + v-) . r_(j-i)) / sqrt(D),    i < j <= M
+               over the newest min(N, M) of the places 1 .. M
                s = sum_j exp(A_ij),  c = sum_j exp(A_ij) v_j / s                 s', c': of the look-ahead
     mixture    a = s / (s + s' + epsilon),  c_i = a stop(c) + (1 - a) c'         s, c: recorded, s <- s + s'
     then       W_o [c; c_tokens], the residual, norms and the MLP, for rows and tokens together
@@ -70,9 +72,11 @@ class LaMemoConfig(MixerConfig):
     """How the look-ahead counts places: `disentangled` with a v of its own and distances as they are, `transformer_xl`
     with the v of the other direction and negative distances."""
     order_mask: bool = True
-    """Whether rows look ahead to later places only; if not, to all of the newest ones, earlier and own ones too."""
+    """Whether a row attends to later places only; if not, to all of the newest ones, to earlier ones and
+    also to itself."""
     shared_biases: bool = False
-    """Whether all layers share u and both v, as in the paper's experiments; if not, each has its own."""
+    """Whether all layers share u, v⁺ and v⁻, as in the paper's experiments; if not, each has its own. They are learned
+    vectors, added to queries: u in scores by content, v⁺ and v⁻ in scores by distance, back and ahead."""
 
     def resolved(self, model: ModelConfig) -> int:
         """Return the number of memory rows."""

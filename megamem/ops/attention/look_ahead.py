@@ -82,14 +82,12 @@ def look_ahead_attention(
     """
     parts = heads_first(content_query, distance_query, key, value, distance_key, fused)
     query, by_distance, keys, values, table = parts
-    rows, count = query.shape[2], keys.shape[2]
     if not fused or dropout is not None or query.is_cuda:
-        block = _block(slice(0, rows), rows, count, ordered, whole=True)
-        scores = distance_scores(by_distance, table[:, block.distances], block.offset)[..., :count]
-        scores = query @ keys.transpose(2, 3) + scores
+        scores = _all_scores(query, by_distance, keys, table, ordered)
         out, _, sums = attend_by_scores(scores, values, unseen, False, dropout, log_sums=True, causal=False)
     else:
-        blocks = [_block(own, rows, count, ordered) for own in query_blocks(rows)]
+        rows = query.shape[2]
+        blocks = [_block(own, rows, keys.shape[2], ordered) for own in query_blocks(rows)]
         out, sums = attend_by_blocks(*parts, unseen, blocks, log_sums=True)
     return attended(out, None, sums, content_query.dtype)
 
@@ -108,11 +106,19 @@ def look_ahead_shares(
     """
     parts = heads_first(content_query, distance_query, key, key, distance_key, fused=False)
     query, by_distance, keys, _, table = parts
+    scores = _all_scores(query, by_distance, keys, table, ordered)
+    return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1).transpose(0, 1)
+
+
+def _all_scores(query: Tensor, by_distance: Tensor, keys: Tensor, table: Tensor, ordered: bool) -> Tensor:
+    """Return the scores of all memory rows and keys, [H, B, M, K], seen or not.
+
+    query, by_distance, keys, table: see `heads_first`; ordered: see `look_ahead_attention`.
+    """
     rows, count = query.shape[2], keys.shape[2]
     block = _block(slice(0, rows), rows, count, ordered, whole=True)
     by_place = distance_scores(by_distance, table[:, block.distances], block.offset)[..., :count]
-    scores = query @ keys.transpose(2, 3) + by_place
-    return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1).transpose(0, 1)
+    return query @ keys.transpose(2, 3) + by_place
 
 
 def _block(own: slice, rows: int, keys: int, ordered: bool, whole: bool = False) -> Block:

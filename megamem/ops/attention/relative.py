@@ -92,7 +92,7 @@ def relative_attention(
     query, by_distance, keys, values, table = parts
     received = sums = None
     if not fused or count or dropout is not None or (query.is_cuda and log_sums):
-        scores = query @ keys.transpose(2, 3) + distance_scores(by_distance, table, query.shape[2])
+        scores = _all_scores(query, by_distance, keys, table)
         out, received, sums = attend_by_scores(scores, values, unseen, count, dropout, log_sums, causal=True)
     elif query.is_cuda:
         bias = distance_scores(by_distance, table, query.shape[2]).masked_fill(unseen, -torch.inf)
@@ -112,8 +112,13 @@ def relative_shares(
     """
     parts = heads_first(content_query, distance_query, key, key, distance_key, fused=False)
     query, by_distance, keys, _, table = parts
-    scores = query @ keys.transpose(2, 3) + distance_scores(by_distance, table, query.shape[2])
+    scores = _all_scores(query, by_distance, keys, table)
     return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1).transpose(0, 1)
+
+
+def _all_scores(query: Tensor, by_distance: Tensor, keys: Tensor, table: Tensor) -> Tensor:
+    """Return the scores of all queries and keys, [H, B, T, K], seen or not; arguments: see `heads_first`."""
+    return query @ keys.transpose(2, 3) + distance_scores(by_distance, table, query.shape[2])
 
 
 def heads_first(
