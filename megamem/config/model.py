@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,7 +13,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_
 from megamem.config.adaptive import check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
-from megamem.config.layer_part import LayerPart
+from megamem.config.layers import LayersConfig
 from megamem.config.model_checks import (
     check_heads,
     check_layers,
@@ -23,11 +25,11 @@ from megamem.config.model_checks import (
 from megamem.config.mup import MupConfig, check_base
 from megamem.config.registry import Registry
 from megamem.config.side_rows import SideRows, check_side_rows
-from megamem.config.sizes import SizesConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from megamem.config.parallel import ParallelConfig
     from megamem.memory.base import Mixer, StateSpec
     from megamem.parallel.linears import Linears
 
@@ -131,6 +133,28 @@ MIXERS: Registry[MixerConfig] = Registry("mixer", "megamem.memory", "megamem.mix
 AnyMixer = Annotated[SerializeAsAny[MixerConfig], BeforeValidator(MIXERS.parse)]
 
 
+@dataclass(frozen=True)
+class LayerPart:
+    """One layer as its architecture has it: by default a decoder's, with the model's own shape and mixer."""
+
+    model: ModelConfig
+    """The model as the layer sees it: its widths, and the rows that it reads with each chunk as `chunk_size`."""
+    mixer: MixerConfig
+    """What mixes tokens in the layer."""
+    role: str = ""
+    """A name that layers which are built alike have in common, besides equal mixers."""
+    restarts: bool = False
+    """Whether the layer reads every chunk as a document of its own."""
+    keeps_state: bool = True
+    """Whether a state of its mixer passes from call to call; if not, the layer reads whole chunks only."""
+    beside: Mapping[str, StateSpec] = field(default_factory=dict)
+    """Components that the stage with this layer keeps besides its mixer's state."""
+    extra_parameters: int = 0
+    """Parameters of the architecture that lie with the layer."""
+    extra_flops: Mapping[str, Flops] = field(default_factory=dict)
+    """FLOPs per token of what these parameters do, by name."""
+
+
 class ArchitectureConfig(ConfigModel):
     """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
 
@@ -140,8 +164,8 @@ class ArchitectureConfig(ConfigModel):
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if this architecture does not fit `model`, naming field, value and what would be valid."""
 
-    def check_layout(self, tp: int, sequence_parallel: bool, model: ModelConfig) -> None:
-        """Raise ValueError if `tp` ranks cannot share `model`, with tokens split over them or not; see `check`."""
+    def check_layout(self, parallel: ParallelConfig, model: ModelConfig) -> None:
+        """Raise ValueError if ranks cannot share `model` as `parallel` says; see `check`."""
 
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """Return what the architecture makes of layer `layer`: a shape of its own, more rows in each chunk, ..."""
@@ -202,7 +226,7 @@ class LayerMixer(ConfigModel):
     """The mixer of these layers."""
 
 
-class ModelConfig(SizesConfig):
+class ModelConfig(LayersConfig):
     """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer.
 
     Norm, MLP, biases and positions can be GPT-2's.
@@ -214,15 +238,6 @@ class ModelConfig(SizesConfig):
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
     """Layers with another mixer, usually a memory mechanism."""
-    norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm, or LayerNorm as GPT-2 has it."""
-    norm_position: Literal["pre", "post"] = "pre"
-    """Where a layer normalizes: what its mixer and its MLP are given, or the residual stream behind each of them as
-    the first Transformers did; then there is no norm in front of the output head."""
-    mlp: Literal["swiglu", "gelu", "relu"] = "swiglu"
-    """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it, or a ReLU as Transformer-XL."""
-    bias: bool = False
-    """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
     qk_norm: bool = False
     """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -253,28 +268,6 @@ class ModelConfig(SizesConfig):
     recurrence_kernel: Literal["torch", "fla"] = "torch"
     """Kernel of linear_attention, retnet, delta_net and ssd. `fla`, of the package flash-linear-attention, computes in
     BF16 on CUDA; everything else torch computes all the same."""
-
-    @property
-    def resolved_ffn_size(self) -> int:
-        """The inner width of the MLP, given or not."""
-        if self.mlp != "swiglu":
-            return self.ffn_size or 4 * self.hidden_size
-        return self.ffn_size or -(-(8 * self.hidden_size) // (3 * 64)) * 64
-
-    @property
-    def mlp_matrices(self) -> int:
-        """The number of weights of one layer's MLP, biases left out."""
-        return (3 if self.mlp == "swiglu" else 2) * self.hidden_size * self.resolved_ffn_size
-
-    @property
-    def norm_vectors(self) -> int:
-        """The number of parameters of one norm."""
-        return self.hidden_size * (2 if self.norm == "layer" and self.bias else 1)
-
-    @property
-    def last_norm_vectors(self) -> int:
-        """The number of parameters of the norm in front of the output head; 0 where layers end with one."""
-        return self.norm_vectors if self.norm_position == "pre" else 0
 
     @property
     def base(self) -> ModelConfig:

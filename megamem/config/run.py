@@ -239,7 +239,7 @@ class RunConfig(ConfigModel):
             if size % tp:
                 hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
                 raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
-        model.architecture.check_layout(tp, self.parallel.sequence_parallel, model)
+        model.architecture.check_layout(self.parallel, model)
         beside = f" with {model.rows_per_chunk - model.chunk_size} rows beside the tokens"
         for rows, added in ((model.chunk_size, ""), (model.rows_per_chunk, beside)):
             if self.parallel.sequence_parallel and rows % tp:

@@ -6,6 +6,7 @@ Letters of shapes: S slots' rows (slots times memories a chunk), M memories a ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +47,7 @@ class MemoryWriter(nn.Module):
         self.linears, self.count = linears, count
         self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
         self.projections = nn.ModuleList(
-            MemoryProjection(inputs, outputs, model.init_std, model.bias)
-            for inputs, outputs in zip(widths, widths[1:], strict=False)
+            MemoryProjection(inputs, outputs, model.init_std, model.bias) for inputs, outputs in pairwise(widths)
         )
 
     def forward(self, encoded: Tensor) -> Tensor:

@@ -6,74 +6,9 @@ Add at least one entry for each, and one for every option that changes what pass
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any
 
-from megamem.config.model import ModelConfig
-
-CHUNK = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """Options of a mixer, or of an architecture; `queries_per_key` > 1 makes it grouped-query attention."""
-
-    kind: str
-    name: str
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
-    queries_per_key: int = 1
-    core: bool = True
-    """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it, or
-    for their kind in MEGAMEM_CASES=titans,dla. One for each way of keeping a state: matrix memories are one family, and
-    Memory Caching brings Titans with it."""
-
-    inside: str | dict[str, Any] | None = field(default=None, hash=False)
-    """Of an architecture: the mixer in all its layers."""
-    shape: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Further fields of the model."""
-    init_std: float = 0.3
-    """Weights are large, so that attention is far from uniform and every path has a visible effect."""
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        """What the laws run: a mixer alone and in a model, an architecture as a whole model."""
-        return ("mixer", "stage") if self.inside is None else ("stage",)
-
-    @property
-    def id(self) -> str:
-        """How test reports call it."""
-        return f"{self.kind}-{self.name}"
-
-    @property
-    def least_layers(self) -> int:
-        """The fewest layers that a model of this case has: one for an encoder's layers, and one more."""
-        return 1 + ((self.options.get("encoder") or {}).get("layers", 0) if self.inside is not None else 0)
-
-    def model(self, layers: int = 1, heads: int = 4, head_dim: int = 4, at: int = 0) -> ModelConfig:
-        """A model with this mixer at layer `at` and plain attention elsewhere."""
-        return ModelConfig.model_validate(
-            {
-                "layers": max(layers, self.least_layers),
-                "hidden_size": heads * head_dim,
-                "heads": heads,
-                "kv_heads": heads // self.queries_per_key,
-                "ffn_size": 2 * heads * head_dim,
-                "vocab_size": 32,
-                "chunk_size": CHUNK,
-                "init_std": self.init_std,
-                **self.shape,
-                **self._mechanism(at),
-            }
-        )
-
-    def _mechanism(self, at: int) -> dict[str, Any]:
-        chosen = {"kind": self.kind, **self.options}
-        if self.inside is not None:
-            return {"architecture": chosen, "mixer": self.inside}
-        return {"mixer": "local_attention", "memory": [{"layers": [at], "mixer": chosen}]}
-
-
-QK_NORM = {"qk_norm": True}
+from tests.contract.case import QK_NORM, Case
+from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
 
@@ -341,82 +276,6 @@ ALL_CASES = [
         core=False,
     ),
 ]
-
-RISING = {"kind": "melodi", "form": "rising"}
-LAMEMO: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("lamemo", 1, {}, {}),
-    ("lamemo_short", 2, {"memory_length": 3}, {}),
-    ("lamemo_long", 1, {"memory_length": 19}, {}),
-    ("lamemo_signed", 1, {"positions": "transformer_xl"}, {}),
-    ("lamemo_forgetting", 1, {"interpolate": False}, {}),
-    ("lamemo_backward", 1, {"memory_length": 11, "look_ahead": False}, {}),
-    ("lamemo_unordered", 1, {"memory_length": 13, "order_mask": False}, {}),
-    ("lamemo_unordered_signed", 1, {"memory_length": 5, "order_mask": False, "positions": "transformer_xl"}, {}),
-    ("lamemo_shared", 2, {"memory_length": 10, "shared_biases": True}, QK_NORM),
-]
-ENCODER = {"layers": 1, "hidden_size": 8, "heads": 4, "ffn_size": 12}
-MEMORY_MODELS: list[tuple[str, int, dict[str, Any], str | dict[str, Any], dict[str, Any]]] = [
-    ("fixed", 1, {"encoder": {"layers": 1}, "slots": 12}, "local_attention", {}),
-    (
-        "narrow",
-        2,
-        {
-            "encoder": {**ENCODER, "layers": 2},
-            "memories_per_chunk": 2,
-            "slots": 2,
-            "compressed_size": 5,
-            "fill": "zeros",
-        },
-        "local_attention",
-        {},
-    ),
-    ("variable", 1, {"encoder": {"layers": 1}, "slots": 3, "positions": "variable"}, "local_attention", {}),
-    ("control", 1, {"slots": 2}, "local_attention", {}),
-    ("delta_net", 1, {"encoder": {**ENCODER, "mixer": "retnet"}, "slots": 2}, {"kind": "delta_net"}, {}),
-]
-ALL_ARCHITECTURES = [
-    Case("decoder", "rising", {}, inside={**RISING, "summaries": 4}),
-    Case(
-        "decoder",
-        "rising_apart",
-        {},
-        queries_per_key=2,
-        inside={**RISING, "summaries": 2, "memories": 3, "long_memory": 7, "long_increment": 2, "gate_init": -1.0},
-    ),
-    Case("decoder", "rising_one", {}, core=False, inside={**RISING, "summaries": 1}),
-    *(
-        Case("decoder", name, {}, per_key, name in ("lamemo", "lamemo_short"), {"kind": "lamemo", **options}, shape)
-        for name, per_key, options, shape in LAMEMO
-    ),
-    Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
-    *(
-        Case("memory_model", name, options, per_key, name in ("fixed", "narrow"), inside, shape)
-        for name, per_key, options, inside, shape in MEMORY_MODELS
-    ),
-    Case(
-        "recurrent_memory",
-        "overwrite",
-        {"memory_tokens": 1, "form": "overwrite"},
-        queries_per_key=2,
-        inside="full_attention",
-    ),
-    # float64 rounding of a memory that goes through DeltaNet's layers grows to 2e-11 in three chunks with weights of
-    # 0.3, with 0.1 it stays at 1e-14: there the laws' 1e-12 tells faults from rounding
-    Case("recurrent_memory", "delta_net", {"memory_tokens": 4}, core=False, inside={"kind": "delta_net"}, init_std=0.1),
-    Case(
-        "recurrent_memory",
-        "titans",
-        {"memory_tokens": 2},
-        queries_per_key=2,
-        core=False,
-        inside={"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.05},
-    ),
-    Case(
-        "recurrent_memory", "elastic", {"memory_tokens": 2}, core=False, inside={"kind": "elastic_memory", "order": 5}
-    ),
-]
-"""Whole models: architectures besides the plain decoder, in whose layers the mixers' cases run, and mixers whose rows
-rise from layer to layer."""
 
 CHOSEN = os.environ.get("MEGAMEM_CASES", "").split(",")
 CASES = [case for case in ALL_CASES if case.core or case.kind in CHOSEN or CHOSEN == ["all"]]

@@ -14,7 +14,7 @@ from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, Stateful, 
 from megamem.model.stage import Stage, add_losses, build_stage
 from megamem.parallel.linears import Linears, PlainLinears, initialize_parameters
 from megamem.pipeline.reader import ChunkReader, RowGroup
-from tests.contract.cases import CHUNK, Case
+from tests.contract.case import CHUNK, Case
 
 CPU = torch.device("cpu")
 SUBJECTS = ["mixer", "stage"]

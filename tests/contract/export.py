@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.case import CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.distributed.training_cases import run_config
 
 EXPORTED = [*CASES, *ARCHITECTURES]

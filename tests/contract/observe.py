@@ -12,7 +12,8 @@ from megamem.memory.base import LABEL_IGNORED, detach
 from megamem.model.stage import Stage, add_losses
 from megamem.parallel.linears import Linears, PlainLinears, info
 from megamem.parallel.sequence import split_tokens
-from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.case import CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU, Lanes, every, inputs, make
 
 TOKENS = 4 * CHUNK

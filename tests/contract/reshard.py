@@ -17,7 +17,8 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.memory.base import Chunk, States, state_tensors
 from megamem.model.stage import Stage
 from megamem.parallel.linears import Linears, PlainLinears
-from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.case import CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU, inputs, make
 from tests.contract.observe import HEADS, LANES, TP_SIZES
 

@@ -15,7 +15,8 @@ from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.train_chunk import chunk_places
-from tests.contract.cases import ARCHITECTURES, CASES, CHUNK, Case
+from tests.contract.case import CHUNK, Case
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU
 
 LAYERS = 4

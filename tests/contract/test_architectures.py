@@ -12,7 +12,8 @@ from megamem.costs.state_bytes import state_sizes
 from megamem.memory.base import Chunk, detach, map_state, state_tensors
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from tests.contract.cases import ARCHITECTURES, CHUNK
+from tests.contract.case import CHUNK
+from tests.contract.cases import ARCHITECTURES
 from tests.contract.driver import (
     CPU,
     LAYOUTS,

@@ -3,7 +3,7 @@
 import torch
 
 from megamem.memory.base import Growing, state_tensors
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.choices import Choices
 from tests.contract.driver import CPU, make, one_grid, within
 

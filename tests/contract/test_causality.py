@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.driver import every, has_memory, inputs, largest, make, one_grid, run, within
 
 TOKENS = 3 * CHUNK

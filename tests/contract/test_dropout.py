@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamem.memory.base import States
 from megamem.ops.dropout import DropoutKeys
-from tests.contract.cases import CHUNK, Case
+from tests.contract.case import CHUNK, Case
 from tests.contract.driver import ANYWHERE, BORDERS, CPU, Lanes, Subject, every, inputs, largest, make, one_grid, within
 
 pytestmark = pytest.mark.whole_model

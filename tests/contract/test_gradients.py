@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megamem.memory.base import Chunk, Growing, detach, map_state, state_tensors
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.driver import every, has_memory, inputs, largest, make, one_grid, run, within
 
 TINY = {"heads": 2, "head_dim": 2}

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.driver import LAYOUTS, every, inputs, largest, make, row_of, run, state_error, within
 
 TOKENS = 4 * CHUNK + 3

@@ -5,7 +5,7 @@ import torch
 
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.driver import (
     ANYWHERE,
     LAYOUTS,

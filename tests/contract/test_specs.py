@@ -5,7 +5,7 @@ import torch
 
 from megamem.costs.state_bytes import model_state_bytes, state_bytes, state_sizes
 from megamem.memory.base import Growing, state_tensors
-from tests.contract.cases import CHUNK
+from tests.contract.case import CHUNK
 from tests.contract.driver import CPU, every, inputs, make, one_grid, run
 
 

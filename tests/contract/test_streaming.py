@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamem.model.stage import Stage
-from tests.contract.cases import ARCHITECTURES, CASES, CHUNK
+from tests.contract.case import CHUNK
+from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import LAYOUTS, every, inputs, largest, make, run, state_error, within
 
 TOKENS = 4 * CHUNK + 5  # ends inside a chunk, so that the open tensors are compared too

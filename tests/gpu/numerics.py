@@ -13,7 +13,7 @@ from megamem.model.stage import Stage
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from tests.contract.cases import CHUNK, Case
+from tests.contract.case import CHUNK, Case
 from tests.contract.driver import LAYOUTS, Alone, Lanes, Subject, every, make
 
 CPU = torch.device("cpu")

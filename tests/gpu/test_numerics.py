@@ -8,7 +8,8 @@ import torch
 from megamem.ops.dropout import Dropout, DropoutKeys
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
-from tests.contract.cases import CASES, CHUNK
+from tests.contract.case import CHUNK
+from tests.contract.cases import CASES
 from tests.contract.driver import LAYOUTS
 from tests.gpu.numerics import attention_errors, mixer_errors, recurrence_errors
 

@@ -15,7 +15,7 @@ from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract import test_causality, test_gradients, test_oracle, test_reset, test_specs, test_streaming
-from tests.contract.cases import CHUNK, Case
+from tests.contract.case import CHUNK, Case
 from tests.snippets import ROOT, python_snippets
 from tests.unit import test_flops
 

@@ -12,7 +12,8 @@ from megamem.config.model import MIXERS
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
-from tests.contract.cases import ALL_CASES, CHUNK
+from tests.contract.case import CHUNK
+from tests.contract.cases import ALL_CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "recipes" / "demo.yaml"

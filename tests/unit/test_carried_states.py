@@ -13,7 +13,8 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import select_states
-from tests.contract.cases import ALL_CASES, CHUNK
+from tests.contract.case import CHUNK
+from tests.contract.cases import ALL_CASES
 
 CPU = torch.device("cpu")
 CASES = {case.kind: case for case in reversed(ALL_CASES)}

@@ -51,7 +51,7 @@ def meta_counts(model: ModelConfig) -> dict[str, int]:
                 "mlp": r"layers\.\d+\.mlp\.",
                 "attention": r"layers\.\d+\.mixer\.(memory\.|mixers\.\d+\.)?"
                 r"(query|key|value|output|gate(?!\.logit)|router|level_gates\.weight|rate\.weight|token_step\.weight|decay\.token\.weight|token_gates\.\w+\.weight)\.",
-                "memory": r"layers\.\d+\.mixer\.|memory_rows\.|side_rows\.|score_biases\.",
+                "memory": r"layers\.\d+\.(mixer|writer)\.|memory_rows\.|side_rows\.|score_biases\.|encoder_embedding\.",
             }.items()
             if re.match(pattern, name)
         )
@@ -281,7 +281,25 @@ def test_masked_mixers_are_read_as_published(name: str) -> None:
     assert (optimizer.schedule, optimizer.decay_shape, optimizer.min_lr_ratio) == ("wsd", "linear", 0.0)
 
 
-@pytest.mark.parametrize("name", sorted(set(SHIPPED) - set(WORDS) - set(CHARACTERS) - set(TOKEN_MAPS)))
+MEMORIES = {"memory-transformer-75m": (16, 256, 16, 512, "ones"), "memory-mixer-106m": (8, 512, 8, 1024, "zeros")}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memory_models_have_the_published_shapes(name: str) -> None:
+    """Figure 2 and Table 1 of the same paper: chunks of 256, four of them, one memory each."""
+    model = shipped(name, "data.sequence_length=1024").model
+    architecture, inside = model.architecture, model.layer_model(0)
+    decoder = model.layers - architecture.encoder.layers
+    shape = (architecture.encoder.layers, inside.hidden_size, decoder, model.hidden_size, architecture.fill)
+    assert shape == MEMORIES[name]
+    assert (model.chunk_size, architecture.slots, architecture.memories_per_chunk) == (256, 4, 1)
+    assert architecture.positions == "fixed"
+
+
+OTHERS = {*WORDS, *CHARACTERS, *TOKEN_MAPS, *MEMORIES}
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - OTHERS))
 def test_training_is_the_published_one(name: str) -> None:
     """The papers' budgets and rates by size."""
     config, size = shipped(name), name.rpartition("-")[2]

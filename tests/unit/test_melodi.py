@@ -10,7 +10,7 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State
 from megamem.memory.compressive.melodi import MelodiConfig
 from megamem.parallel.linears import PlainLinears, info
-from tests.contract.cases import CHUNK, Case
+from tests.contract.case import CHUNK, Case
 
 CPU = torch.device("cpu")
 

@@ -172,6 +172,11 @@ def test_slots_by_a_loop_over_rows(count: int) -> None:
              "parallel": {"tp": 2, "sequence_parallel": True}},
             "parallel.sequence_parallel does not go with architecture.positions variable",
         ),
+        (
+            {"model": {"architecture": {"kind": "memory_model", "slots": 2, "positions": "variable"}},
+             "parallel": {"zero_stage": 3}},
+            "parallel.zero_stage 3 does not go with architecture.positions variable",
+        ),
     ],
 )  # fmt: skip
 def test_runs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:

@@ -22,20 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor
 
-from megamem.config.base import ConfigModel
 from megamem.config.cost import product
-from megamem.config.layer_part import LayerPart
-from megamem.config.model import ARCHITECTURES, AnyMixer, ArchitectureConfig, ModelConfig
-from megamem.config.model_checks import check_heads, check_rotation
+from megamem.config.encoder import EncoderConfig
+from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
+from megamem.config.parallel import ParallelConfig
 from megamem.memory.base import Chunk, Losses, Stateful, States, StateSpec, TensorSpec
 from megamem.model.architectures.decoder import Decoder, tied
+from megamem.model.encoder_rows import apart, finished_chunk, joined
 from megamem.model.layer import Layer
 from megamem.model.memory_writer import MemoryWriter, filled_slots, with_memories
 from megamem.model.stage import add_losses
@@ -46,39 +46,6 @@ MEMORIES = "memories"
 """The component of the decoder's first layer that holds memories, and the tensor in it."""
 OPEN_CHUNK = "open_chunk"
 """The component of the first stage that holds the encoder's embeddings of a chunk that has not ended."""
-
-
-class EncoderConfig(ConfigModel):
-    """The encoder's shape. What is not given is the model's own, as everything that is not listed."""
-
-    layers: PositiveInt
-    """How many of `model.layers` are the encoder's: the first ones."""
-    hidden_size: PositiveInt | None = None
-    """Width of the encoder's residual stream."""
-    heads: PositiveInt | None = None
-    """Query heads of the encoder."""
-    kv_heads: PositiveInt | None = None
-    """Key/value heads of the encoder; as many as its `heads` if these are given."""
-    head_dim: PositiveInt | None = None
-    """Width of a head; hidden_size / heads if one of these is given."""
-    ffn_size: PositiveInt | None = None
-    """Inner width of the encoder's MLPs; by the rule of `model.ffn_size` if hidden_size is given."""
-    mixer: AnyMixer | None = None
-    """What mixes tokens in the encoder's layers."""
-
-    def inside(self, model: ModelConfig) -> ModelConfig:
-        """Return the model as the encoder's layers see it."""
-        changes: dict[str, int | None] = {}
-        if self.hidden_size or self.heads:
-            changes = {
-                "hidden_size": self.hidden_size or model.hidden_size,
-                "heads": self.heads or model.heads,
-                "kv_heads": self.kv_heads if self.heads else self.kv_heads or model.kv_heads,
-                "head_dim": self.head_dim,
-            }
-        if self.hidden_size or self.ffn_size:
-            changes["ffn_size"] = self.ffn_size
-        return model.model_copy(update=changes)
 
 
 @ARCHITECTURES.register
@@ -118,53 +85,23 @@ class MemoryModelConfig(ArchitectureConfig):
         if model.mup is not None:
             raise ValueError("architecture memory_model does not go with mup, which knows one width; leave it out")
         if model.chunk_size % self.memories_per_chunk:
-            raise ValueError(
-                f"architecture.memories_per_chunk {self.memories_per_chunk} does not divide chunk_size "
-                f"{model.chunk_size}"
-            )
-        if self.encoder is None:
-            if self.compressed_size is not None:
-                raise ValueError("architecture.compressed_size: there is no architecture.encoder whose memories it is")
-            return
-        if self.encoder.layers >= model.layers:
-            raise ValueError(
-                f"architecture.encoder.layers {self.encoder.layers} leaves no layer of model.layers {model.layers} to "
-                "the decoder"
-            )
-        listed = sorted(layer for entry in model.memory for layer in entry.layers if layer < self.encoder.layers)
-        if listed:
-            raise ValueError(
-                f"memory.layers {listed} are the encoder's; their mixer is architecture.encoder.mixer, and the "
-                f"decoder's layers are {self.encoder.layers} to {model.layers - 1}"
-            )
-        inside = self.encoder.inside(model)
-        try:
-            check_heads(inside.hidden_size, inside.heads, inside.resolved_kv_heads, inside.head_dim)
-            check_rotation(inside.resolved_head_dim, (self.encoder.mixer or model.mixer).rotates())
-        except ValueError as error:
-            raise ValueError(f"architecture.encoder: {error}") from None
+            count, size = self.memories_per_chunk, model.chunk_size
+            raise ValueError(f"architecture.memories_per_chunk {count} does not divide chunk_size {size}")
+        if self.encoder is not None:
+            self.encoder.check(model)
+        elif self.compressed_size is not None:
+            raise ValueError("architecture.compressed_size: there is no architecture.encoder whose memories it is")
 
-    def check_layout(self, tp: int, sequence_parallel: bool, model: ModelConfig) -> None:
+    def check_layout(self, parallel: ParallelConfig, model: ModelConfig) -> None:
         """See `ArchitectureConfig.check_layout`."""
-        if sequence_parallel and self.positions == "variable":
+        wrong = "parallel.zero_stage 3" if parallel.zero_stage == 3 else "parallel.sequence_parallel"
+        if self.positions == "variable" and (parallel.zero_stage == 3 or parallel.sequence_parallel):
             raise ValueError(
-                "parallel.sequence_parallel does not go with architecture.positions variable, which reads another "
-                "number of rows in each chunk; use fixed"
+                f"{wrong} does not go with architecture.positions variable, which reads another number of rows in each "
+                "chunk; use fixed"
             )
-        if self.encoder is None:
-            return
-        inside = self.encoder.inside(model)
-        sizes = {"heads": inside.heads, "kv_heads": inside.resolved_kv_heads, "ffn_size": inside.resolved_ffn_size}
-        for name, size in sizes.items():
-            if size % tp:
-                raise ValueError(f"architecture.encoder.{name} {size} is not divisible by parallel.tp {tp}")
-
-    def projection_widths(self, model: ModelConfig) -> list[int]:
-        """Return the widths between which memories are projected, from the encoder's to the decoder's."""
-        assert self.encoder is not None
-        width = self.encoder.inside(model).hidden_size
-        widths = [width] if self.compressed_size is None else [width, self.compressed_size, width]
-        return widths if width == model.hidden_size else [*widths, model.hidden_size]
+        if self.encoder is not None:
+            self.encoder.check_layout(parallel.tp, model)
 
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """See `ArchitectureConfig.layer_part`."""
@@ -172,29 +109,18 @@ class MemoryModelConfig(ArchitectureConfig):
             longer = model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size})
             reads = self.encoder is not None and layer == self.encoder.layers
             slots = {MEMORIES: {MEMORIES: TensorSpec((self.rows_before, "batch", "hidden"))}}
-            return LayerPart(
-                longer,
-                model.configured_mixer(layer),
-                "reads memories" if reads else "",
-                restarts=self.positions == "variable",
-                beside=slots if reads else {},
-            )
+            part = LayerPart(longer, model.configured_mixer(layer), restarts=self.positions == "variable")
+            return replace(part, role="reads memories", beside=slots) if reads else part
         inside = self.encoder.inside(model)
         part = LayerPart(inside, self.encoder.mixer or model.mixer, "encoder", restarts=True, keeps_state=False)
         if layer < self.encoder.layers - 1:
             return part
-        widths = self.projection_widths(model)
-        pairs = list(zip(widths, widths[1:], strict=False))
-        matrices = sum(inputs * outputs for inputs, outputs in pairs)
-        norm = inside.last_norm_vectors
-        biases = sum(outputs for _, outputs in pairs) if model.bias else 0
+        widths = self.encoder.memory_widths(model, self.compressed_size)
+        matrices = sum(inputs * outputs for inputs, outputs in pairwise(widths))
+        vectors = inside.last_norm_vectors + (sum(widths[1:]) if model.bias else 0)
         flops = product(2 * matrices * self.memories_per_chunk / model.chunk_size)
-        return replace(
-            part,
-            role="encoder, writes memories",
-            extra_parameters=norm + matrices + biases,
-            extra_flops={"memory_projection": flops} if matrices else {},
-        )
+        costs = {"memory_projection": flops} if matrices else {}
+        return replace(part, role="encoder, writes memories", extra_parameters=vectors + matrices, extra_flops=costs)
 
     def entry_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
         """See `ArchitectureConfig.entry_specs`: embeddings of a chunk that has not ended, whole on every rank."""
@@ -215,9 +141,9 @@ class MemoryModelConfig(ArchitectureConfig):
 
     def summary(self, model: ModelConfig) -> str:
         """See `ArchitectureConfig.summary`."""
-        rows = f"{self.memories_per_chunk} memories a chunk, of the newest {self.slots} chunks"
         if self.encoder is None:
             return f"memory model without an encoder, the control: {self.rows_before} rows stay empty"
+        rows = f"{self.memories_per_chunk} memories a chunk, of the newest {self.slots} chunks"
         return f"memory model: {self.encoder.layers} layers encode, {model.layers - self.encoder.layers} decode; {rows}"
 
     def build(self, model: ModelConfig, linears: Linears, layers: range) -> MemoryModel:
@@ -235,13 +161,14 @@ class MemoryModel(Decoder):
         self.rows_before = settings.rows_before
         if settings.encoder is None:
             return
-        inside, top = settings.encoder.inside(model), str(self.encoder_layers - 1)
+        inside = settings.encoder.inside(model)
         if self.first:
             start = normal(model.init_std)
             self.encoder_embedding = linears.embedding(model.resolved_padded_vocab_size, inside.hidden_size, start)
-        if top in self.layers:
-            widths = settings.projection_widths(model)
-            self.layers[top].add_module("writer", MemoryWriter(inside, linears, settings.memories_per_chunk, widths))
+        if self.encoder_layers - 1 in layers:
+            widths = settings.encoder.memory_widths(model, settings.compressed_size)
+            writer = MemoryWriter(inside, linears, settings.memories_per_chunk, widths)
+            self.layer(self.encoder_layers - 1).add_module("writer", writer)
 
     @property
     def one_grid(self) -> bool:
@@ -251,19 +178,21 @@ class MemoryModel(Decoder):
     @property
     def own_layers(self) -> list[Layer]:
         """The decoder's layers of this stage, in order."""
-        return [cast(Layer, layer) for i, layer in self.layers.items() if int(i) >= self.encoder_layers]
+        return [self.layer(i) for i in self.span if i >= self.encoder_layers]
 
     @property
     def encoder_part(self) -> list[Layer]:
         """The encoder's layers of this stage, in order."""
-        return [cast(Layer, layer) for i, layer in self.layers.items() if int(i) < self.encoder_layers]
+        return [self.layer(i) for i in self.span if i < self.encoder_layers]
 
     @property
     def layer_components(self) -> Mapping[str, Stateful]:
         """See `Stage.layer_components`: the decoder's mixers. The encoder reads whole chunks and keeps nothing."""
-        return {
-            f"layers.{i}": cast(Layer, layer).mixer for i, layer in self.layers.items() if int(i) >= self.encoder_layers
-        }
+        return {f"layers.{i}": self.layer(i).mixer for i in self.span if i >= self.encoder_layers}
+
+    def layer(self, number: int) -> Layer:
+        """Return layer `number` of the model, which is this stage's."""
+        return cast(Layer, self.layers[str(number)])
 
     def grid_place(self, start: int) -> int:
         """See `Stage.grid_place`; where empty slots are left out, rows of a call have as many memories as others."""
@@ -281,7 +210,7 @@ class MemoryModel(Decoder):
 
     def _border(self, layer: int, tokens: int, rows: int, start: int) -> tuple[int, int, int]:
         """Return the shape of what comes to `layer` from the stage below; see `border_shape`."""
-        split = self.linears.tp_size if self.linears.sequence_parallel else 1
+        split = token_share(self.linears)[1]
         size, width, ends = self.config.chunk_size, self.config.hidden_size, self._ends(start, tokens)
         if layer < self.encoder_layers:
             width = max(width, self.config.layer_model(layer).hidden_size)
@@ -302,8 +231,8 @@ class MemoryModel(Decoder):
         """See `Stage.tokens_of`."""
         if self.first:
             return entered.shape[0]
-        start, split = chunk.starts[0], self.linears.tp_size if self.linears.sequence_parallel else 1
-        place, count = start % self.config.chunk_size, entered.shape[0] * split
+        start, count = chunk.starts[0], entered.shape[0] * token_share(self.linears)[1]
+        place = start % self.config.chunk_size
         if self.span.start > self.encoder_layers:
             return count - (0 if place else self.rows_before)
         left = self.config.chunk_size - place
@@ -338,12 +267,13 @@ class MemoryModel(Decoder):
             if self.encoder_layers:
                 beside, new_states = self._enter_encoder(x, states, chunk, ends)
         elif self.span.start <= self.encoder_layers:
-            beside, hidden = self._apart(x, tokens)
+            widths = self.config.layer_model(self.span.start).hidden_size, self.config.hidden_size
+            beside, hidden = apart(x, tokens // token_share(self.linears)[1], *widths)
         if ends and self.encoder_part:
             beside, losses = self._encode(beside, chunk)
         if not self.own_layers and not self.last:
             # only encoder layers
-            return self._joined(beside, hidden) if self.encoder_layers else hidden, new_states, losses
+            return joined(beside, hidden) if self.encoder_layers else hidden, new_states, losses
         if self.span.start <= self.encoder_layers:
             hidden, slots = self._with_slots(beside if ends else None, hidden, states, chunk)
             new_states = {**new_states, **slots}
@@ -381,7 +311,10 @@ class MemoryModel(Decoder):
     def _decode_without_empty_slots(
         self, hidden: Tensor, states: States, chunk: Chunk, tokens: int
     ) -> tuple[Tensor, States, Losses]:
-        """Do what `_decode` does for rows with equally many memories: empty slots come back as zeros."""
+        """Do what `_decode` does for rows with equally many memories; hidden: [rows, batch, hidden_size].
+
+        Empty slots come back as zeros.
+        """
         start, size = chunk.starts[0], self.config.chunk_size
         known = self.rows_before if start % size else self._finished(start) * self.settings.memories_per_chunk
         empty = 0 if start % size else self.rows_before - known
@@ -394,7 +327,7 @@ class MemoryModel(Decoder):
         return output, states, losses
 
     def _fresh(self, states: States, chunk: Chunk, like: Tensor) -> States:
-        """Return states of decoder layers that have read nothing, for the rows of `chunk`."""
+        """Return states of decoder layers that have read nothing; like: activations [rows, batch, hidden_size]."""
         components = self.layer_components
         return {
             name: components[name].initial_state(chunk.rows, self.device_of(components[name], like.device), like.dtype)
@@ -414,14 +347,8 @@ class MemoryModel(Decoder):
         embedded = dropped(embedded, drops, *token_share(self.linears))
         memory = self.entry_memories[OPEN_CHUNK]
         open_before = memory.reset(states[OPEN_CHUNK], chunk, embedded.device, embedded.dtype)["embeddings"]
-        if ends and ids.shape[0] == self.config.chunk_size:
-            return embedded, {OPEN_CHUNK: {"embeddings": open_before}}
-        whole = torch.cat((open_before, self.linears.join_tokens(embedded)))
-        if not ends:
-            return embedded[:0], {OPEN_CHUNK: {"embeddings": whole}}
-        # left padding may begin inside a chunk: nobody reads what becomes of it
-        whole = F.pad(whole, (0, 0, 0, 0, self.config.chunk_size - whole.shape[0], 0))
-        return self.linears.split_tokens(whole), {OPEN_CHUNK: {"embeddings": whole.new_zeros(0, *whole.shape[1:])}}
+        encoded, left = finished_chunk(embedded, open_before, self.config.chunk_size if ends else None, self.linears)
+        return encoded, {OPEN_CHUNK: {"embeddings": left}}
 
     def _encode(self, encoded: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
         """Take a chunk through the encoder's layers of this stage: the chunk, or its memories behind the last layer.
@@ -437,29 +364,9 @@ class MemoryModel(Decoder):
             fresh = layer.mixer.initial_state(chunk.rows, encoded.device, encoded.dtype)
             encoded, _, extra = self.through(layer, encoded, fresh, here)
             losses = add_losses(losses, extra)
-        if (top := str(self.encoder_layers - 1)) in self.layers:
-            encoded = self.layers[top].get_submodule("writer")(encoded)
+        if self.encoder_layers - 1 in self.span:
+            encoded = self.layer(self.encoder_layers - 1).get_submodule("writer")(encoded)
         return encoded, losses
-
-    def _apart(self, x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that came beside the tokens of a call that ends a chunk, and the tokens' embeddings.
-
-        x: what the stage below hands up [rows, batch, width]; tokens: how many the call reads, all ranks' together.
-        """
-        own = tokens // (self.linears.tp_size if self.linears.sequence_parallel else 1)
-        beside, hidden = x.split((x.shape[0] - own, own))
-        if self.span.start < self.encoder_layers:
-            beside = beside[..., : self.config.layer_model(self.span.start).hidden_size]
-        return beside, hidden[..., : self.config.hidden_size]
-
-    @staticmethod
-    def _joined(beside: Tensor, hidden: Tensor) -> Tensor:
-        """Return rows [rows, batch, width] and tokens [tokens, batch, hidden_size] in one tensor of the greater width.
-
-        The narrower ones are filled up with zeros.
-        """
-        width = max(beside.shape[-1], hidden.shape[-1])
-        return torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in (beside, hidden)])
 
     def _with_slots(
         self, written: Tensor | None, hidden: Tensor, states: States, chunk: Chunk
@@ -474,7 +381,6 @@ class MemoryModel(Decoder):
         """
         finished = tuple(map(self._finished, chunk.starts))
         fill = 1.0 if self.settings.fill == "ones" else 0.0
-        begins = chunk.starts[0] % self.config.chunk_size == 0
         new_states: States = {}
         if MEMORIES in self.beside_layers:
             if self.ties_resets and all(chunk.fresh()):
@@ -486,6 +392,6 @@ class MemoryModel(Decoder):
             new_states = {MEMORIES: {MEMORIES: kept}}
         else:
             slots = hidden.new_full((self.rows_before, *hidden.shape[1:]), fill)
-        if begins:
+        if chunk.starts[0] % self.config.chunk_size == 0:
             hidden = self.linears.split_tokens(torch.cat((slots, self.linears.join_tokens(hidden))))
         return hidden, new_states

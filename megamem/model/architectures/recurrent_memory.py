@@ -29,8 +29,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from megamem.config.layer_part import LayerPart
-from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
+from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
 from megamem.memory.base import Chunk, Losses, States, StateSpec, TensorSpec, to_device
 from megamem.model.architectures.decoder import Decoder, tied
 from megamem.parallel.linears import Linears, declare, normal
