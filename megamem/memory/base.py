@@ -115,6 +115,8 @@ class Chunk:
     dropout: DropoutKeys | None = field(default=None, compare=False)
     """What dropout draws by: training fills it in where the model drops anything. None: nothing is dropped, whatever
     the model's configuration says."""
+    prepared: Tensor | None = field(default=None, compare=False)
+    """What an architecture has made of the chunk ahead of its reading, with others (`Stage.prepare`); None: nothing."""
 
     @property
     def rows(self) -> int:

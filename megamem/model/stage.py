@@ -7,7 +7,7 @@ A model is one stage, or a row of stages on several ranks. Training, evaluation,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -254,6 +254,16 @@ class Stage(nn.Module, ABC):
     def memories_change(self, start: int, tokens: int) -> bool:
         """Whether the last stage writes the memories that span the model when it reads `tokens` from `start` on."""
         return True
+
+    def prepare(self, tokens: Tensor, places: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Compute ahead what chunks that are read one after another need, but do not need each other for.
+
+        Args:
+            tokens: ids [chunks * chunk_size, batch] int64 of all of them, on a stage that holds the whole model.
+            places: where each chunk's tokens lie in their documents.
+        Returns: the places, with what was computed (`Chunk.prepared`).
+        """
+        return places
 
     @abstractmethod
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:

@@ -40,7 +40,7 @@ class Window(nn.Module):
         size = tokens.shape[0] // len(places)
         sums = [scale.new_zeros(()) for _ in self.objective.names]
         auxiliary = {name: scale.new_zeros(()) for name in self.stage.auxiliary_losses}
-        for c, chunk in enumerate(places):
+        for c, chunk in enumerate(self.stage.prepare(tokens, places)):
             part = slice(c * size, (c + 1) * size)
             result = train_chunk(
                 self.stage, self.objective, tokens[part], labels[part], states, chunk, not self._checked

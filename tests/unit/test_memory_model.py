@@ -15,8 +15,10 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, States, detach
 from megamem.model.architectures.memory_model import MemoryModel
 from megamem.model.memory_writer import filled_slots, with_memories
+from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.window import Window
 
 CHUNK, SLOTS, ROWS = 8, 3, 2
 CPU = torch.device("cpu")
@@ -143,6 +145,36 @@ def test_compressed_memories_have_the_rank_of_their_width() -> None:
     stage = built(model(compressed_size=2))
     memories = [read(stage, ids(CHUNK, rows=12) + 0)[1]["memories"]["memories"][0]]
     assert torch.linalg.matrix_rank(memories[0], rtol=1e-10) == 2
+
+
+@pytest.mark.parametrize("memories", [1, 2])
+def test_chunks_of_a_window_are_encoded_side_by_side(memories: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reading of the encoder for all of them, with the loss and gradients of one reading for each."""
+    stage, chunks = built(model(memories_per_chunk=memories)), SLOTS + 2
+    window = Window(stage, NextToken(stage.config))
+    x = ids(chunks * CHUNK + 1)
+    places = [Chunk((chunk * CHUNK, max(chunk - 1, 0) * CHUNK)) for chunk in range(chunks)]
+    read_by_encoder, forward = [], stage.layer(0).mixer.forward
+    monkeypatch.setattr(
+        stage.layer(0).mixer, "forward", lambda x, *rest: read_by_encoder.append(x) or forward(x, *rest)
+    )
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        stage.zero_grad()
+        states, scale = stage.initial_states(ROWS, CPU, torch.float64), torch.tensor(0.1, dtype=torch.float64)
+        loss, _, _ = window(x[:-1], x[1:], places, states, scale)
+        loss.backward()
+        return loss.detach(), {name: parameter.grad.clone() for name, parameter in stage.named_parameters()}
+
+    loss, gradients = run()
+    assert [tuple(each.shape[:2]) for each in read_by_encoder] == [(CHUNK, chunks * ROWS)]
+    monkeypatch.setattr(stage, "prepare", lambda tokens, places: places)
+    alone, expected = run()
+    assert len(read_by_encoder) == 1 + chunks
+    # sums in another order
+    assert abs(loss - alone) < 1e-12
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("count", [1, 2])

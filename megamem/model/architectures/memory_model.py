@@ -20,131 +20,31 @@ In a pipeline the encoder's stages come before the decoder's. What goes up, for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Literal, cast
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
-from megamem.config.cost import product
-from megamem.config.encoder import EncoderConfig
-from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
-from megamem.config.parallel import ParallelConfig
-from megamem.memory.base import Chunk, Losses, Stateful, States, StateSpec, TensorSpec
+from megamem.config.model import ARCHITECTURES, ModelConfig
+from megamem.memory.base import Chunk, Losses, Stateful, States
 from megamem.model.architectures.decoder import Decoder, tied
 from megamem.model.encoder_rows import apart, finished_chunk, joined
 from megamem.model.layer import Layer
+from megamem.model.memory_model_settings import MEMORIES, OPEN_CHUNK, MemoryModelSettings
 from megamem.model.memory_writer import MemoryWriter, filled_slots, with_memories
 from megamem.model.stage import add_losses
 from megamem.ops.dropout import dropped
 from megamem.parallel.linears import Linears, normal, token_share
 
-MEMORIES = "memories"
-"""The component of the decoder's first layer that holds memories, and the tensor in it."""
-OPEN_CHUNK = "open_chunk"
-"""The component of the first stage that holds the encoder's embeddings of a chunk that has not ended."""
-
 
 @ARCHITECTURES.register
-class MemoryModelConfig(ArchitectureConfig):
+class MemoryModelConfig(MemoryModelSettings):
     """Memory model: the decoder reads a few vectors in the place of each earlier chunk, which an encoder makes."""
 
     kind: Literal["memory_model"] = "memory_model"
     """`memory_model`"""
-    encoder: EncoderConfig | None = None
-    """The encoder; without one every slot stays empty, the control without a memory."""
-    memories_per_chunk: PositiveInt = 1
-    """Vectors that stand for a chunk: of the last token of each of so many equal parts of it."""
-    slots: PositiveInt
-    """Chunks whose memories the decoder sees at most. Where a document has more, the oldest memories are dropped."""
-    positions: Literal["fixed", "variable"] = "fixed"
-    """`fixed`: the same chunk's memories stand in the same place, and empty slots are filled. `variable`: there are as
-    many memories as there are earlier chunks, and the tokens follow at once."""
-    fill: Literal["ones", "zeros"] = "ones"
-    """What empty slots hold."""
-    compressed_size: PositiveInt | None = None
-    """Width to which memories are compressed before they are expanded again; none if not given."""
-
-    @property
-    def encoder_layers(self) -> int:
-        """How many of the model's layers are the encoder's."""
-        return 0 if self.encoder is None else self.encoder.layers
-
-    @property
-    def rows_before(self) -> int:
-        """Rows in front of each chunk's tokens in the decoder, at most."""
-        return self.slots * self.memories_per_chunk
-
-    def check(self, model: ModelConfig) -> None:
-        """See `ArchitectureConfig.check`."""
-        if model.positions == "learned":
-            raise ValueError("architecture memory_model adds rows without a place; it needs rotary positions")
-        if model.mup is not None:
-            raise ValueError("architecture memory_model does not go with mup, which knows one width; leave it out")
-        if model.chunk_size % self.memories_per_chunk:
-            count, size = self.memories_per_chunk, model.chunk_size
-            raise ValueError(f"architecture.memories_per_chunk {count} does not divide chunk_size {size}")
-        if self.encoder is not None:
-            self.encoder.check(model)
-        elif self.compressed_size is not None:
-            raise ValueError("architecture.compressed_size: there is no architecture.encoder whose memories it is")
-
-    def check_layout(self, parallel: ParallelConfig, model: ModelConfig) -> None:
-        """See `ArchitectureConfig.check_layout`."""
-        wrong = "parallel.zero_stage 3" if parallel.zero_stage == 3 else "parallel.sequence_parallel"
-        if self.positions == "variable" and (parallel.zero_stage == 3 or parallel.sequence_parallel):
-            raise ValueError(
-                f"{wrong} does not go with architecture.positions variable, which reads another number of rows in each "
-                "chunk; use fixed"
-            )
-        if self.encoder is not None:
-            self.encoder.check_layout(parallel.tp, model)
-
-    def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
-        """See `ArchitectureConfig.layer_part`."""
-        if self.encoder is None or layer >= self.encoder.layers:
-            longer = model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size})
-            reads = self.encoder is not None and layer == self.encoder.layers
-            slots = {MEMORIES: {MEMORIES: TensorSpec((self.rows_before, "batch", "hidden"))}}
-            part = LayerPart(longer, model.configured_mixer(layer), restarts=self.positions == "variable")
-            return replace(part, role="reads memories", beside=slots) if reads else part
-        inside = self.encoder.inside(model)
-        part = LayerPart(inside, self.encoder.mixer or model.mixer, "encoder", restarts=True, keeps_state=False)
-        if layer < self.encoder.layers - 1:
-            return part
-        widths = self.encoder.memory_widths(model, self.compressed_size)
-        matrices = sum(inputs * outputs for inputs, outputs in pairwise(widths))
-        vectors = inside.last_norm_vectors + (sum(widths[1:]) if model.bias else 0)
-        flops = product(2 * matrices * self.memories_per_chunk / model.chunk_size)
-        costs = {"memory_projection": flops} if matrices else {}
-        return replace(part, role="encoder, writes memories", extra_parameters=vectors + matrices, extra_flops=costs)
-
-    def entry_specs(self, model: ModelConfig) -> dict[str, StateSpec]:
-        """See `ArchitectureConfig.entry_specs`: embeddings of a chunk that has not ended, whole on every rank."""
-        if self.encoder is None:
-            return {}
-        width = self.encoder.inside(model).hidden_size
-        return {OPEN_CHUNK: {"embeddings": TensorSpec(("open", "batch", width), kind="open")}}
-
-    def extra_parameters(self, model: ModelConfig) -> int:
-        """See `ArchitectureConfig.extra_parameters`: the encoder's embedding."""
-        if self.encoder is None:
-            return 0
-        return model.resolved_padded_vocab_size * self.encoder.inside(model).hidden_size
-
-    def training_window(self, model: ModelConfig) -> int:
-        """See `ArchitectureConfig.training_window`: memories are read from the next chunk on."""
-        return 1 if self.encoder is None else 2
-
-    def summary(self, model: ModelConfig) -> str:
-        """See `ArchitectureConfig.summary`."""
-        if self.encoder is None:
-            return f"memory model without an encoder, the control: {self.rows_before} rows stay empty"
-        rows = f"{self.memories_per_chunk} memories a chunk, of the newest {self.slots} chunks"
-        return f"memory model: {self.encoder.layers} layers encode, {model.layers - self.encoder.layers} decode; {rows}"
 
     def build(self, model: ModelConfig, linears: Linears, layers: range) -> MemoryModel:
         """See `ArchitectureConfig.build`."""
@@ -154,7 +54,7 @@ class MemoryModelConfig(ArchitectureConfig):
 class MemoryModel(Decoder):
     """The layers `layers` of encoder and decoder; all rows of a call stand at the same place of a chunk."""
 
-    def __init__(self, model: ModelConfig, linears: Linears, layers: range, settings: MemoryModelConfig) -> None:
+    def __init__(self, model: ModelConfig, linears: Linears, layers: range, settings: MemoryModelSettings) -> None:
         super().__init__(model, linears, layers)
         self.settings, self.span = settings, layers
         self.encoder_layers = settings.encoder_layers
@@ -256,6 +156,23 @@ class MemoryModel(Decoder):
         begins = (each // size * long if fixed else 0 for each in chunk.starts)
         return Chunk(tuple(begin + inside for begin in begins), dropout=dropout)
 
+    def prepare(self, tokens: Tensor, places: Sequence[Chunk]) -> Sequence[Chunk]:
+        """See `Stage.prepare`: chunks are encoded side by side.
+
+        Not where documents begin inside chunks, which then are not encoded whole; where dropout draws by the place of a
+        call; or where layers have losses of their own, which belong to one chunk.
+        """
+        size, count, rows = self.config.chunk_size, len(places), tokens.shape[1]
+        inside = any(place.begins_inside or any(start % size for start in place.starts) for place in places)
+        losses = any(self.config.mixer_at(layer).auxiliary_losses() for layer in range(self.encoder_layers))
+        if not self.encoder_layers or count == 1 or inside or losses or places[0].dropout is not None:
+            return places
+        beside_each_other = tokens.view(count, size, rows).transpose(0, 1).reshape(size, count * rows)
+        here = Chunk((0,) * (count * rows))
+        memories, _ = self._encode(self._embed_for_encoder(beside_each_other, here), here)
+        each = memories.unflatten(1, (count, rows)).unbind(1)
+        return [replace(place, prepared=own) for place, own in zip(places, each, strict=True)]
+
     def read_chunk(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_chunk`; x: ids [tokens, batch], or rows as the module's documentation says."""
         tokens, start = self.tokens_of(x, chunk), chunk.starts[0]
@@ -264,12 +181,14 @@ class MemoryModel(Decoder):
         hidden, beside = x, x[:0]
         if self.first:
             hidden = self.embed(x, chunk)
-            if self.encoder_layers:
+            if chunk.prepared is not None:
+                beside, new_states = chunk.prepared, {OPEN_CHUNK: states[OPEN_CHUNK]}
+            elif self.encoder_layers:
                 beside, new_states = self._enter_encoder(x, states, chunk, ends)
         elif self.span.start <= self.encoder_layers:
             widths = self.config.layer_model(self.span.start).hidden_size, self.config.hidden_size
             beside, hidden = apart(x, tokens // token_share(self.linears)[1], *widths)
-        if ends and self.encoder_part:
+        if ends and self.encoder_part and chunk.prepared is None:
             beside, losses = self._encode(beside, chunk)
         if not self.own_layers and not self.last:
             # only encoder layers
@@ -340,15 +259,19 @@ class MemoryModel(Decoder):
         ids: [tokens, batch]. Returns: this rank's tokens of the chunk [chunk_size, batch, encoder's width] if the call
         ends it; the new state of the open chunk.
         """
-        embedded: Tensor = self.encoder_embedding(ids)
-        if self.config.scale_embedding:
-            embedded = embedded * embedded.shape[-1] ** 0.5
-        drops = chunk.drops(self.config.dropout, "encoder_embedding")
-        embedded = dropped(embedded, drops, *token_share(self.linears))
+        embedded = self._embed_for_encoder(ids, chunk)
         memory = self.entry_memories[OPEN_CHUNK]
         open_before = memory.reset(states[OPEN_CHUNK], chunk, embedded.device, embedded.dtype)["embeddings"]
         encoded, left = finished_chunk(embedded, open_before, self.config.chunk_size if ends else None, self.linears)
         return encoded, {OPEN_CHUNK: {"embeddings": left}}
+
+    def _embed_for_encoder(self, ids: Tensor, chunk: Chunk) -> Tensor:
+        """Embed ids [tokens, batch] for the encoder: this rank's [tokens, batch, encoder's width]."""
+        embedded: Tensor = self.encoder_embedding(ids)
+        if self.config.scale_embedding:
+            embedded = embedded * embedded.shape[-1] ** 0.5
+        drops = chunk.drops(self.config.dropout, "encoder_embedding")
+        return dropped(embedded, drops, *token_share(self.linears))
 
     def _encode(self, encoded: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
         """Take a chunk through the encoder's layers of this stage: the chunk, or its memories behind the last layer.
