@@ -154,10 +154,9 @@ def test_chunks_of_a_window_are_encoded_side_by_side(memories: int, monkeypatch:
     window = Window(stage, NextToken(stage.config))
     x = ids(chunks * CHUNK + 1)
     places = [Chunk((chunk * CHUNK, max(chunk - 1, 0) * CHUNK)) for chunk in range(chunks)]
-    read_by_encoder, forward = [], stage.layer(0).mixer.forward
-    monkeypatch.setattr(
-        stage.layer(0).mixer, "forward", lambda x, *rest: read_by_encoder.append(x) or forward(x, *rest)
-    )
+    mixer, read_by_encoder = stage.layer(0).mixer, []
+    forward = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda x, *rest: read_by_encoder.append(x) or forward(x, *rest))
 
     def run() -> tuple[Tensor, dict[str, Tensor]]:
         stage.zero_grad()
