@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
+from megamem.training import build
 from tests.unit.evaluation_helpers import CHUNK, VOCABULARY, document, slow_logits
 from tokenization.text_size import TextSize
 
@@ -256,6 +258,19 @@ def test_held_out_figures_are_of_copied_tokens(kind: dict[str, Any]) -> None:
     assert report.accuracy == right / LENGTH
 
 
+def test_validations_while_training_read_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(data={"validation": ["held out"]}, evaluation={"max_tokens": 3 * LENGTH})
+    monkeypatch.setattr(build, "held_out_documents", lambda _: [document(100, 4)])
+    monkeypatch.setattr(build, "validate", lambda engine, documents, watch: documents)
+    validation = build.build_validation(SimpleNamespace(config=run), [], lambda _: None)  # type: ignore[arg-type]
+    assert validation is not None
+    found: Any = validation.evaluate()
+    wanted = list(as_predicted([document(100, 4)], run, None))[:3]
+    for own, other in zip(found, wanted, strict=True):
+        assert torch.equal(own.tokens, other.tokens)
+        assert torch.equal(own.labels, other.labels)
+
+
 # learning
 
 STEPS = 200
@@ -282,9 +297,10 @@ def accuracy_after_training(kind: dict[str, Any], mixer: str, steps: int) -> flo
     return report.accuracy
 
 
-def test_attention_over_the_sequence_learns_to_copy() -> None:
-    """Random tokens, of which only the first half says what comes; chance is 1 of 32."""
-    assert accuracy_after_training(COPY, "full_attention", STEPS) > 0.9
+@pytest.mark.parametrize(("kind", "least"), [(COPY, 0.9), (BLANK_COPY, 0.6)])
+def test_attention_over_the_sequence_learns_to_copy(kind: dict[str, Any], least: float) -> None:
+    """Random tokens, of which only the first half says what comes; chance is 1 of 32, measured are 1.0 and 0.88."""
+    assert accuracy_after_training(kind, "full_attention", STEPS) > least
 
 
 def test_without_a_memory_blanks_say_nothing() -> None:
