@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, SerializeAsAny
 
 from megamem.config.base import ConfigModel
+from megamem.config.data import DataConfig
 from megamem.config.model import ModelConfig
 from megamem.config.registry import Registry
 
@@ -20,6 +21,9 @@ class ObjectiveConfig(ConfigModel):
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError if this objective does not fit `model`, naming field, value and what would be valid."""
+
+    def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
+        """Raise ValueError if it cannot be trained on the sequences that `data` makes, as `check` does."""
 
     @abstractmethod
     def build(self, model: ModelConfig) -> object:

@@ -200,6 +200,7 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _objective_fits(self) -> RunConfig:
         self.training.objective.check(self.model)
+        self.training.objective.check_sequences(self.model, self.data)
         return self
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from megamem.evaluation.baselines import lzma_baseline
 from megamem.evaluation.corruption import corrupted
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents
+from megamem.evaluation.objective import as_predicted
 from megamem.evaluation.probe import MemoryReport, memory_report
 from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
@@ -83,9 +84,12 @@ def final_evaluation(
 def final_documents(
     documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None
 ) -> list[EvaluationDocument]:
-    """Return what the evaluation at the end of a run reads of its held-out documents; see `cut_documents`."""
-    bound = config.evaluation.final_max_tokens
-    return cut_documents(documents, config.model.chunk_size, bound, counter, _depth(config))
+    """Return what the evaluation at the end of a run reads of its held-out documents, as its objective has them.
+
+    See `as_predicted`, `cut_documents`.
+    """
+    bound, predicted = config.evaluation.final_max_tokens, as_predicted(documents, config, counter)
+    return cut_documents(predicted, config.model.chunk_size, bound, counter, _depth(config))
 
 
 def _depth(config: RunConfig) -> int:

@@ -36,6 +36,14 @@ class Objective(ABC):
         """
         return tokens, labels
 
+    def held_out_text(self, length: int) -> int | None:
+        """Return of how many tokens of held-out text a sequence of `length` tokens is made; None: of whole documents.
+
+        Evaluation cuts documents into so many tokens each where a number is returned. It reads what
+        `inputs_and_labels` makes of a document, or of such tokens and padding up to `length`.
+        """
+        return None
+
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from megamem.data.feeder import HeldOutDocuments, evaluation_documents
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import cut_documents
+from megamem.evaluation.objective import as_predicted
 from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
@@ -94,12 +95,9 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
     if not config.data.validation or not config.evaluation.every:
         return None
     tokenizer = open_tokenizer(config)
-    documents = cut_documents(
-        held_out_documents(config),
-        config.model.chunk_size,
-        config.evaluation.max_tokens,
-        TextCounter(tokenizer.token_bytes()) if tokenizer else None,
-    )
+    counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
+    predicted = as_predicted(held_out_documents(config), config, counter)
+    documents = cut_documents(predicted, config.model.chunk_size, config.evaluation.max_tokens, counter)
     return Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks)
 
 
@@ -122,6 +120,7 @@ def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch:
     )
     return {
         "val_loss": report.loss,
+        "val_accuracy": report.accuracy,
         "val_bits_per_byte": report.bits_per_byte,
         "val_beyond_first_chunk_loss": report.beyond_first_chunk_loss,
     }

@@ -32,7 +32,8 @@ def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]
     config = case["config"]
     model = json.dumps(config.get("model", {}), sort_keys=True)
     documents = config.get("data", {}).get("documents", "pack")
-    return known(case["steps"], config["training"]["bptt_chunks"], LR, model, documents)
+    objective = config["training"].get("objective", "next_token")
+    return known(case["steps"], config["training"]["bptt_chunks"], LR, model, documents, objective=objective)
 
 
 def assert_gradients(case: dict[str, Any], found: dict[str, Any]) -> None:

@@ -61,6 +61,9 @@ WORLDS = {
         "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
         "lamemo": staged(2, 1, 1, 2, 2, 1, model=LAMEMO),
         "memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL),
+        "copy-memory-model": staged(
+            2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, training={"objective": "copy"}, data={"documents": "drop"}
+        ),
         "dropout": staged(2, 1, 1, 2, 4, 1, model=DROPOUT),
         "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),

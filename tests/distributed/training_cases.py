@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from megamem.config.load import parse_config
+from megamem.config.objective import OBJECTIVES
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import detach
+from megamem.model.objective import build_objective
 from megamem.model.stage import build_stage
 from megamem.parallel.gather import whole_gradient, whole_parameter
 from megamem.parallel.linears import PlainLinears, info, initialize_parameters
@@ -162,10 +164,12 @@ def reference(
     model: str,
     documents: str,
     learns: Callable[[str], bool] = lambda name: True,
+    objective: str = "next_token",
 ):
     """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
 
-    model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name.
+    model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name;
+    objective: the kind of one with a single loss, the cross-entropy.
     """
     config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
     stage = build_stage(config.model, PlainLinears())
@@ -179,11 +183,12 @@ def reference(
         if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    predicting = build_objective(OBJECTIVES.parse(objective), config.model)
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
         batch = step_batch(step, documents)
-        tokens, labels = batch.tokens, batch.labels
+        tokens, labels = predicting.inputs_and_labels(batch.tokens, batch.labels)
         places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, range(ROWS)))
         states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
         total, nats = torch.zeros(()), 0.0

@@ -30,7 +30,7 @@ LOGGED = {
     "step", "tokens", "loss", "grad_norm", "lr", "skipped", "tokens_per_second", "tokens_per_second_per_device", "mfu",
     "padding", "data_wait", "memory_gib", "eta_s", "elapsed_s",
 }  # fmt: skip
-VALIDATED = {"step", "tokens", "val_loss", "val_bits_per_byte", "val_beyond_first_chunk_loss"}
+VALIDATED = {"step", "tokens", "val_loss", "val_accuracy", "val_bits_per_byte", "val_beyond_first_chunk_loss"}
 
 
 def train_all(trees: dict[str, dict]) -> dict[str, dict | None]:

@@ -111,8 +111,14 @@ def test_a_record_is_one_line_in_words():
         ({"step": 3, "eta_s": 59.6}, "step    3/1200  ETA 0:01:00\n"),
         ({"step": 3, "eta_s": 100 * 3600.0}, "step    3/1200  ETA 100:00:00\n"),
         (
-            {"step": 3, "val_loss": 2.0, "val_bits_per_byte": 1.5, "val_beyond_first_chunk_loss": 1.75},
-            "step    3/1200  validation loss 2.0000  1.5000 bits/byte  beyond first chunk 1.7500\n",
+            {
+                "step": 3,
+                "val_loss": 2.0,
+                "val_accuracy": 0.25,
+                "val_bits_per_byte": 1.5,
+                "val_beyond_first_chunk_loss": 1.75,
+            },
+            "step    3/1200  validation loss 2.0000  accuracy 25.00%  1.5000 bits/byte  beyond first chunk 1.7500\n",
         ),
         ({"step": 3, "loss": math.nan}, "step    3/1200  loss nan\n"),
     ],

@@ -9,6 +9,7 @@ from megamem.runs.sinks.base import LogRecord, Sink
 _FORMATS = {
     "loss": "loss {:.4f}",
     "val_loss": "validation loss {:.4f}",
+    "val_accuracy": "accuracy {:.2%}",
     "val_bits_per_byte": "{:.4f} bits/byte",
     "val_beyond_first_chunk_loss": "beyond first chunk {:.4f}",
     "grad_norm": "grad norm {:.3f}",
