@@ -37,7 +37,7 @@ def rows(config: RecurrentMemoryConfig, chunk: int) -> list[tuple[str, str]]:
     tokens = [("m", ORANGE) if i in unread else (f"t{first + i}", GREEN) for i in range(TOKENS)]
     behind = [(f"w{i}", PURPLE) for i in range(config.rows_behind)]
     found = memory + tokens + behind
-    assert len(found) == config.layer_model(model).chunk_size
+    assert len(found) == config.layer_part(model, 0).model.chunk_size
     return found
 
 
