@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.parallel.linears import Linears
+from megamem.parallel.linears import Linears, token_share
 
 
 def finished_chunk(embedded: Tensor, open_before: Tensor, size: int | None, linears: Linears) -> tuple[Tensor, Tensor]:
@@ -23,11 +23,13 @@ def finished_chunk(embedded: Tensor, open_before: Tensor, size: int | None, line
     Returns: [N or this rank's share of it, B, width], without tokens where the chunk goes on; the tokens of the open
         chunk, all of them.
     """
-    whole = embedded if size == embedded.shape[0] else torch.cat((open_before, linears.join_tokens(embedded)))
+    # a call that is the whole chunk needs no other rank's tokens
+    alone = size == embedded.shape[0] * token_share(linears)[1]
+    whole = embedded if alone else torch.cat((open_before, linears.join_tokens(embedded)))
     if size is None:
         return embedded[:0], whole
     nothing = whole.new_zeros(0, *whole.shape[1:])
-    if whole is embedded:
+    if alone:
         return embedded, nothing
     # left padding may begin inside a chunk: nobody reads what becomes of it
     return linears.split_tokens(F.pad(whole, (0, 0, 0, 0, size - whole.shape[0], 0))), nothing

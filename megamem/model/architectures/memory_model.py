@@ -62,6 +62,8 @@ class MemoryModel(Decoder):
         if settings.encoder is None:
             return
         inside = settings.encoder.inside(model)
+        self.encoder_width = inside.hidden_size
+        self.encoder_has_losses = bool(model.mixer_at(0).auxiliary_losses())
         if self.first:
             start = normal(model.init_std)
             self.encoder_embedding = linears.embedding(model.resolved_padded_vocab_size, inside.hidden_size, start)
@@ -113,7 +115,7 @@ class MemoryModel(Decoder):
         split = token_share(self.linears)[1]
         size, width, ends = self.config.chunk_size, self.config.hidden_size, self._ends(start, tokens)
         if layer < self.encoder_layers:
-            width = max(width, self.config.layer_model(layer).hidden_size)
+            width = max(width, self.encoder_width)
             return (tokens + (size if ends else 0)) // split, rows, width
         if layer == self.encoder_layers:
             return tokens // split + (self.settings.memories_per_chunk if ends else 0), rows, width
@@ -164,8 +166,9 @@ class MemoryModel(Decoder):
         """
         size, count, rows = self.config.chunk_size, len(places), tokens.shape[1]
         inside = any(place.begins_inside or any(start % size for start in place.starts) for place in places)
-        losses = any(self.config.mixer_at(layer).auxiliary_losses() for layer in range(self.encoder_layers))
-        if not self.encoder_layers or count == 1 or inside or losses or places[0].dropout is not None:
+        if not self.encoder_layers or count == 1 or inside:
+            return places
+        if self.encoder_has_losses or places[0].dropout is not None:
             return places
         beside_each_other = tokens.view(count, size, rows).transpose(0, 1).reshape(size, count * rows)
         here = Chunk((0,) * (count * rows))
@@ -186,8 +189,9 @@ class MemoryModel(Decoder):
             elif self.encoder_layers:
                 beside, new_states = self._enter_encoder(x, states, chunk, ends)
         elif self.span.start <= self.encoder_layers:
-            widths = self.config.layer_model(self.span.start).hidden_size, self.config.hidden_size
-            beside, hidden = apart(x, tokens // token_share(self.linears)[1], *widths)
+            # memories have the decoder's width already
+            width = self.encoder_width if self.span.start < self.encoder_layers else self.config.hidden_size
+            beside, hidden = apart(x, tokens // token_share(self.linears)[1], width, self.config.hidden_size)
         if ends and self.encoder_part and chunk.prepared is None:
             beside, losses = self._encode(beside, chunk)
         if not self.own_layers and not self.last:
