@@ -159,7 +159,7 @@ class ArchitectureConfig(ConfigModel):
     """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
 
     causal: ClassVar[bool] = True
-    """Whether a token's output depends on tokens up to it only. What is not so can neither predict text nor write it."""
+    """Whether a token's output depends on no later one; what is not so can neither predict text nor write it."""
     embeds_tokens: ClassVar[bool] = True
     """Whether the layers behind an encoder, or all where there is none, read embedded tokens."""
 

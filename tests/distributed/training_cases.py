@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megamem.config.load import parse_config
-from megamem.config.objective import OBJECTIVES
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import detach
@@ -64,6 +63,17 @@ MEMORY_MODEL = {
     "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
 }  # fmt: skip
 """An encoder narrower than its decoder, which reads two memories of each chunk."""
+
+AUTOENCODER = {
+    "architecture": {
+        "kind": "autoencoder",
+        "encoder": {"layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"}},
+    },
+    "layers": 4, "memory": [], "mixer": "local_attention",
+}  # fmt: skip
+"""An encoder narrower than its decoder, which is given one vector of each chunk."""
+AUTOENCODE = {"training": {"objective": "autoencode"}, "data": {"documents": "drop"}}
+"""How such a model is trained."""
 
 RISING = {"kind": "melodi", "form": "rising", "summaries": 4}
 SIDE_ROWS = {
@@ -171,7 +181,8 @@ def reference(
     model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name;
     objective: the kind of one with a single loss, the cross-entropy.
     """
-    config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
+    training = {"bptt_chunks": bptt_chunks, "objective": objective}
+    config = run_config(model=json.loads(model), training=training, data={"documents": documents})
     stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
     for name, parameter in stage.named_parameters():
@@ -183,7 +194,7 @@ def reference(
         if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    predicting = build_objective(OBJECTIVES.parse(objective), config.model)
+    predicting = build_objective(config.training.objective, config.model)
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):

@@ -1,7 +1,7 @@
 """Autoencoder: an encoder makes one vector of each chunk, and a decoder makes all tokens of the chunk of that vector.
 
-Badger, "Language Model Memory and Memory Models for Language", section 4.2 (equation 4). How well that succeeds measures
-what the vector, the chunk's *embedding*, retains of the chunk:
+Badger, "Language Model Memory and Memory Models for Language", section 4.2 (equation 4). How well that succeeds
+measures what the vector, the chunk's *embedding*, retains of the chunk:
 
     decoder   layers E, E+1, ...      p0 p1 p2 p3   ->   predicts t0 t1 t2 t3, each at its own place
                                        ▲  ▲  ▲  ▲
@@ -9,15 +9,15 @@ what the vector, the chunk's *embedding*, retains of the chunk:
                                                 ▲
     encoder   layers 0 .. E-1         t0 t1 t2 t3
 
-The embedding is what the encoder's last norm makes of the chunk's last token, or of the one before. It is expanded to the
-places of the chunk:
+The embedding is what the encoder's last norm makes of the chunk's last token, or of the one before. It is expanded to
+the places of the chunk:
 
-    repeat    every place gets W e
+    repeat    every place gets W e + b
     unroll    place i gets W e[i : i + d_e / 2] + b, a window of the embedding's channels that begins again at its start
 
 Every chunk is a text of its own, so nothing is kept between calls, and no token is told what came before it: an
-autoencoder reads whole chunks, and is no model of language. In a pipeline, chunks go up as far as the encoder goes, then
-one row, then chunks again.
+autoencoder reads whole chunks, and is no model of language. In a pipeline, chunks go up as far as the encoder goes,
+then one row, then chunks again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class AutoencoderConfig(ArchitectureConfig):
     encoder: EncoderConfig
     """The encoder; the other layers are the decoder's."""
     embedded_token: Literal["last", "last_but_one"] = "last"
-    """The token of each chunk whose last hidden vector is the chunk's embedding. `last_but_one` suits encoders that were
-    trained to predict next tokens: there the last one has turned to what comes after the chunk."""
+    """The token of each chunk whose last hidden vector is the chunk's embedding. `last_but_one` suits encoders that
+    were trained to predict next tokens: there the last one has turned to what comes after the chunk."""
     expansion: Literal["unroll", "repeat"] = "unroll"
     """How the decoder's input is made of the embedding: a window of its channels for each place, or all of them."""
 
