@@ -33,7 +33,9 @@ class EncoderStage(Decoder):
             return
         inside = encoder.inside(model)
         self.encoder_width = inside.hidden_size
-        self.encoder_has_losses = bool(model.mixer_at(0).auxiliary_losses())
+        self.encoder_has_losses = any(
+            encoder.mixer_at(model, layer).auxiliary_losses() for layer in range(encoder.layers)
+        )
         if self.first:
             start = normal(model.init_std)
             self.encoder_embedding = linears.embedding(model.resolved_padded_vocab_size, inside.hidden_size, start)

@@ -96,7 +96,7 @@ class AutoencoderConfig(ArchitectureConfig):
         """See `ArchitectureConfig.layer_part`: the encoder's last norm, and the expansion with the decoder's first."""
         if layer < self.encoder.layers:
             inside = self.encoder.inside(model)
-            part = LayerPart(inside, self.encoder.mixer or model.mixer, "encoder", restarts=True, keeps_state=False)
+            part = LayerPart(inside, self.encoder.mixer_at(model, layer), "encoder", restarts=True, keeps_state=False)
             if layer < self.encoder.layers - 1:
                 return part
             return replace(part, role="encoder, embeds", extra_parameters=inside.last_norm_vectors)
