@@ -57,7 +57,7 @@ class AutoencoderConfig(ArchitectureConfig):
     """The encoder; the other layers are the decoder's."""
     embedded_token: Literal["last", "last_but_one"] = "last"
     """The token of each chunk whose last hidden vector is the chunk's embedding. `last_but_one` suits encoders that
-    were trained to predict next tokens: there the last one has turned to what comes after the chunk."""
+    were trained to predict next tokens: there the last one is about what comes after the chunk."""
     expansion: Literal["unroll", "repeat"] = "unroll"
     """How the decoder's input is made of the embedding: a window of its channels for each place, or all of them."""
 
