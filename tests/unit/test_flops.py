@@ -220,7 +220,7 @@ def test_frozen_parameters_have_no_gradients_to_count(mixer: dict[str, object], 
     """Above the lowest layer that learns, to the last operation: a gradient enters it here, as the formula supposes."""
     model = small_model("local_attention", layers=3, memory=[{"layers": layers, "mixer": mixer}])
     learning = what_learns(model, added(model))
-    assert learning.backward.lowest == 0
+    assert all(map(learning.backward.reaches, range(3)))
     assert set(learning.backward.layer_matrices) == {0}
     parts = flops_by_part(model, CHUNKS * CHUNK, causal=False, backward=learning.backward)
     forward, backward = counted(model, learning.names, gradient_enters=True)
@@ -256,7 +256,7 @@ def test_layers_below_the_lowest_that_learns_have_no_backward_pass(mixer: dict[s
     """Not more than what the formula takes for granted in that layer: gradients of its input, and attention's."""
     model = small_model("local_attention", layers=4, memory=[{"layers": [2, 3], "mixer": mixer}])
     learning = what_learns(model, added(model))
-    assert (learning.backward.lowest, learning.backward.enters) == (2, False)
+    assert [learning.backward.reaches(layer) for layer in range(4)] == [False, False, True, True]
     assert [learning.reaches_input(layer) for layer in range(5)] == [False, False, False, True, True]
     length = CHUNKS * CHUNK
     backward = sum(part.backward for part in flops_by_part(model, length, False, learning.backward).values())
