@@ -382,9 +382,8 @@ class ModelConfig(LayersConfig):
         checks.check_positions(self.positions, self.max_positions, self.chunk_size)
         checks.check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
-        checks.check_rotation(
-            self.resolved_head_dim, self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
-        )
+        rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
+        checks.check_rotation(self.resolved_head_dim, rotated)
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
         checks.check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)

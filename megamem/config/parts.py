@@ -17,11 +17,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from megamem.config.base import ConfigModel
 
+
+def _paths(value: object) -> object:
+    """Return what was given as start weights. Raises ValueError for what is neither a path nor paths by part."""
+    named = list(value.values()) if isinstance(value, Mapping) else [value]
+    if named and all(isinstance(path, str | Path) for path in named):
+        return value
+    raise ValueError("expected a path, or paths by part as {encoder: FILE, decoder: FILE}")
+
+
 StartWeights = Path | dict[str, Path]
 """A weights file of the whole model, or one for each part by its name."""
+AnyStartWeights = Annotated[StartWeights, BeforeValidator(_paths)]
 
 
 class ModelPart(ConfigModel):

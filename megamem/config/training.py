@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megamem.config.base import ConfigModel
 from megamem.config.extensions import AnyCallback
 from megamem.config.objective import AnyObjective
-from megamem.config.parts import StartWeights
+from megamem.config.parts import AnyStartWeights
 from megamem.config.phase import PhaseConfig
 
 
@@ -37,7 +37,7 @@ class TrainingConfig(ConfigModel):
     `auto`: the planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
-    init_from: StartWeights | None = None
+    init_from: AnyStartWeights | None = None
     """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it, or such files of
     single parts of the model, `encoder` and `decoder`; what no file holds is random. A run that goes on from a
     checkpoint has its own."""
@@ -62,9 +62,7 @@ class TrainingConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _trained_to_freeze(self) -> TrainingConfig:
-        """Raise ValueError where what is frozen would be random weights, or `init_from` names no file."""
-        if self.init_from == {}:
-            raise ValueError("init_from: expected a path, or paths by part, such as {encoder: FILE}; got no part")
+        """Raise ValueError where what is frozen would be random weights."""
         if self.freeze == "base" and self.init_from is None:
             raise ValueError("freeze base needs init_from: weights to keep, as `megamem convert from-hf` writes them")
         named = isinstance(self.init_from, Path) or self.freeze in (self.init_from or {})
