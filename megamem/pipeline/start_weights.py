@@ -149,11 +149,12 @@ def _of_part(file: WeightsFile, name: str, model: ModelConfig) -> Sources:
     if file.parts and name not in file.parts:
         raise CheckpointError(f"{file.path}: has no {name}; it has {', '.join(file.parts)}")
     theirs = _plain_names(file.parts.get(name), [*file.shapes, *file.new_parameters])
-    theirs = {plain: own for plain, own in theirs.items() if part.needs(plain)}
     ours = _plain_names(part, shapes)
+    if "head.weight" in ours and "embedding.weight" in theirs:
+        # a file without an output head has the embedding for one
+        theirs.setdefault("head.weight", theirs["embedding.weight"])
+    theirs = {plain: own for plain, own in theirs.items() if part.needs(plain)}
     _check_sizes(file, name, part, theirs, {plain: shapes[own] for plain, own in ours.items()})
-    if "head.weight" in ours and "head.weight" not in theirs and "embedding.weight" in theirs:
-        theirs["head.weight"] = theirs["embedding.weight"]  # tied in the file
     for plain in sorted(set(ours) - set(theirs)):
         raise CheckpointError(f"{file.path}: {plain} of the {name} is missing; the file's model is another one")
     for plain in sorted(set(theirs) - set(ours)):
