@@ -126,6 +126,8 @@ def _type_name(annotation: Any, metadata: Iterable[object] = ()) -> str:
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         inner = _type_name(arguments[0])
         return "list of mappings, see below" if inner == _MAPPING else f"list of {inner}"
+    if origin is dict:
+        return f"mapping of names to {_type_name(arguments[1])}"
     if origin is tuple:
         return f"[{', '.join(_type_name(inner) for inner in arguments)}]"
     if link := next((link for base, link in _WITH_KIND.items() if issubclass(annotation, base)), None):

@@ -17,6 +17,7 @@ from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.optimizer import OptimizerConfig
 from megamem.config.parallel import ParallelConfig
+from megamem.config.parts import check_parts
 from megamem.config.phase import phase_starts
 from megamem.config.training import TrainingConfig
 
@@ -206,6 +207,8 @@ class RunConfig(ConfigModel):
                 f"training.objective {objective.kind} does not go with model.architecture {architecture.kind}; use "
                 f"{fitting}"
             )
+        parts = architecture.parts(self.model)
+        check_parts(architecture.kind, parts, self.training.init_from, self.training.freeze)
         self.training.objective.check(self.model)
         self.training.objective.check_sequences(self.model, self.data)
         return self

@@ -13,6 +13,7 @@ from megamem.config.cost import product
 from megamem.config.model import AnyMixer, ArchitectureConfig, LayerMixer, LayerPart, MixerConfig, ModelConfig
 from megamem.config.model_checks import check_heads, check_layers, check_rotation
 from megamem.config.parallel import ParallelConfig
+from megamem.config.parts import ModelPart, decoder_part, encoder_part
 from megamem.memory.base import StateSpec, TensorSpec
 
 MEMORIES = "memories"
@@ -180,6 +181,11 @@ class MemoryModelSettings(ArchitectureConfig):
         if self.encoder is None:
             return 0
         return model.resolved_padded_vocab_size * self.encoder.inside(model).hidden_size
+
+    def parts(self, model: ModelConfig) -> dict[str, ModelPart]:
+        """See `ArchitectureConfig.parts`."""
+        decoder = {"decoder": decoder_part(range(self.encoder_layers, model.layers))}
+        return decoder if self.encoder is None else {"encoder": encoder_part(self.encoder.layers), **decoder}
 
     def training_window(self, model: ModelConfig) -> int:
         """See `ArchitectureConfig.training_window`: memories are read from the next chunk on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
-from megamem.pipeline.freezing import freeze, group_count, learning
+from megamem.pipeline.freezing import fast_parameters, freeze, group_count, learning, learning_names
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
 from megamem.pipeline.train_chunk import chunk_places, dropout_keys, loss_names
@@ -84,7 +84,6 @@ class TrainingEngine(ABC):
         config: RunConfig,
         topology: Topology,
         layers: range | None,
-        new_parameters: Collection[str],
         draw: bool,
     ) -> None:
         """Build stage, optimizer and DeepSpeed's engine.
@@ -93,8 +92,6 @@ class TrainingEngine(ABC):
             config: the run.
             topology: this rank among the others.
             layers: those of this rank's stage, all if None.
-            new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`, and alone where
-                `training.freeze` says so.
             draw: whether weights get start values; a run that goes on from a checkpoint loads all of them.
         """
         import deepspeed
@@ -107,9 +104,9 @@ class TrainingEngine(ABC):
         if config.data.reset == "exact" and config.parallel.sequence_parallel:
             self.stage.check_reads_borders()
         self.objective = build_objective(config.training.objective, config.model)
-        if config.training.freeze:
-            freeze(self.stage, new_parameters)
-        self.optimizer = AgreeingAdamW(self._groups(new_parameters), config.optimizer)
+        if (names := learning_names(config)) is not None:
+            freeze(self.stage, names)
+        self.optimizer = AgreeingAdamW(self._groups(), config.optimizer)
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
             optimizer=self.optimizer,
@@ -129,10 +126,10 @@ class TrainingEngine(ABC):
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 
-    def _groups(self, new_parameters: Collection[str]) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, as many on each stage of a pipeline."""
-        least = group_count(self.config, new_parameters) if self.topology.pp_size > 1 else 0
-        return parameter_groups(learning(self.stage), self.config.optimizer, new_parameters, least)
+        least = group_count(self.config) if self.topology.pp_size > 1 else 0
+        return parameter_groups(learning(self.stage), self.config.optimizer, fast_parameters(self.config), least)
 
     def module(self) -> torch.nn.Module:
         """Return what DeepSpeed is given."""

@@ -8,7 +8,7 @@ and norms over stages, which are here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,25 +24,23 @@ from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
-from megamem.pipeline.freezing import check_stages_learn, group_count
+from megamem.pipeline.freezing import check_stages_learn
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
 from megamem.pipeline.window import Window
 
 
-def build_engine(
-    config: RunConfig, topology: Topology, new_parameters: Collection[str] = (), draw: bool = True
-) -> TrainingEngine:
+def build_engine(config: RunConfig, topology: Topology, draw: bool = True) -> TrainingEngine:
     """Return the engine for the topology's pipeline size. See `TrainingEngine` for the arguments."""
     kind = WindowEngine if topology.pp_size == 1 else PipelineEngine
-    return kind(config, topology, new_parameters, draw)
+    return kind(config, topology, draw)
 
 
 class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
-        super().__init__(config, topology, None, new_parameters, draw)
+    def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
+        super().__init__(config, topology, None, draw)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
@@ -91,12 +89,11 @@ class WindowEngine(TrainingEngine):
 class PipelineEngine(TrainingEngine):
     """One stage of a pipeline, ZeRO 0 or 1: chunks up, gradients down, memory stays."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
-        if config.training.freeze:
-            check_stages_learn(config.model, layers, new_parameters, group_count(config, new_parameters))
-        super().__init__(config, topology, layers[topology.pp_rank], new_parameters, draw)
+        check_stages_learn(config, layers)
+        super().__init__(config, topology, layers[topology.pp_rank], draw)
         self.placement = layers
         self.executor = StageExecutor(
             self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
@@ -170,8 +167,8 @@ class PipelineEngine(TrainingEngine):
     def _sum_tied_gradients(self) -> None:
         """First and last stage each hold the tied parameters and a part of their gradients."""
         group = self.topology.ends_group
-        if group is not None and not self.config.training.freeze:
-            for parameter in self.stage.tied_parameters:
+        if group is not None:
+            for parameter in filter(lambda tied: tied.requires_grad, self.stage.tied_parameters):
                 dist.all_reduce(getattr(parameter, "_hp_grad", parameter.grad), group=group)
         if self.stage.sharing_layers:
             self._sum_shared_gradients()

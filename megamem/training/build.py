@@ -17,7 +17,6 @@ from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import PipelineEngine
-from megamem.pipeline.freezing import check_learns, new_parameter_names
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
@@ -51,21 +50,6 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
 def held_out_documents(config: RunConfig) -> HeldOutDocuments:
     """Open the held-out documents; they are read when they are gone through."""
     return evaluation_documents(config.data, chunk_size=config.model.chunk_size)
-
-
-def new_parameters(config: RunConfig) -> set[str]:
-    """Return the names of parameters that learn at `optimizer.new_parameters_lr`, or alone (`training.freeze`).
-
-    Raises:
-        CheckpointError: the weights file that lists them cannot be read.
-        ConfigError: they alone should learn, but it lists none.
-    """
-    if config.training.init_from is None or not (config.training.freeze or config.optimizer.new_parameters_lr):
-        return set()
-    names = new_parameter_names(config.training.init_from)
-    if config.training.freeze:
-        check_learns(names, config.training.init_from, config.model)
-    return names
 
 
 def build_callbacks(config: RunConfig) -> list[Callback]:

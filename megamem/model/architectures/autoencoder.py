@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from megamem.config.cost import product
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
 from megamem.config.parallel import ParallelConfig
+from megamem.config.parts import ModelPart, decoder_part, encoder_part
 from megamem.errors import ContractError
 from megamem.memory.base import Chunk, Losses, Stateful, States
 from megamem.model.encoder_stage import EncoderStage
@@ -111,6 +112,11 @@ class AutoencoderConfig(ArchitectureConfig):
     def extra_parameters(self, model: ModelConfig) -> int:
         """See `ArchitectureConfig.extra_parameters`: the encoder's embedding."""
         return model.resolved_padded_vocab_size * self.encoder.inside(model).hidden_size
+
+    def parts(self, model: ModelConfig) -> dict[str, ModelPart]:
+        """See `ArchitectureConfig.parts`: the expansion belongs to neither."""
+        count = self.encoder.layers
+        return {"encoder": encoder_part(count), "decoder": decoder_part(range(count, model.layers), False)}
 
     def summary(self, model: ModelConfig) -> str:
         """See `ArchitectureConfig.summary`."""
