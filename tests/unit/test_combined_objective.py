@@ -34,8 +34,8 @@ from tests.unit.evaluation_helpers import CHUNK, CPU, VOCABULARY, document
 
 LENGTH, ROWS = 4 * CHUNK, 4
 WEIGHT = 0.8125
-"""With 13 of 16 copied tokens beside 32 next ones a copied token counts as many halves as a next one does: a factor that
-float32 has exactly."""
+"""13/16. Of 32 positions 13 are copied tokens: sums of copies are multiplied by 13/16 * 32/13 = 2, so that float32 has
+the factors of the losses exactly."""
 DELIMITER = {"token": 31, "count": 3}
 COMBINED = {"kind": "combined", "copies": {"kind": "copy", "delimiter": DELIMITER}, "copy_weight": WEIGHT}
 TREE: dict[str, Any] = {
@@ -275,7 +275,9 @@ def test_both_are_measured_on_held_out_text(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 REFUSALS = {
-    "no copy": ({"copies": "next_token"}, ["training.objective.copies: next_token does not copy", "copy or blank_copy"]),
+    "no copy": (
+        {"copies": "next_token"}, ["training.objective.copies: next_token does not copy", "use copy or blank_copy"],
+    ),
     "no weight": ({"copy_weight": 0}, ["training.objective.copy_weight", "greater than 0", "got 0"]),
     "an unknown key": (
         {"copies": {"kind": "blank_copy", "blank_tokne": 1}},
