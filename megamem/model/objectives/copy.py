@@ -22,8 +22,8 @@ class DelimiterConfig(ConfigModel):
     """Tokens that say that a copy follows (docs/objectives.md)."""
 
     token: NonNegativeInt
-    """A token of the vocabulary. No text has one beyond the tokenizer's vocabulary, for which `model.vocab_size` must be
-    larger, or a special one; nothing tells another one from text."""
+    """A token of the vocabulary. No text has one beyond the tokenizer's vocabulary (`model.vocab_size` must be larger
+    then), or a special one; nothing tells another one from text."""
     count: PositiveInt = 3
     """How many times it is read, fewer than a chunk has tokens."""
     placement: Literal["insert", "overwrite"] = "insert"
