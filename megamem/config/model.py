@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
 
@@ -157,6 +157,11 @@ class LayerPart:
 
 class ArchitectureConfig(ConfigModel):
     """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
+
+    causal: ClassVar[bool] = True
+    """Whether a token's output depends on no later one; what is not so can neither predict text nor write it."""
+    embeds_tokens: ClassVar[bool] = True
+    """Whether the layers behind an encoder, or all where there is none, read embedded tokens."""
 
     kind: str
     """Name of the architecture."""

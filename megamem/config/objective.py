@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -15,6 +15,9 @@ from megamem.config.registry import Registry
 
 class ObjectiveConfig(ConfigModel):
     """What a model is trained to predict. Subclasses add their own fields."""
+
+    causal: ClassVar[bool] = True
+    """Whether a token is predicted from those before it; if not, an architecture must not be causal either."""
 
     kind: str
     """Name of the objective."""

@@ -199,6 +199,13 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _objective_fits(self) -> RunConfig:
+        objective, architecture = self.training.objective, self.model.architecture
+        if objective.causal != architecture.causal:
+            fitting = "autoencode" if objective.causal else "next_token"
+            raise ValueError(
+                f"training.objective {objective.kind} does not go with model.architecture {architecture.kind}; use "
+                f"{fitting}"
+            )
         self.training.objective.check(self.model)
         self.training.objective.check_sequences(self.model, self.data)
         return self

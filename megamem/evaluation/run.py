@@ -121,9 +121,10 @@ def _figures(
     passes: Passes,
 ) -> _Figures:
     begin, forget = time.perf_counter(), config.evaluation.forget_every_chunk
+    alone = forget or not config.model.architecture.causal
     losses = evaluator.losses(documents, forget=forget, progress=passes.named("held-out loss"))
     seconds = time.perf_counter() - begin
-    if forget:  # nothing is left to take away, and no window to slide
+    if alone:  # nothing is left to take away, and no window to slide
         return _Figures(losses, memory_report(losses, losses), None, seconds)
     memory = evaluator.memory_use(documents, trained=losses, progress=passes.named("memory off"))
     sliding = None

@@ -6,6 +6,8 @@ from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
+    AUTOENCODE,
+    AUTOENCODER,
     CHUNK,
     COMBINED,
     DROPOUT,
@@ -66,6 +68,7 @@ WORLDS = {
             2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, training={"objective": "copy"}, data={"documents": "drop"}
         ),
         "combined-memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, **COMBINED),
+        "autoencoder": staged(2, 1, 1, 4, 2, 1, model=AUTOENCODER, **AUTOENCODE),
         "dropout": staged(2, 1, 1, 2, 4, 1, model=DROPOUT),
         "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
@@ -90,6 +93,19 @@ WORLDS = {
         "combined-dropout-dp2": staged(2, 1, 2, 2, 2, 1, model=DROPOUT, **COMBINED),
         "combined-recurrent-memory": staged(2, 1, 2, 4, 1, 0, model=RECURRENT, **COMBINED),
         "memory-model-tp2-split": staged(2, 2, 1, 4, 2, 1, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
+        # the encoder's last layer ends a stage, or has a stage for itself
+        "autoencoder-pp4": staged(4, 1, 1, 2, 2, 0, model=AUTOENCODER, **AUTOENCODE),
+        "autoencoder-tp2-split": staged(
+            2,
+            2,
+            1,
+            4,
+            2,
+            1,
+            model=AUTOENCODER,
+            parallel={"sequence_parallel": True, "placement": [1, 3]},
+            **AUTOENCODE,
+        ),
         "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
         "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megamem.config.load import parse_config
-from megamem.config.objective import OBJECTIVES
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import detach
@@ -71,6 +70,17 @@ MEMORY_MODEL = {
     "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
 }  # fmt: skip
 """An encoder narrower than its decoder, which reads two memories of each chunk."""
+
+AUTOENCODER = {
+    "architecture": {
+        "kind": "autoencoder",
+        "encoder": {"layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"}},
+    },
+    "layers": 4, "memory": [], "mixer": "local_attention",
+}  # fmt: skip
+"""An encoder narrower than its decoder, which is given one vector of each chunk."""
+AUTOENCODE = {"training": {"objective": "autoencode"}, "data": {"documents": "drop"}}
+"""How such a model is trained."""
 
 RISING = {"kind": "melodi", "form": "rising", "summaries": 4}
 SIDE_ROWS = {
@@ -178,7 +188,8 @@ def reference(
     model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name;
     objective: one whose readings have a single loss each, the cross-entropy, as JSON. Losses are of the first one.
     """
-    config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
+    training = {"bptt_chunks": bptt_chunks, "objective": json.loads(objective)}
+    config = run_config(model=json.loads(model), training=training, data={"documents": documents})
     stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
     for name, parameter in stage.named_parameters():
@@ -190,7 +201,7 @@ def reference(
         if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    readings = build_objective(OBJECTIVES.parse(json.loads(objective)), config.model).readings
+    readings = build_objective(config.training.objective, config.model).readings
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
