@@ -371,3 +371,7 @@ class RunConfig(ConfigModel):
                 f"{self.training.micro_batch_size} on {dp_size} data-parallel ranks; use a multiple of {per_pass}"
             )
         return self.global_rows // per_pass
+
+    def micro_batches(self, dp_size: int) -> int:
+        """Return how many micro-batches a rank goes through per step: each as often as the objective reads it."""
+        return self.accumulation_steps(dp_size) * self.training.objective.readings
