@@ -91,8 +91,15 @@ WORLDS = {
         # the encoder's last layer ends a stage, or has a stage for itself
         "autoencoder-pp4": staged(4, 1, 1, 2, 2, 0, model=AUTOENCODER, **AUTOENCODE),
         "autoencoder-tp2-split": staged(
-            2, 2, 1, 4, 2, 1, model=AUTOENCODER,
-            parallel={"sequence_parallel": True, "placement": [1, 3]}, **AUTOENCODE,
+            2,
+            2,
+            1,
+            4,
+            2,
+            1,
+            model=AUTOENCODER,
+            parallel={"sequence_parallel": True, "placement": [1, 3]},
+            **AUTOENCODE,
         ),
         "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
