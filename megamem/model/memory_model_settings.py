@@ -146,14 +146,15 @@ class MemoryModelSettings(ArchitectureConfig):
         remedy = "or drop the oldest ones with architecture.overflow drop_oldest"
         if data.feeding == "streams":
             raise ValueError(
-                f"data.feeding streams reads documents of any number of chunks, and architecture.slots {self.slots} hold "
-                f"the memories of so many: use sequences, {remedy}"
+                f"data.feeding streams reads documents of any number of chunks, and architecture.slots {self.slots} "
+                f"hold the memories of so many: use sequences, {remedy}"
             )
         chunks = data.sequence_length // model.chunk_size
         if chunks - 1 > self.slots:
             raise ValueError(
-                f"architecture.slots {self.slots} cannot hold the memories of all {chunks - 1} chunks before the last of a "
-                f"sequence of {chunks} (data.sequence_length {data.sequence_length}): use {chunks - 1} slots, {remedy}"
+                f"architecture.slots {self.slots} cannot hold the memories of all {chunks - 1} chunks before the last "
+                f"of a sequence of {chunks} (data.sequence_length {data.sequence_length}): use {chunks - 1} slots, "
+                f"{remedy}"
             )
 
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:

@@ -204,8 +204,8 @@ def test_slots_by_a_loop_over_rows(count: int) -> None:
         ),
         (
             {"data": {"feeding": "streams"}},
-            "data.feeding streams reads documents of any number of chunks, and architecture.slots 3 hold the memories of "
-            "so many: use sequences, or drop the oldest ones with architecture.overflow drop_oldest",
+            "data.feeding streams reads documents of any number of chunks, and architecture.slots 3 hold the memories "
+            "of so many: use sequences, or drop the oldest ones with architecture.overflow drop_oldest",
         ),
         ({"parallel": {"tp": 2}}, "model.architecture.encoder.heads 3 is not divisible by parallel.tp 2"),
         (
