@@ -151,7 +151,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "own-losses": {"mixer": {"kind": "compressive_transformer", "ratio": 4}},
     "memory-model": {
         "mixer": "local_attention",
-        "architecture": {"kind": "memory_model", "encoder": {"layers": 1}, "slots": 2},
+        "architecture": {"kind": "memory_model", "encoder": {"layers": 1}, "slots": 3},
     },
 }
 
