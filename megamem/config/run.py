@@ -12,6 +12,7 @@ from megamem.config.base import ConfigModel
 from megamem.config.budget import HALF, NONE, steps_for
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
+from megamem.config.embedding_cache import check_embedding_cache
 from megamem.config.evaluation import EvaluationConfig
 from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
@@ -212,6 +213,11 @@ class RunConfig(ConfigModel):
         check_parts(architecture.kind, parts, self.training.init_from, self.training.freeze)
         self.training.objective.check(self.model)
         self.training.objective.check_sequences(self.model, self.data)
+        return self
+
+    @model_validator(mode="after")
+    def _cache_fits(self) -> RunConfig:
+        check_embedding_cache(self.model, self.data, self.training, self.parallel)
         return self
 
     @model_validator(mode="after")

@@ -98,7 +98,7 @@ def test_the_control_is_a_model_whose_memories_are_what_fills_empty_slots(
     assert (remembering[CHUNK:] - control[CHUNK:]).abs().amax((1, 2)).min() > 1e-3
     writer = stage.layers[str(ENCODER["layers"] - 1)].get_submodule("writer")
     value = 1.0 if fill == "ones" else 0.0
-    monkeypatch.setattr(type(writer), "forward", lambda _, x: x.new_full((1, x.shape[1], SHAPE["hidden_size"]), value))
+    monkeypatch.setattr(type(writer), "memories", lambda _, x: x.new_full((1, x.shape[1], SHAPE["hidden_size"]), value))
     assert torch.equal(read(stage, x)[0], control)
 
 

@@ -150,8 +150,7 @@ class MemoryModel(EncoderStage):
         if self.encoder_has_losses or places[0].dropout is not None:
             return places
         beside_each_other = tokens.view(count, size, rows).transpose(0, 1).reshape(size, count * rows)
-        here = Chunk((0,) * (count * rows))
-        memories, _ = self.encode(self.embed_for_encoder(beside_each_other, here), here)
+        memories = self.memories_of(beside_each_other)
         each = memories.unflatten(1, (count, rows)).unbind(1)
         return [replace(place, prepared=own) for place, own in zip(places, each, strict=True)]
 
