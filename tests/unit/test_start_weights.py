@@ -18,7 +18,7 @@ from megamem.errors import CheckpointError, ConfigError
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.freezing import check_learns, check_stages_learn, group_count, learning_names
+from megamem.pipeline.freezing import check_learns, check_stages_learn, freeze, group_count, learning_names
 from megamem.pipeline.start_weights import check_start, new_parameters, open_weights, weight_sources
 from megamem.training.description import describe_learning, describe_start
 from tests.distributed.training_cases import AUTOENCODER, MEMORY_MODEL, MODEL
@@ -341,3 +341,28 @@ def test_a_stage_of_frozen_layers_alone_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=said):
         # the first stage has the decoder's embedding, but no vector
         check_stages_learn(config, [range(5), range(1, 3), range(3, 7)])
+
+
+@pytest.mark.parametrize("width", [12, SHAPE["hidden_size"]])
+def test_nothing_of_a_frozen_encoder_is_kept_for_a_backward_pass(tmp_path, ids, width):
+    """Side by side or chunk by chunk: the graph begins behind it, at the projections if there are any."""
+    model = memory_model({**ENCODER, "hidden_size": width, "heads": 4})
+    saved(tmp_path / "file", model)
+    config = run(model, str(tmp_path / "file"), freeze="encoder")
+    stage = started(config)
+    freeze(stage, learning_names(config))
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    places = [Chunk((0, 0)), Chunk((CHUNK, CHUNK))]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        side_by_side = stage.prepare(torch.cat((ids, ids)), places)
+        alone, _ = stage.encode(stage.embed_for_encoder(ids, places[0]), places[0])
+    projects = width != SHAPE["hidden_size"]
+    assert [memory.requires_grad for memory in (side_by_side[0].prepared, alone)] == [projects] * 2
+    # of both calls the memories that are projected: one of each row
+    assert all(shape[-1] == 12 and shape[:-1].numel() in (2, 4) for shape in kept)
+    assert len(kept) == (2 if projects else 0)
