@@ -28,6 +28,11 @@ class ObjectiveConfig(ConfigModel):
     def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
         """Raise ValueError if it cannot be trained on the sequences that `data` makes, as `check` does."""
 
+    @property
+    def readings(self) -> int:
+        """How often a step reads each batch, always as another `Reading` of the objective that it builds."""
+        return 1
+
     @abstractmethod
     def build(self, model: ModelConfig) -> object:
         """Build the `megamem.model.objective.Objective` for `model`."""

@@ -64,8 +64,8 @@ class Layout:
 
     @property
     def sequences(self) -> int:
-        """Micro-batches of a step on one data-parallel rank."""
-        return self.config.accumulation_steps(self.dp_size)
+        """Micro-batches that a data-parallel rank goes through in a step, each as often as it is read."""
+        return self.config.micro_batches(self.dp_size)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data, for JSON."""

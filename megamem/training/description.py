@@ -62,7 +62,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     layers_per_stage = [len(layers) for layers in engine.placement]
     costs = flop_costs(config.model, config.data.sequence_length, backward_pass_of(config)).by_stage(layers_per_stage)
     parameters = parameter_costs(config.model).by_stage(layers_per_stage)
-    units = engine.accumulation, config.chunks, config.bptt_chunks
+    units = engine.micro_batches, config.chunks, config.bptt_chunks
     lines = [
         f"stage {stage}: layers {layers.start}-{layers.stop - 1}{', embedding' if stage == 0 else ''}"
         f"{', head' if stage == stages - 1 else ''}: {parameters[stage]:,.0f} parameters, "
@@ -72,9 +72,9 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     ]
     cost = chunk_flops(config.model, config.chunks, layers_per_stage, backward_pass_of(config))
     plan = compare(stages, *units, cost, config.interleaved)
-    if config.interleaved and engine.accumulation < stages:
+    if config.interleaved and engine.micro_batches < stages:
         lines.append(
-            f"warning: {engine.accumulation} micro-batches cannot keep {stages} stages busy: a memory that spans the "
+            f"warning: {engine.micro_batches} micro-batches cannot keep {stages} stages busy: a memory that spans the "
             f"model goes through all stages before the next chunk; use at least {stages} micro-batches"
         )
     return [

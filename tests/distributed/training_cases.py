@@ -43,6 +43,13 @@ MODEL = {
 }  # fmt: skip
 EVERY = layers_of(sorted(MIXERS))
 """Every mechanism, for a few layouts: the laws hold each to float64 by itself."""
+COMBINED = {
+    "training": {"objective": {
+        "kind": "combined", "copies": {"kind": "copy", "delimiter": {"token": 63, "count": 3}}, "copy_weight": 0.7,
+    }},
+    "data": {"documents": "drop"},
+}  # fmt: skip
+"""Sections of a run that reads each batch twice: next tokens, and copies behind delimiters."""
 GPT2 = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "max_positions": 3 * CHUNK,
     "tie_embeddings": True, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY + 8,
@@ -58,11 +65,11 @@ MEMORY_MODEL = {
         "encoder": {
             "layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"},
         },
-        "memories_per_chunk": 2, "slots": 2, "compressed_size": 12,
+        "memories_per_chunk": 2, "slots": 2, "overflow": "drop_oldest", "compressed_size": 12,
     },
     "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
 }  # fmt: skip
-"""An encoder narrower than its decoder, which reads two memories of each chunk."""
+"""An encoder narrower than its decoder, which reads two memories of each of the last two chunks."""
 
 AUTOENCODER = {
     "architecture": {
@@ -174,14 +181,14 @@ def reference(
     model: str,
     documents: str,
     learns: Callable[[str], bool] = lambda name: True,
-    objective: str = "next_token",
+    objective: str = '"next_token"',
 ):
     """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
 
     model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name;
-    objective: the kind of one with a single loss, the cross-entropy.
+    objective: one whose readings have a single loss each, the cross-entropy, as JSON. Losses are of the first one.
     """
-    training = {"bptt_chunks": bptt_chunks, "objective": objective}
+    training = {"bptt_chunks": bptt_chunks, "objective": json.loads(objective)}
     config = run_config(model=json.loads(model), training=training, data={"documents": documents})
     stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
@@ -194,27 +201,30 @@ def reference(
         if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    predicting = build_objective(config.training.objective, config.model)
+    readings = build_objective(config.training.objective, config.model).readings
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
         batch = step_batch(step, documents)
-        tokens, labels = predicting.inputs_and_labels(batch.tokens, batch.labels)
-        places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, range(ROWS)))
-        states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
-        total, nats = torch.zeros(()), 0.0
-        for c in range(LENGTH // CHUNK):
-            if c % bptt_chunks == 0:
-                states = detach(states)
-            part = slice(c * CHUNK, (c + 1) * CHUNK)
-            hidden, states, auxiliary = stage(tokens[part], states, places[c])
-            here = stage.token_losses(hidden, labels[part]).sum()
-            nats += here.item()
-            total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())
-        predicted = (labels != -100).sum()
         optimizer.zero_grad()
-        (total / predicted).backward()
-        losses.append(nats / predicted.item())
+        for number, (predicting, weight) in enumerate(readings):
+            tokens, labels = predicting.inputs_and_labels(batch.tokens, batch.labels)
+            rows = range(number * ROWS, (number + 1) * ROWS)
+            places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, rows))
+            states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
+            total, nats = torch.zeros(()), 0.0
+            for c in range(LENGTH // CHUNK):
+                if c % bptt_chunks == 0:
+                    states = detach(states)
+                part = slice(c * CHUNK, (c + 1) * CHUNK)
+                hidden, states, auxiliary = stage(tokens[part], states, places[c])
+                here = stage.token_losses(hidden, labels[part]).sum()
+                nats += here.item()
+                total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())
+            predicted = (labels != -100).sum()
+            (weight * total / predicted).backward()
+            if number == 0:
+                losses.append(nats / predicted.item())
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in stage.named_parameters() if p.requires_grad}
         optimizer.step()

@@ -40,7 +40,7 @@ WIDE = {**SHAPE, "layers": 3}
 def memory_model(encoder: dict[str, Any] | None = ENCODER, decoder: int = 3, **changes: Any) -> dict[str, Any]:
     """A model section; `changes` are of the whole model, or of its architecture as `positions` and the like."""
     options = {name: changes.pop(name) for name in ("positions", "compressed_size") if name in changes}
-    architecture = {"kind": "memory_model", "slots": 2, "encoder": encoder, **options}
+    architecture = {"kind": "memory_model", "slots": 3, "encoder": encoder, **options}
     return {**SHAPE, "layers": (encoder or {"layers": 0})["layers"] + decoder, "architecture": architecture, **changes}
 
 
