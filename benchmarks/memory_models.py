@@ -7,10 +7,12 @@ whole context in one chunk. Memory models read chunks of 256 tokens and one memo
 encoder of 4 layers of 64 makes; there is a slot for every chunk but the last, in fixed places (empty slots are filled)
 or variable ones (left out). Training is forward and backward of a whole sequence, without an optimizer; reading is
 `ChunkReader.read` and the losses of all tokens, without gradients. The forms take turns within one run and ratios are
-of the same turn. Peak memory is what a pass adds to its process, a new one for each figure. Beside the ratios stand
-those of the FLOPs per token that megamem counts.
+of the same turn, in wall time and in processor time (which other processes do not lengthen; take it with one thread,
+since waiting threads spin). Peak memory is what a pass adds to its process, a new one for each figure. Beside the ratios
+stand those of the FLOPs per token that megamem counts.
 
-The last table is the encoder alone: the chunks of a window side by side (`Stage.prepare`) over one after the other.
+The last table is the encoder alone: the chunks of a window side by side (`Stage.prepare`) over one after the other, in
+processor time.
 """
 
 from __future__ import annotations
@@ -84,9 +86,9 @@ def passes(model: ModelConfig, context: int, kind: str) -> Callable[[], float]:
 
 
 def added_memory(model: ModelConfig, context: int, kind: str) -> int:
-    """Return the bytes that the second pass of this process adds at its peak to what the first one has left."""
+    """Return the bytes that a pass adds at its peak to its process, in which another model has done one before."""
+    passes(model, context, kind)()
     run = passes(model, context, kind)
-    run()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
     before = most_resident()
     run()
@@ -114,6 +116,9 @@ def measure(context: int, options: argparse.Namespace) -> dict[str, Any]:
             "turns": len(times[TRANSFORMER].wall),
             "tokens_per_second": {name: summary([context / s for s in t.wall]) for name, t in times.items()},
             "over_transformer": {name: ratio(times[TRANSFORMER].wall, t.wall) for name, t in times.items()},
+            "over_transformer_processor": {
+                name: ratio(times[TRANSFORMER].processor, t.processor) for name, t in times.items()
+            },
             "flops_per_token": flops,
             "flops_over_transformer": {name: flops[TRANSFORMER] / value for name, value in flops.items()},
             "peak_bytes": peaks,
@@ -165,7 +170,7 @@ def measure_encoder(chunks: Sequence[int], rows: Sequence[int], options: argpars
         for each in rows:
             times = interleaved(encoder_runs(model, count, each), options.turns, options.budget_s)
             gains = {
-                kind: ratio(times[f"{kind}, apart"].wall, times[f"{kind}, together"].wall)
+                kind: ratio(times[f"{kind}, apart"].processor, times[f"{kind}, together"].processor)
                 for kind in (TRAINING, READING)
             }
             found.append({"chunks": count, "rows": each, **gains})
@@ -178,10 +183,11 @@ def report(context: int, result: dict[str, Any]) -> None:
         print(f"\n### {context:,} tokens, {kind}, {found['turns']} turns\n")
         rows = [
             [name, spread(rate, 0), spread(found["over_transformer"][name], 2),
+             spread(found["over_transformer_processor"][name], 2),
              f"{found['flops_over_transformer'][name]:.2f}", f"{found['peak_bytes'][name] / 2**20:,.0f}"]
             for name, rate in found["tokens_per_second"].items()
         ]  # fmt: skip
-        heads = ["model", "tokens/s", "over the transformer", "its FLOPs would allow", "peak memory, MiB"]
+        heads = ["model", "tokens/s", "over the transformer", "in processor time", "its FLOPs would allow", "peak, MiB"]
         print(table(heads, rows), flush=True)
 
 
