@@ -27,8 +27,8 @@ class DelimiterConfig(ConfigModel):
     count: PositiveInt = 3
     """How many times it is read, fewer than a chunk has tokens."""
     placement: Literal["insert", "overwrite"] = "insert"
-    """`insert`: in front of the copy, which ends so many tokens earlier. `overwrite`: in the place of the first tokens of
-    the copy, which are not predicted."""
+    """`insert`: in front of the copy, which ends so many tokens earlier. `overwrite`: in the place of the first tokens
+    of the copy, which are not predicted."""
 
 
 class CopyingConfig(ObjectiveConfig):
