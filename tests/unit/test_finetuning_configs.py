@@ -13,12 +13,14 @@ import yaml
 from safetensors.torch import save_file
 from transformers import GPT2Config, LlamaConfig
 
-from megamem.config.load import load_config
+from megamem.config.load import load_config, parse_config
+from megamem.config.model import ModelConfig
 from megamem.config.recipe import load_run
 from megamem.config.run import RunConfig
 from megamem.hf import importing
 from megamem.hf.importing import MODEL, from_hf, source_section
 from megamem.hf.source import Source
+from megamem.model.stage import meta_stage
 from megamem.study.grid import load_study, planned_runs
 from tests.unit.shipped import RECIPES, ROOT
 
@@ -72,6 +74,26 @@ def test_recipes_train_what_their_commands_import(name, tmp_path, monkeypatch):
     if name == "gpt2":
         assert (run.model.vocab_size, run.model.hidden_size, run.model.heads) == (50_257, 768, 12)
         assert (run.model.chunk_size, run.training.batch_tokens, run.data.feeding) == (512, 512, "streams")
+
+
+def test_an_imported_model_is_the_decoder_of_the_shipped_memory_model(tmp_path, monkeypatch):
+    recipe = RECIPES / "copy_smollm2.yaml"
+    source = Source(tmp_path, json.loads(SOURCES["smollm2"].to_json_string(use_diff=False)), {})
+    imported = imported_model(recipe, source, "llama", tmp_path / "start", monkeypatch)
+    plain = parse_config(ModelConfig, yaml.safe_load(imported.read_text())["model"], "imported")
+    (words,) = commands(recipe, "train")
+    run = load_run(recipe, [], ROOT / words[-1])
+    shapes = {name: parameter.shape for name, parameter in meta_stage(run.model).named_parameters()}
+    decoder = run.model.architecture.parts(run.model)["decoder"]
+    ours = {plain_name: shapes[name] for name in shapes if (plain_name := decoder.plain_name(name))}
+    assert ours == {name: parameter.shape for name, parameter in meta_stage(plain).named_parameters()}
+    # what shapes do not say
+    changes = {"layers": plain.layers, "architecture": plain.architecture, "norm_eps": plain.norm_eps}
+    assert run.model.model_copy(update=changes) == plain
+    assert run.model.norm_eps == pytest.approx(1e-5, rel=1e-6)
+    encoder = sum(shape.numel() for name, shape in shapes.items() if not decoder.plain_name(name))
+    assert encoder == 12_204_480
+    assert (run.training.freeze, run.training.objective.kind) == ("decoder", "copy")
 
 
 def test_the_study_trains_what_its_command_imports(tmp_path, monkeypatch):
