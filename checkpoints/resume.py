@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
-from megamem.model.stage import meta_stage
+from megamem.model.stage import Stage, meta_stage
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.freezing import new_parameter_names
 
@@ -186,9 +186,8 @@ def load_initial_weights(engine: TrainingEngine, path: Path, group: ProcessGroup
     Raises:
         CheckpointError: the file cannot be read or is of another model; the message names file and tensor.
     """
-    whole = meta_stage(engine.config.model)
-    shapes = {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
-    all_agree(_wrong_weights(path, shapes), group)
+    shapes = parameter_shapes(meta_stage(engine.config.model))
+    all_agree(wrong_weights(path, shapes), group)
     with safe_open(path, framework="pt") as file:
         held = set(file.keys())
         for key, fragments in optimizer_fragments(engine).items():
@@ -198,14 +197,31 @@ def load_initial_weights(engine: TrainingEngine, path: Path, group: ProcessGroup
     update_model_weights(engine)
 
 
-def _wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
+def parameter_shapes(whole: Stage) -> dict[str, list[int]]:
+    """Return the shape of each parameter of a whole model by its global name."""
+    return {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
+
+
+def wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
     """Return why a file cannot be the weights of a model with parameters of these shapes; None if it can."""
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
     except (OSError, SafetensorError) as error:
         return f"{path}: not a readable safetensors file ({error})"
-    if wrong := sorted(set(shapes) - set(found) - new_parameter_names(path)):
+    return other_weights(path, found, shapes, new_parameter_names(path))
+
+
+def other_weights(
+    path: Path, found: Mapping[str, list[int]], shapes: Mapping[str, list[int]], new: Collection[str] = ()
+) -> str | None:
+    """Return why weights of the shapes `found` are none of a model with `shapes`; None if they are.
+
+    Args:
+        path: their file, for the message.
+        new: parameters that they need not have.
+    """
+    if wrong := sorted(set(shapes) - set(found) - set(new)):
         return f"{path}: {wrong[0]} is missing; the file belongs to another model"
     if wrong := sorted(set(found) - set(shapes)):
         return f"{path}: {wrong[0]} is not in the model; the file belongs to another model"

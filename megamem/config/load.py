@@ -33,7 +33,19 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round."""
+    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round.
+
+    A key that a mapping has twice is refused: only its last value would count.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node. Raises ConstructorError at the second of two equal keys."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -187,16 +199,20 @@ def _explain(config_type: type[BaseModel], item: ErrorDetails, tree: object) -> 
     location = [str(part) for part in item["loc"]]
     name = ".".join(location)
     if item["type"] == "extra_forbidden":
-        valid = _fields_at(config_type, location[:-1], tree)
-        near = difflib.get_close_matches(location[-1], valid, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
-        return f"{name}: unknown key{hint} valid keys here: {', '.join(valid)}"
+        return unknown_key(name, _fields_at(config_type, location[:-1], tree))
     if item["type"] == "missing":
         return f"{name}: required, but not given"
     message = _WORDING.get(item["type"], item["msg"].removeprefix("Value error, ").replace("Input should", "should"))
     value = item.get("input")
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
     return f"{name}: {message}{shown}" if name else message
+
+
+def unknown_key(name: str, valid: Sequence[str]) -> str:
+    """Return the message about a key that is not known where it stands. name: dotted, the key last."""
+    near = difflib.get_close_matches(name.rpartition(".")[2], valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"{name}: unknown key{hint} valid keys here: {', '.join(valid)}"
 
 
 def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: object) -> list[str]:

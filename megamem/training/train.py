@@ -58,10 +58,6 @@ from megamem.training.description import describe_learning, describe_phases, des
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
-WEIGHTS = "model.safetensors"
-"""The trained weights, in the run folder."""
-
-
 def train(config: RunConfig, console: Console) -> RunResult | None:
     """Run a whole training on this rank.
 
@@ -87,6 +83,7 @@ def train(config: RunConfig, console: Console) -> RunResult | None:
     if result is None:
         # a launcher that sees one rank end with a failure, or STOPPED, ends the others: none may still be closing then
         dist.barrier(group)
+    dist.destroy_process_group(group)
     return result
 
 
@@ -203,7 +200,7 @@ def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadS
 
 def _fit(trainer: Trainer, saver: Saver, group: ProcessGroup) -> None:
     """Train, and save the weights whatever comes of it. Raises NonFiniteError if the run had to be given up."""
-    weights = trainer.config.run_folder / WEIGHTS
+    weights = trainer.config.weights
     try:
         trainer.fit()
     except NonFiniteError:

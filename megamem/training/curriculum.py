@@ -1,0 +1,144 @@
+"""The lessons of a curriculum on one rank: checked together, then trained one after the other in the same process.
+
+A run by itself is treated as a curriculum of one lesson.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from checkpoints.folder import checkpoints_in
+from checkpoints.location import run_checkpoints
+from checkpoints.resume import other_weights, parameter_shapes, wrong_weights
+from megamem.config.curriculum import FILE, dump_curriculum
+from megamem.config.recipe import LESSONS
+from megamem.config.run import RunConfig
+from megamem.errors import CheckpointError, ConfigError, MegamemError, RunFolderError
+from megamem.files import write_bytes
+from megamem.pipeline.freezing import whole_model
+from megamem.runs.result import RunResult
+from megamem.training.dry_run import dry_run
+from megamem.training.train import train
+
+
+@contextmanager
+def of_lesson(run: RunConfig) -> Iterator[None]:
+    """Put the lesson's name in front of errors of the block, where the run is one."""
+    try:
+        yield
+    except MegamemError as error:
+        if run.lesson is None:
+            raise
+        raise type(error)(f"{LESSONS}.{run.lesson}: {error}") from None
+
+
+def check_starts(runs: Sequence[RunConfig]) -> None:
+    """Check that the weights which runs start from are there or will be, and fit the runs' models.
+
+    A run that has a checkpoint goes on from that, and its first weights may be gone.
+
+    Raises:
+        CheckpointError: there is no such file, or its weights are another model's.
+        ConfigError: a run needs the names of new parameters, which weights of a lesson do not list.
+    """
+    earlier: dict[Path, RunConfig] = {}
+    for run in runs:
+        with of_lesson(run):
+            start = run.training.init_from
+            if start in earlier:
+                _check_earlier(run, start, earlier[start])
+            elif start is not None and not checkpoints_in(run_checkpoints(run)):
+                _check_file(run, start)
+        earlier[run.weights] = run
+
+
+def _check_earlier(run: RunConfig, weights: Path, lesson: RunConfig) -> None:
+    """Check that a lesson can start from the weights that an earlier lesson writes; raises as `check_starts`."""
+    for field, given in (
+        ("training.freeze base", run.training.freeze == "base"),
+        ("optimizer.new_parameters_lr", run.optimizer.new_parameters_lr is not None),
+    ):
+        if given:
+            raise ConfigError(
+                f"{field}: needs weights that list new parameters, as `megamem convert from-hf` writes them; those of "
+                f"lesson {lesson.lesson} have every parameter"
+            )
+    found, shapes = (parameter_shapes(whole_model(config.model)) for config in (lesson, run))
+    if other := other_weights(weights, found, shapes):
+        raise CheckpointError(f"training.init_from {other}")
+
+
+def _check_file(run: RunConfig, weights: Path) -> None:
+    """Check the file that a run starts from; raises as `check_starts`."""
+    if not weights.is_file():
+        raise CheckpointError(
+            f"training.init_from {weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint"
+        )
+    if wrong := wrong_weights(weights, parameter_shapes(whole_model(run.model))):
+        raise CheckpointError(f"training.init_from {wrong}")
+
+
+def train_lessons(runs: Sequence[RunConfig], console: Console) -> Iterator[RunResult | None]:
+    """Train runs one after the other on this rank, and yield the result of each; see `train`.
+
+    Those that have ended before are passed over. None is the last value where one was stopped.
+
+    Raises: MegamemError as `train`; later runs are not begun.
+    """
+    if runs[0].lesson is not None and _is_rank_0():
+        _write_curriculum(runs)
+    for number, run in enumerate(runs, 1):
+        _announce(run, number, len(runs), console)
+        result = train(run, console)
+        yield result
+        if result is None:
+            return
+        _forget()
+
+
+def dry_run_lessons(runs: Sequence[RunConfig], console: Console) -> None:
+    """Make the dry run of each run, one after the other; see `dry_run`."""
+    for number, run in enumerate(runs, 1):
+        _announce(run, number, len(runs), console)
+        dry_run(run, console)
+        _forget()
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _write_curriculum(runs: Sequence[RunConfig]) -> None:
+    """Write the file that trains the curriculum again into its folder. Raises RunFolderError."""
+    folder = runs[0].runs_folder
+    if (folder / "config.yaml").exists():
+        raise RunFolderError(f"{folder}: holds a run; choose another `name` for the curriculum")
+    try:
+        write_bytes(folder / FILE, dump_curriculum(runs).encode())
+    except OSError as error:
+        raise RunFolderError(f"{folder}: cannot be written ({error.strerror}); choose another `runs_folder`") from None
+
+
+def _announce(run: RunConfig, number: int, total: int, console: Console) -> None:
+    """Print which lesson begins."""
+    if run.lesson is not None and _is_rank_0():
+        console.print(f"lesson {number} of {total}: {run.lesson}", highlight=False)
+
+
+def _forget() -> None:
+    """Drop what a run that has ended leaves in the process, so that the next begins as in a fresh one."""
+    gc.collect()  # engines refer to themselves
+    if "torch._dynamo" in sys.modules:
+        # shapes of one model would make the code that is compiled for the next another one
+        torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
