@@ -46,8 +46,8 @@ def check_single(tree: Tree, recipe: Path) -> None:
     """Raise ConfigError where the mapping of a file is a curriculum's, which is several runs."""
     if LESSONS in tree:
         raise ConfigError(
-            f"{recipe}: a curriculum, where the file of a single run is expected; megamem train, plan and launch take it "
-            "whole, and each lesson that has begun has a config.yaml of its own in its folder"
+            f"{recipe}: a curriculum, where the file of one run is expected; megamem train and megamem plan take "
+            "curricula, and each lesson that has begun has a config.yaml in its folder"
         )
 
 

@@ -135,7 +135,7 @@ def _announce(run: RunConfig, number: int, total: int, console: Console) -> None
 
 def _forget() -> None:
     """Drop what a run that has ended leaves in the process, so that the next begins as in a fresh one."""
-    gc.collect()  # engines refer to themselves
+    gc.collect()
     if "torch._dynamo" in sys.modules:
         # shapes of one model would make the code that is compiled for the next another one
         torch.compiler.reset()

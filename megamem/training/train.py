@@ -134,7 +134,9 @@ def _train_in_folder(
             # while all are watched: nobody leaves before rank 0 has written
             dist.barrier(group)
             return None
-        return _evaluate(trainer, throughput, sinks, console)
+        result = _evaluate(trainer, throughput, sinks, console)
+    engine.close()
+    return result
 
 
 def _finished(config: RunConfig, checkpoint: Checkpoint) -> RunResult | None:
