@@ -1,7 +1,7 @@
 """Curricula: runs that are trained one after the other, from one YAML file.
 
-What its lessons have in common stands at the top of the file as in that of a run, and what one lesson changes in
-`lessons.NAME`. Each lesson becomes a complete `RunConfig`, which may start from the weights of an earlier one.
+What its lessons have in common stands at the top of the file as in that of a run, and what each changes in the list
+`lessons`. Each lesson becomes a complete `RunConfig`, which may start from the weights of an earlier one.
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ def load_runs(recipe: Path, overrides: Sequence[str] = (), model: Path | None = 
 def dump_curriculum(runs: Sequence[RunConfig]) -> str:
     """Return a curriculum's lessons, complete, as YAML that `load_runs` makes equal ones of."""
     folder = runs[0].runs_folder
-    trees = {
-        run.lesson: {key: value for key, value in run.model_dump(mode="json").items() if key not in _NOT_OWN}
+    trees = [
+        {
+            "name": run.lesson,
+            **{key: value for key, value in run.model_dump(mode="json").items() if key not in _NOT_OWN},
+        }
         for run in runs
-    }
+    ]
     tree = {"name": folder.name, "runs_folder": str(folder.parent), LESSONS: trees}
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
@@ -96,15 +99,18 @@ def _folder_name(number: int, lesson: str) -> str:
 
 def _checked(lessons: object, where: str) -> dict[str, Tree]:
     """Return the lessons by name, each with a mapping of what it changes. Raises ConfigError."""
-    if not isinstance(lessons, dict) or not lessons:
-        raise ConfigError(f"{where}: {LESSONS}: expected lessons by name, each with what it changes, got {lessons!r}")
+    if not isinstance(lessons, list) or not lessons or not all(isinstance(lesson, dict) for lesson in lessons):
+        raise ConfigError(f"{where}: {LESSONS}: expected a list of sections, each with a name, got {lessons!r}")
     checked: dict[str, Tree] = {}
-    for name, changes in lessons.items():
+    for number, lesson in enumerate(lessons, 1):
+        name = lesson.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"{where}: {LESSONS}: {name!r} is no name of letters, digits, _ and -")
-        checked[name] = {} if changes is None else changes
-        if not isinstance(checked[name], dict):
-            raise ConfigError(f"{where}: {LESSONS}.{name}: expected a section of keys, got {changes!r}")
+            raise ConfigError(
+                f"{where}: {LESSONS}: the name of lesson {number} is {name!r}; use letters, digits, _ and -"
+            )
+        if name in checked:
+            raise ConfigError(f"{where}: {LESSONS}: two lessons are called {name!r}; give each a name of its own")
+        checked[name] = {key: value for key, value in lesson.items() if key != "name"}
         for key in checked[name]:
             _check_key(str(key), f"{where}: {LESSONS}.{name}")
     return checked
@@ -121,9 +127,7 @@ def _check_key(key: str, where: str) -> None:
         raise ConfigError(unknown_key(f"{where}.{key}", valid))
 
 
-def _addressed(
-    overrides: Sequence[str], lessons: Sequence[str], where: str
-) -> Iterator[tuple[str | None, str]]:
+def _addressed(overrides: Sequence[str], lessons: Sequence[str], where: str) -> Iterator[tuple[str | None, str]]:
     """Yield overrides with the lesson that they are for, None for all. Raises ConfigError for an unknown lesson."""
     for override in overrides:
         path, equals, value = override.partition("=")
@@ -168,7 +172,9 @@ def _with_start(tree: Tree, earlier: Mapping[str, RunConfig], lessons: Sequence[
         # no name of a lesson has either of these
         if isinstance(given, str) and ("." in given or "/" in given):
             return given
-        raise ConfigError(f"{where}.{_START}: {_no_lesson(given, list(earlier))}, or a weights file such as a/b.safetensors")
+        raise ConfigError(
+            f"{where}.{_START}: {_no_lesson(given, list(earlier))}, or a weights file such as a/b.safetensors"
+        )
 
     found = {part: weights(given) for part, given in start.items()} if isinstance(start, dict) else weights(start)
     return with_value(tree, "training.init_from", found)

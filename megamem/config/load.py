@@ -33,19 +33,7 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round.
-
-    A key that a mapping has twice is refused: only its last value would count.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node. Raises ConstructorError at the second of two equal keys."""
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round."""
 
 
 _Loader.add_implicit_resolver(

@@ -58,6 +58,7 @@ from megamem.training.description import describe_learning, describe_phases, des
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
+
 def train(config: RunConfig, console: Console) -> RunResult | None:
     """Run a whole training on this rank.
 
