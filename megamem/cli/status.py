@@ -64,5 +64,6 @@ def _look(folder: Path) -> tuple[dict[str, object], RenderableType, Condition]:
         return found.to_dict(), run_page(found), found.condition
     lessons = lesson_statuses(folder)
     condition = curriculum_condition(lessons)
-    figures = {"curriculum": str(folder), "state": condition, "lessons": [lesson.to_dict() for lesson in lessons]}
+    each = [lesson.to_dict() for lesson in lessons]
+    figures: dict[str, object] = {"curriculum": str(folder), "state": condition, "lessons": each}
     return figures, runs_table(lessons, folder), condition

@@ -120,7 +120,7 @@ def _check_key(key: str, where: str) -> None:
     """Raise ConfigError for a key that no lesson has."""
     if key in _NOT_OWN:
         raise ConfigError(
-            f"{where}.{key}: a lesson has none of its own: its folder has its number and name, in the curriculum's folder"
+            f"{where}.{key}: a lesson has none of its own; its folder is that of its number and name in the curriculum's"
         )
     valid = sorted({_START, *RunConfig.__pydantic_fields__} - set(_NOT_OWN))
     if key not in valid:

@@ -20,7 +20,6 @@ from megamem.config.parallel import ParallelConfig
 from megamem.config.phase import phase_starts
 from megamem.config.training import TrainingConfig
 
-
 RunName = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 """The name of a run, or of a curriculum, and of its folder."""
 
