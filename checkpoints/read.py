@@ -12,7 +12,9 @@ from torch import Tensor
 from checkpoints.folder import Checkpoint
 from checkpoints.fragments import region
 from checkpoints.storage import TensorEntry, TensorFiles, read_index
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 
 MASTER = "master/"
@@ -93,7 +95,14 @@ def merge_weights(checkpoint: Checkpoint, path: Path) -> int:
     merged = dict(read_weights(checkpoint))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(merged, path)
+        write_weights(merged, path, _header(checkpoint))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
     return len(merged)
+
+
+def _header(checkpoint: Checkpoint) -> WeightsHeader:
+    """Return what the weights of a checkpoint are of, as its run says."""
+    run = checkpoint.run()
+    model = parse_config(ModelConfig, run["model"], f"{checkpoint.path / 'run.json'}: model")
+    return WeightsHeader.of_model(model, run["tokenizer_sha256"])

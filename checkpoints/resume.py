@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,9 +40,8 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
-from megamem.model.stage import Stage, meta_stage
 from megamem.pipeline.base import TrainingEngine
-from megamem.pipeline.freezing import new_parameter_names
+from megamem.pipeline.start_weights import shown_files, weight_sources
 
 
 def choose_checkpoint(config: CheckpointConfig, folder: Location) -> tuple[Checkpoint | None, list[str]]:
@@ -130,7 +128,8 @@ def check_identity(checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mappin
 
 def check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) -> None:
     """Raise CheckpointError for a run that wants to start from, or to train, other weights than the saved one."""
-    wanted = config.training.init_from
+    files = config.training.init_from
+    wanted = config.training.model_dump(mode="json")["init_from"]
     begun_with = saved["config"]["training"].get("init_from")
     froze = saved["config"]["training"].get("freeze")
     if config.training.freeze != froze:
@@ -138,10 +137,10 @@ def check_weights(config: RunConfig, checkpoint: Checkpoint, saved: SavedRun) ->
             f"{checkpoint.path}: training.freeze was {froze} and is {config.training.freeze}; a run cannot go on with "
             "other parameters learning (its weights alone: megamem checkpoint merge, then megamem start-from)"
         )
-    if config.checkpoint.resume == "auto" and wanted is not None and str(wanted) != begun_with:
+    if config.checkpoint.resume == "auto" and wanted is not None and wanted != begun_with:
         raise CheckpointError(
-            f"{checkpoint.path}: the run did not start from training.init_from {wanted}; choose another `name` to "
-            "start a new one"
+            f"{checkpoint.path}: the run did not start from training.init_from {shown_files(files)}; choose another "
+            "`name` to start a new one"
         )
 
 
@@ -177,58 +176,30 @@ def _difference(name: str, saved: object, now: object) -> str | None:
     return None if saved == now else f"{name} was {saved!r} and is {now!r}"
 
 
-def load_initial_weights(engine: TrainingEngine, path: Path, group: ProcessGroup) -> None:
-    """Load weights, and nothing else, from a safetensors file of whole tensors by global name.
+def load_initial_weights(engine: TrainingEngine, group: ProcessGroup) -> None:
+    """Load weights, and nothing else, from the files that `training.init_from` names: whole tensors by global name.
 
-    A run leaves such a file at its end. Parameters that the file lists as new keep their initial values. A collective
-    call of all ranks of `group`.
+    A run leaves such a file at its end. Parameters that no file holds keep their initial values. A collective call of
+    all ranks of `group`.
 
     Raises:
-        CheckpointError: the file cannot be read or is of another model; the message names file and tensor.
+        CheckpointError: a file cannot be read or is of another model; the message names file and tensor.
     """
-    shapes = parameter_shapes(meta_stage(engine.config.model))
-    all_agree(wrong_weights(path, shapes), group)
-    with safe_open(path, framework="pt") as file:
-        held = set(file.keys())
+    error, sources = None, {}
+    try:
+        sources = weight_sources(engine.config)
+    except CheckpointError as found:
+        error = str(found)
+    all_agree(error, group)
+    with contextlib.ExitStack() as stack:
+        paths = {path for path, _ in sources.values()}
+        files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
         for key, fragments in optimizer_fragments(engine).items():
             kind, name = key.split("/", 1)
-            for piece in fragments.pieces if kind == "master" and name in held else []:
-                piece.tensor.copy_(file.get_slice(name)[region(piece.offsets, piece.tensor.shape)])
+            for piece in fragments.pieces if kind == "master" and name in sources else []:
+                path, their = sources[name]
+                piece.tensor.copy_(files[path].get_slice(their)[region(piece.offsets, piece.tensor.shape)])
     update_model_weights(engine)
-
-
-def parameter_shapes(whole: Stage) -> dict[str, list[int]]:
-    """Return the shape of each parameter of a whole model by its global name."""
-    return {name: list(parameter.shape) for name, parameter in whole.named_parameters()}
-
-
-def wrong_weights(path: Path, shapes: Mapping[str, list[int]]) -> str | None:
-    """Return why a file cannot be the weights of a model with parameters of these shapes; None if it can."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, not a dict
-    except (OSError, SafetensorError) as error:
-        return f"{path}: not a readable safetensors file ({error})"
-    return other_weights(path, found, shapes, new_parameter_names(path))
-
-
-def other_weights(
-    path: Path, found: Mapping[str, list[int]], shapes: Mapping[str, list[int]], new: Collection[str] = ()
-) -> str | None:
-    """Return why weights of the shapes `found` are none of a model with `shapes`; None if they are.
-
-    Args:
-        path: their file, for the message.
-        new: parameters that they need not have.
-    """
-    if wrong := sorted(set(shapes) - set(found) - set(new)):
-        return f"{path}: {wrong[0]} is missing; the file belongs to another model"
-    if wrong := sorted(set(found) - set(shapes)):
-        return f"{path}: {wrong[0]} is not in the model; the file belongs to another model"
-    for name in found:
-        if list(found[name]) != shapes[name]:
-            return f"{path}: {name} has shape {list(found[name])}, the model's is {shapes[name]}"
-    return None
 
 
 def _mismatch(checkpoint: Checkpoint, index: Mapping[str, TensorEntry], tensors: Mapping[str, Fragments]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,13 +13,44 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megamem.config.model import ModelConfig
+from megamem.config.parts import ModelPart
 from megamem.errors import DataError
 from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
 
 
-def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: Path) -> None:
+@dataclass(frozen=True)
+class WeightsHeader:
+    """What a weights file says of its weights besides their names."""
+
+    new_parameters: Sequence[str] = ()
+    """Parameters of the model that the file does not hold and that start as in a new run."""
+    tokenizer: str | None = None
+    """SHA-256 of the tokenizer that the weights were trained with."""
+    parts: Mapping[str, ModelPart] = field(default_factory=dict)
+    """Parts of the model that can start another model's (`ArchitectureConfig.parts`)."""
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, tokenizer: str | None, new_parameters: Sequence[str] = ()) -> WeightsHeader:
+        """Return the header of a model's weights."""
+        return cls(new_parameters, tokenizer, model.architecture.parts(model))
+
+    def metadata(self) -> dict[str, str]:
+        """Return it as safetensors has it."""
+        said = {
+            "format": "megamem",
+            "dtype": "fp32",
+            "new_parameters": json.dumps(list(self.new_parameters)),
+            "parts": json.dumps({name: part.model_dump(mode="json") for name, part in self.parts.items()}),
+        }
+        return said if self.tokenizer is None else {**said, "tokenizer": self.tokenizer}
+
+
+def save_weights(
+    parameters: dict[str, nn.Parameter], topology: Topology, path: Path, header: WeightsHeader = WeightsHeader()
+) -> None:
     """Gather FP32 master weights tensor by tensor and write them by global name, on rank 0. All ranks must call it."""
     whole: dict[str, Tensor] = {}
     values = ((name, whole_parameter(parameter, topology.tp_group)) for name, parameter in parameters.items())
@@ -32,23 +64,19 @@ def save_weights(parameters: dict[str, nn.Parameter], topology: Topology, path: 
         for stage in range(1, topology.pp_size):
             # the last stage's tied embedding is the first's
             whole = {**dict(_receive(stage, topology)), **whole}
-        write_weights(whole, path)
+        write_weights(whole, path, header)
 
 
-def write_weights(weights: dict[str, Tensor], path: Path, new_parameters: Sequence[str] = ()) -> None:
+def write_weights(weights: dict[str, Tensor], path: Path, header: WeightsHeader = WeightsHeader()) -> None:
     """Write FP32 weights by global name as one file, whole or not at all.
 
     Args:
         weights: whole tensors, of each parameter's own shape, [N, ...].
         path: the safetensors file.
-        new_parameters: parameters of the model that the file does not hold and that start as in a new run.
+        header: what the file says of them.
     """
     temporary = path.with_suffix(".tmp")
-    save_file(
-        weights,
-        temporary,
-        metadata={"format": "megamem", "dtype": "fp32", "new_parameters": json.dumps(list(new_parameters))},
-    )
+    save_file(weights, temporary, metadata=header.metadata())
     temporary.replace(path)
 
 

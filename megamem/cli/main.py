@@ -28,6 +28,7 @@ from megamem.cli.mechanisms import mechanisms
 from megamem.cli.memory_length import memory_length
 from megamem.cli.plan import plan
 from megamem.cli.preflight import preflight
+from megamem.cli.probe import probe_app
 from megamem.cli.runs import runs
 from megamem.cli.shards import shards_app
 from megamem.cli.status import status
@@ -41,7 +42,7 @@ from megamem.errors import CheckpointError, ConfigError, MegamemError, NonFinite
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for name, group in {
     "corpus": corpus_app, "tokenizer": tokenizer_app, "shards": shards_app, "checkpoint": checkpoint_app,
-    "convert": convert_app, "study": study_app, "wandb": wandb_app,
+    "convert": convert_app, "study": study_app, "probe": probe_app, "wandb": wandb_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 # a function's name is the verb's, with dashes

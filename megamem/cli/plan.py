@@ -48,7 +48,6 @@ def plan(
 
     Of a curriculum, each lesson but for schedules.
     """
-    from megamem.config.curriculum import load_runs
     from megamem.config.recipe import load_run
 
     if model is not None and config is None:
@@ -57,7 +56,7 @@ def plan(
         others = (schedule, draw_schedule, recorded, stages, micro_batches, chunks, bptt_chunks, devices, efficiency)
         if config is None or search or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
-        for run in load_runs(config, overrides or [], model):
+        for run in _runs(config, overrides, model):
             _print_layouts(run, dp, as_json)
         return
     if not (schedule or draw_schedule):
@@ -67,7 +66,7 @@ def plan(
             raise ConfigError(
                 "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
             )
-        for run in load_runs(config, overrides or [], model):
+        for run in _runs(config, overrides, model):
             _print_plan(run, devices, device, efficiency, search, as_json)
         return
     if devices or efficiency or search:
@@ -87,6 +86,18 @@ def plan(
         write_json(figures)
         return
     _print([schedule_table(report), *(f"{name.replace('_', ' ')}: {path}" for name, path in pictures.items())])
+
+
+def _runs(config: Path, overrides: list[str] | None, model: Path | None) -> list[RunConfig]:
+    """Return the run of a file, or those of a curriculum's lessons, whose weights need not be there."""
+    from megamem.config.curriculum import load_runs
+
+    runs = load_runs(config, overrides or [], model)
+    if len(runs) > 1:
+        from megamem.training.curriculum import expect_lessons
+
+        expect_lessons(runs)
+    return runs
 
 
 def _print_plan(

@@ -44,7 +44,7 @@ def train(
     from megamem.config.curriculum import load_runs
     from megamem.config.recipe import auto_overrides
     from megamem.planning.auto import is_open
-    from megamem.training.curriculum import check_starts
+    from megamem.training.curriculum import expect_lessons
     from megamem.training.devices import from_rank_0, local_processes
 
     overrides = [
@@ -53,10 +53,11 @@ def train(
         *(["checkpoint.fallback=true"] if fallback else []),
     ]
     runs = load_runs(config, overrides, model)
+    if len(runs) > 1:
+        expect_lessons(runs)
     count = int(os.environ["WORLD_SIZE"]) if inside_job() else processes or max(map(local_processes, runs))
 
     def settled() -> list[RunConfig]:
-        check_starts(runs)
         return [_settled(run, count, dry_run, check_memory=not no_memory_check) for run in runs]
 
     if inside_job() and count > 1 and any(is_open(run, count) for run in runs):

@@ -119,9 +119,7 @@ def _checked(lessons: object, where: str) -> dict[str, Tree]:
 def _check_key(key: str, where: str) -> None:
     """Raise ConfigError for a key that no lesson has."""
     if key in _NOT_OWN:
-        raise ConfigError(
-            f"{where}.{key}: a lesson has none of its own; its folder is that of its number and name in the curriculum's"
-        )
+        raise ConfigError(f"{where}.{key}: a lesson has none of its own; its folder is called by its number and name")
     valid = sorted({_START, *RunConfig.__pydantic_fields__} - set(_NOT_OWN))
     if key not in valid:
         raise ConfigError(unknown_key(f"{where}.{key}", valid))

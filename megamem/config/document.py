@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
 from megamem.config.model import ARCHITECTURES, MIXERS, MixerConfig
-from megamem.config.objective import OBJECTIVES
+from megamem.config.objective import OBJECTIVES, ObjectiveConfig
 from megamem.config.registry import Registry
 from megamem.config.run import RunConfig
 
@@ -31,7 +31,8 @@ Overrides are applied last; their values are YAML, and a number picks from a lis
 """
 _MAPPING = "mapping, see below"
 _WITH_KIND = {
-    MixerConfig: "[mixer](#mixers)", CallbackConfig: "[callback](#callbacks)", SinkConfig: "[sink](#sinks)",
+    MixerConfig: "[mixer](#mixers)", ObjectiveConfig: "[objective](#objectives)",
+    CallbackConfig: "[callback](#callbacks)", SinkConfig: "[sink](#sinks)",
 }  # fmt: skip
 """Base classes of what has a `kind`, and the part of the page about them."""
 _SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -58,6 +59,9 @@ def _kinds(title: str, where: str, noun: str, registry: Registry[Any]) -> Iterat
         if config.__module__.startswith("megamem."):
             yield f"### `{kind}`\n\n{_paragraph(inspect.getdoc(config))}\n"
             yield _table(config, skip=("kind",)) or "No fields.\n"
+            for path, model in _sections(config, ""):
+                yield f"#### `{path}` of `{kind}`\n\n{_paragraph(inspect.getdoc(model))}\n"
+                yield _table(model)
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -126,6 +130,8 @@ def _type_name(annotation: Any, metadata: Iterable[object] = ()) -> str:
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         inner = _type_name(arguments[0])
         return "list of mappings, see below" if inner == _MAPPING else f"list of {inner}"
+    if origin is dict:
+        return f"mapping of names to {_type_name(arguments[1])}"
     if origin is tuple:
         return f"[{', '.join(_type_name(inner) for inner in arguments)}]"
     if link := next((link for base, link in _WITH_KIND.items() if issubclass(annotation, base)), None):

@@ -220,12 +220,13 @@ def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: obje
 
 
 def _of_kind(found: type[BaseModel], kind: object) -> type[BaseModel]:
-    """Return the class that a `kind` names, where `found` is the base class of what a registry holds."""
+    """Return the class that a `kind` names, where `found` is a class of what a registry holds."""
     registries: dict[type[BaseModel], Registry[Any]] = {
         MixerConfig: MIXERS, ArchitectureConfig: ARCHITECTURES, ObjectiveConfig: OBJECTIVES,
         CallbackConfig: CALLBACKS, SinkConfig: SINKS,
     }  # fmt: skip
-    of_kind: type[BaseModel] = registries[found].kinds().get(str(kind), found) if found in registries else found
+    registry = next((registry for base, registry in registries.items() if issubclass(found, base)), None)
+    of_kind: type[BaseModel] = registry.kinds().get(str(kind), found) if registry else found
     return of_kind
 
 

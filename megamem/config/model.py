@@ -6,23 +6,17 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, SerializeAsAny, model_validator
 
+from megamem.config import model_checks as checks
 from megamem.config.adaptive import check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
 from megamem.config.layers import LayersConfig
-from megamem.config.model_checks import (
-    check_heads,
-    check_layers,
-    check_mixer,
-    check_positions,
-    check_rotation,
-    check_softmax,
-)
 from megamem.config.mup import MupConfig, check_base
+from megamem.config.parts import ModelPart
 from megamem.config.registry import Registry
 from megamem.config.side_rows import SideRows, check_side_rows
 
@@ -158,6 +152,11 @@ class LayerPart:
 class ArchitectureConfig(ConfigModel):
     """How layers, output head and memories that span the model make a model. Subclasses add their own fields."""
 
+    causal: ClassVar[bool] = True
+    """Whether a token's output depends on no later one; what is not so can neither predict text nor write it."""
+    embeds_tokens: ClassVar[bool] = True
+    """Whether the layers behind an encoder, or all where there is none, read embedded tokens."""
+
     kind: str
     """Name of the architecture."""
 
@@ -191,6 +190,10 @@ class ArchitectureConfig(ConfigModel):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters besides embedding, layers, last norm and output head."""
         return 0
+
+    def parts(self, model: ModelConfig) -> dict[str, ModelPart]:
+        """Return the parts that weights and freezing can be named for (`training.init_from`); most models have none."""
+        return {}
 
     def unread_places(self, model: ModelConfig) -> range:
         """Return the places of each chunk whose tokens the model never reads, only predicts."""
@@ -372,24 +375,25 @@ class ModelConfig(LayersConfig):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         """Raise ValueError where sizes, layers or mixers do not fit each other."""
-        check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
+        checks.check_heads(self.hidden_size, self.heads, self.resolved_kv_heads, self.head_dim)
         check_vocabulary(self.vocab_size, self.padded_vocab_size, self.adaptive)
         if self.adaptive:
             self.adaptive.check(self.vocab_size, self.hidden_size, self.tie_embeddings, self.mup)
-        check_positions(self.positions, self.max_positions, self.chunk_size)
-        check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
+        checks.check_positions(self.positions, self.max_positions, self.chunk_size)
+        checks.check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
-        check_rotation(self.resolved_head_dim, self.positions == "rotary" and any(mixer.rotates() for mixer in mixers))
+        rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
+        checks.check_rotation(self.resolved_head_dim, rotated)
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
+        checks.check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
         self.architecture.check(self)
         side_rows = [self.side_rows_at(layer) for layer in range(self.layers)]
         check_side_rows([m.kind for m in mixers], side_rows, self.architecture.kind)
         for layer, mixer in enumerate(mixers):
             inner = self.layer_model(layer)
             added = inner.chunk_size - self.chunk_size
-            check_mixer(partial(mixer.check, inner), self.chunk_size, added, self.architecture.kind)
+            checks.check_mixer(partial(mixer.check, inner), self.chunk_size, added, self.architecture.kind)
         if self.mup is not None:
             check_base(self.mup, lambda: ModelConfig.model_validate(dict(self.base)))
         return self

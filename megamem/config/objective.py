@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -16,6 +16,9 @@ from megamem.config.registry import Registry
 class ObjectiveConfig(ConfigModel):
     """What a model is trained to predict. Subclasses add their own fields."""
 
+    causal: ClassVar[bool] = True
+    """Whether a token is predicted from those before it; if not, an architecture must not be causal either."""
+
     kind: str
     """Name of the objective."""
 
@@ -24,6 +27,11 @@ class ObjectiveConfig(ConfigModel):
 
     def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
         """Raise ValueError if it cannot be trained on the sequences that `data` makes, as `check` does."""
+
+    @property
+    def readings(self) -> int:
+        """How often a step reads each batch, always as another `Reading` of the objective that it builds."""
+        return 1
 
     @abstractmethod
     def build(self, model: ModelConfig) -> object:

@@ -17,6 +17,7 @@ from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.optimizer import OptimizerConfig
 from megamem.config.parallel import ParallelConfig
+from megamem.config.parts import check_parts
 from megamem.config.phase import phase_starts
 from megamem.config.training import TrainingConfig
 
@@ -215,6 +216,15 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _objective_fits(self) -> RunConfig:
+        objective, architecture = self.training.objective, self.model.architecture
+        if objective.causal != architecture.causal:
+            fitting = "autoencode" if objective.causal else "next_token"
+            raise ValueError(
+                f"training.objective {objective.kind} does not go with model.architecture {architecture.kind}; use "
+                f"{fitting}"
+            )
+        parts = architecture.parts(self.model)
+        check_parts(architecture.kind, parts, self.training.init_from, self.training.freeze)
         self.training.objective.check(self.model)
         self.training.objective.check_sequences(self.model, self.data)
         return self
@@ -377,3 +387,7 @@ class RunConfig(ConfigModel):
                 f"{self.training.micro_batch_size} on {dp_size} data-parallel ranks; use a multiple of {per_pass}"
             )
         return self.global_rows // per_pass
+
+    def micro_batches(self, dp_size: int) -> int:
+        """Return how many micro-batches a rank goes through per step: each as often as the objective reads it."""
+        return self.accumulation_steps(dp_size) * self.training.objective.readings

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megamem.config.base import ConfigModel
 from megamem.config.extensions import AnyCallback
 from megamem.config.objective import AnyObjective
+from megamem.config.parts import AnyStartWeights
 from megamem.config.phase import PhaseConfig
 
 
@@ -36,12 +37,13 @@ class TrainingConfig(ConfigModel):
     `auto`: the planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
-    init_from: Path | None = None
-    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it; random if not given.
-    A run that goes on from a checkpoint has its own."""
-    freeze: Literal["base"] | None = None
-    """What does not learn. `base`: all parameters but those that `init_from` lists as new; they have no gradients and
-    no optimizer state. Everything learns if not given."""
+    init_from: AnyStartWeights | None = None
+    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it, or such files of
+    single parts of the model, `encoder` and `decoder`; what no file holds is random. A run that goes on from a
+    checkpoint has its own."""
+    freeze: str | None = None
+    """What does not learn, and has no gradients and no optimizer state. `base`: all parameters but the new ones, which
+    no file of `init_from` holds; `encoder` or `decoder`: that part of the model. Everything learns if not given."""
     compile: bool = False
     """torch.compile what lies between matrix products: norms, rotations and gates, one kernel each; pays on CUDA."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -59,10 +61,14 @@ class TrainingConfig(ConfigModel):
     """What else happens around training steps, in this order."""
 
     @model_validator(mode="after")
-    def _base_to_freeze(self) -> TrainingConfig:
-        """Raise ValueError where the base would be random weights."""
-        if self.freeze is not None and self.init_from is None:
+    def _trained_to_freeze(self) -> TrainingConfig:
+        """Raise ValueError where what is frozen would be random weights."""
+        if self.freeze == "base" and self.init_from is None:
+            raise ValueError("freeze base needs init_from: weights to keep, as `megamem convert from-hf` writes them")
+        named = isinstance(self.init_from, Path) or self.freeze in (self.init_from or {})
+        if self.freeze not in (None, "base") and not named:
             raise ValueError(
-                f"freeze {self.freeze} needs init_from: weights to keep, as `megamem convert from-hf` writes them"
+                f"freeze {self.freeze} freezes weights that nothing has trained; name them in init_from, as "
+                f"{{{self.freeze}: FILE}} or the file of a whole model"
             )
         return self

@@ -12,7 +12,7 @@ from collections import Counter
 from megamem.config.adaptive import narrow_width
 from megamem.config.cost import Flops, product
 from megamem.config.model import MixerConfig, ModelConfig
-from megamem.costs.backward import BackwardPass, embedding_products, head_products, layer_products, reached_part
+from megamem.costs.backward import BackwardPass, embedding_products, head_products, layer_products, share_left
 from megamem.costs.parts import PartCosts
 
 
@@ -68,25 +68,26 @@ def flops_by_part(
     parts: dict[str, Flops] = {
         "projections": product(2 * sum(projections)),
         "mlp": product(2 * sum(mlps)),
-        "head": head_products(head_flops(model), model.layers, backward),
+        "head": head_products(head_flops(model), backward),
     }
     if backward is not None:
         # gradients of inputs where the pass comes by; those of learning matrices count with the projections'
-        above = range(backward.lowest, model.layers)
-        inputs = 2 * sum(projections[layer] for layer in above)
-        weights = 2 * sum(rows[layer] * backward.layer_matrices[layer] for layer in above)
+        reached = [layer for layer in layers if backward.reaches(layer)]
+        inputs = 2 * sum(projections[layer] for layer in reached)
+        weights = 2 * sum(rows[layer] * backward.layer_matrices[layer] for layer in reached)
         parts["projections"] = Flops(2 * sum(projections), inputs + weights)
-        parts["mlp"] = Flops(parts["mlp"].forward, 2 * sum(mlps[layer] for layer in above))
+        parts["mlp"] = Flops(parts["mlp"].forward, 2 * sum(mlps[layer] for layer in reached))
     if embedding := embedding_flops(model):
         parts["embedding"] = embedding_products(embedding, backward)
     # layers with equal mixers cost the same
     kinds = [model.layer_kind(layer) for layer in layers]
-    reached = Counter(kinds[backward.lowest :] if backward else kinds)
     for kind, count in Counter(kinds).items():
         layer = kinds.index(kind)
-        all_rows, passed = rows[layer] * count, rows[layer] * reached[kind]
+        extra = model.part(layer).extra_flops
+        alike = [other for other in layers if kinds[other] == kind]
         for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
-            more = Flops(all_rows * flops.forward, passed * flops.backward)
+            left = sum(share_left(other, backward, name in extra) for other in alike)
+            more = Flops(rows[layer] * count * flops.forward, rows[layer] * left * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
 
@@ -106,6 +107,15 @@ def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: boo
     share = model.chunk_size / model.rows_through(layer)
     extra = {name: Flops(share * flops.forward, share * flops.backward) for name, flops in part.extra_flops.items()}
     return {**parts, **extra}
+
+
+def _mixing_left(model: ModelConfig, layer: int, sequence_rows: int, backward: BackwardPass | None) -> list[Flops]:
+    """Return `mixing_flops` with what is left of their backward pass."""
+    extra = model.part(layer).extra_flops
+    return [
+        Flops(flops.forward, flops.backward * share_left(layer, backward, name in extra))
+        for name, flops in mixing_flops(model, layer, sequence_rows).items()
+    ]
 
 
 def flops_per_token(
@@ -137,12 +147,12 @@ def flop_costs(model: ModelConfig, sequence_length: int, backward: BackwardPass 
     for layer in range(model.layers):
         mixer, inside = model.mixer_at(layer), model.layer_model(layer)
         rows = model.rows_through(layer) / model.chunk_size
-        mixing = mixing_flops(model, layer, round(rows * sequence_length)).values()
+        mixing = _mixing_left(model, layer, round(rows * sequence_length), backward)
         dense = layer_products(dense_flops(inside, mixer), layer, backward)
-        own = dense.total + sum(reached_part(flops, layer, backward).total for flops in mixing)
+        own = dense.total + sum(flops.total for flops in mixing)
         layers.append(rows * own)
     embedding = embedding_products(embedding_flops(model), backward)
-    return PartCosts(tuple(layers), embedding.total, head_products(head_flops(model), model.layers, backward).total)
+    return PartCosts(tuple(layers), embedding.total, head_products(head_flops(model), backward).total)
 
 
 def layer_chunk_flops(
@@ -162,8 +172,7 @@ def layer_chunk_flops(
     forward_before = backward_before = 0.0
     for chunk in range(chunks):
         # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        whole = mixing_flops(model, layer, (chunk + 1) * size).values()
-        mixing = [reached_part(flops, layer, backward_pass) for flops in whole]
+        mixing = _mixing_left(model, layer, (chunk + 1) * size, backward_pass)
         forward = (chunk + 1) * sum(flops.forward for flops in mixing)
         backward = (chunk + 1) * sum(flops.backward for flops in mixing)
         chunk_forward, chunk_backward = dense.forward + forward - forward_before, dense.backward + backward

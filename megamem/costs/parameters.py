@@ -92,6 +92,8 @@ def shared_vectors(model: ModelConfig, layers: range) -> dict[str, int]:
 
 def embedding_parameters(model: ModelConfig) -> int:
     """Return the parameters of the embedding, projections and learned positions included."""
+    if not model.architecture.embeds_tokens:
+        return 0
     words = model.resolved_padded_vocab_size * model.hidden_size
     if model.adaptive and model.adaptive.input:
         words = cluster_parameters(model) + narrow_width(model.clusters, model.hidden_size) * model.hidden_size

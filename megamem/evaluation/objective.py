@@ -17,7 +17,7 @@ from tokenization.text_size import TextCounter
 
 
 def as_predicted(
-    documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None
+    documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None, reading: int = 0
 ) -> Iterable[EvaluationDocument]:
     """Return what evaluation reads of held-out documents under `training.objective`, and predicts there.
 
@@ -25,8 +25,10 @@ def as_predicted(
         documents: as their sources have them.
         config: of the run; `data.sequence_length` says how long a copy and its original are.
         counter: measures the text of other labels than the documents'; without it the size is not known.
+        reading: number of the objective's reading.
     """
-    return _Predicted(documents, build_objective(config.training.objective, config.model), config, counter)
+    objective = build_objective(config.training.objective, config.model).readings[reading].objective
+    return _Predicted(documents, objective, config, counter)
 
 
 class _Predicted(Iterable[EvaluationDocument]):

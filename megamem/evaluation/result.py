@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class EvaluationResult:
     """Losses with the memory off, and what the memory gives."""
     sliding: SlidingReport | None
     """Sliding-window losses of documents that predict every token; None without any."""
+    further: Mapping[str, LossReport]
+    """Losses in the objective's readings behind the first one, by the name of their loss."""
     lzma: LzmaReport | None
     """LZMA on the same text; None without a tokenizer, and on ranks other than 0."""
     tokens_per_second: float
@@ -45,6 +48,7 @@ class EvaluationResult:
             "val_tokens": losses.tokens,
             "val_accuracy": losses.accuracy,
             "val_exact_match": losses.exact_match,
+            **further_figures(self.further),
             "lzma_bits_per_byte": self.lzma.bits_per_byte if self.lzma else None,
             "first_chunk_loss": losses.first_chunk_loss,
             "beyond_first_chunk_loss": memory.beyond_first_chunk_loss,
@@ -60,11 +64,21 @@ class EvaluationResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: the figures, and the reports under `losses`, `memory`, `sliding` and `lzma`."""
+        """Return plain data for JSON: the figures, and the reports under the names of their fields."""
         return {
             **self.figures(),
             "losses": self.losses.to_dict(),
             "memory": self.memory.to_dict(),
             "sliding": self.sliding.to_dict() if self.sliding else None,
+            "further": {name: report.to_dict() for name, report in self.further.items()},
             "lzma": self.lzma.to_dict() if self.lzma else None,
         }
+
+
+def further_figures(reports: Mapping[str, LossReport]) -> dict[str, float]:
+    """Return loss and accuracy in further readings, such as `val_copy_loss`. reports: by the name of their loss."""
+    return {
+        f"val_{name}_{figure}": value
+        for name, report in reports.items()
+        for figure, value in (("loss", report.loss), ("accuracy", report.accuracy))
+    }

@@ -26,6 +26,7 @@ from megamem.evaluation.reading import Progress
 from megamem.evaluation.report import PICTURE, write_report
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.sliding import SlidingReport
+from megamem.model.objective import build_objective
 from tokenization.text_size import TextCounter
 from tokenization.tokenizer import Tokenizer
 
@@ -56,7 +57,9 @@ def final_evaluation(
     Raises: DataError without a held-out document; ConfigError where the stride does not divide the chunk.
     """
     counter = None if tokenizer is None else TextCounter(tokenizer.token_bytes())
-    chosen = final_documents(documents(), config, counter)
+    chosen, *others = (
+        final_documents(documents(), config, counter, reading) for reading in range(config.training.objective.readings)
+    )
     main = evaluator.is_rank_0
     with ThreadPoolExecutor(1) as pool:  # LZMA holds no lock of the interpreter while it compresses
         lzma = pool.submit(lzma_baseline, chosen, tokenizer) if main and tokenizer is not None else None
@@ -64,6 +67,7 @@ def final_evaluation(
         forgotten = evaluator.reader.forgetting_long_term(config.evaluation.forget_long_term)
         with corrupted(evaluator.stage, config.evaluation.corruption), forgotten, passing as passes:
             figures = _figures(evaluator, chosen, config, counter, passes)
+            further = _further_losses(evaluator, others, config, passes)
         while lzma and not wait([lzma], timeout=1).done:
             if watch is not None:
                 watch("evaluation, LZMA baseline")
@@ -71,6 +75,7 @@ def final_evaluation(
             losses=figures.losses,
             memory=figures.memory,
             sliding=figures.sliding,
+            further=further,
             lzma=lzma.result() if lzma else None,
             tokens_per_second=figures.losses.tokens / figures.seconds,
             chunk_size=config.model.chunk_size,
@@ -82,13 +87,13 @@ def final_evaluation(
 
 
 def final_documents(
-    documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None
+    documents: Iterable[EvaluationDocument], config: RunConfig, counter: TextCounter | None, reading: int = 0
 ) -> list[EvaluationDocument]:
     """Return what the evaluation at the end of a run reads of its held-out documents, as its objective has them.
 
-    See `as_predicted`, `cut_documents`.
+    See `as_predicted`, `cut_documents`. reading: number of the objective's reading.
     """
-    bound, predicted = config.evaluation.final_max_tokens, as_predicted(documents, config, counter)
+    bound, predicted = config.evaluation.final_max_tokens, as_predicted(documents, config, counter, reading)
     return cut_documents(predicted, config.model.chunk_size, bound, counter, _depth(config))
 
 
@@ -116,9 +121,10 @@ def _figures(
     passes: Passes,
 ) -> _Figures:
     begin, forget = time.perf_counter(), config.evaluation.forget_every_chunk
+    alone = forget or not config.model.architecture.causal
     losses = evaluator.losses(documents, forget=forget, progress=passes.named("held-out loss"))
     seconds = time.perf_counter() - begin
-    if forget:  # nothing is left to take away, and no window to slide
+    if alone:  # nothing is left to take away, and no window to slide
         return _Figures(losses, memory_report(losses, losses), None, seconds)
     memory = evaluator.memory_use(documents, trained=losses, progress=passes.named("memory off"))
     sliding = None
@@ -132,6 +138,19 @@ def _figures(
             progress=passes.named("sliding window"),
         )
     return _Figures(losses, memory, sliding, seconds)
+
+
+def _further_losses(
+    evaluator: Evaluator, texts: Sequence[Sequence[EvaluationDocument]], config: RunConfig, passes: Passes
+) -> dict[str, LossReport]:
+    """Return the losses of documents in the objective's readings behind the first one, by the name of their loss."""
+    _, *further = build_objective(config.training.objective, config.model).readings
+    names = [objective.names[0] for objective, _ in further]
+    forget = config.evaluation.forget_every_chunk
+    return {
+        name: evaluator.losses(documents, forget=forget, progress=passes.named(f"{name} loss"))
+        for name, documents in zip(names, texts, strict=True)
+    }
 
 
 class Passes:

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.load import apply_overrides, parse_config
 from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.errors import ConversionError
@@ -52,14 +52,16 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
     weights, new_parameters = collect(opened, kind, model)
-    words = None
+    tokenizer = None
     with whole_folder(out) as partial:
         with tempfile.TemporaryDirectory() as scratch:
             if (files := opened.tokenizer(Path(scratch))) is not None:
-                words = import_tokenizer(files, partial / TOKENIZER).vocab_size
+                tokenizer = import_tokenizer(files, partial / TOKENIZER)
+        words = None if tokenizer is None else tokenizer.vocab_size
         if words is not None and words > model.vocab_size:
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
-        write_weights(weights, partial / WEIGHTS, new_parameters=new_parameters)
+        header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.hash, new_parameters)
+        write_weights(weights, partial / WEIGHTS, header)
         text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
         (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
     return {

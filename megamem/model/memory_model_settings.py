@@ -10,9 +10,10 @@ from pydantic import PositiveInt
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import product
-from megamem.config.model import AnyMixer, ArchitectureConfig, LayerPart, ModelConfig
-from megamem.config.model_checks import check_heads, check_rotation
+from megamem.config.model import AnyMixer, ArchitectureConfig, LayerMixer, LayerPart, MixerConfig, ModelConfig
+from megamem.config.model_checks import check_heads, check_layers, check_rotation
 from megamem.config.parallel import ParallelConfig
+from megamem.config.parts import ModelPart, decoder_part, encoder_part
 from megamem.memory.base import StateSpec, TensorSpec
 
 MEMORIES = "memories"
@@ -37,7 +38,9 @@ class EncoderConfig(ConfigModel):
     ffn_size: PositiveInt | None = None
     """Inner width of the encoder's MLPs; by the rule of `model.ffn_size` if hidden_size is given."""
     mixer: AnyMixer | None = None
-    """What mixes tokens in the encoder's layers."""
+    """What mixes tokens in the encoder's layers but those that `memory` lists."""
+    memory: list[LayerMixer] = []
+    """Layers of the encoder with another mixer, as `model.memory`."""
 
     def inside(self, model: ModelConfig) -> ModelConfig:
         """Return the model as the encoder's layers see it."""
@@ -52,6 +55,11 @@ class EncoderConfig(ConfigModel):
         if self.hidden_size or self.ffn_size:
             changes["ffn_size"] = self.ffn_size
         return model.model_copy(update=changes)
+
+    def mixer_at(self, model: ModelConfig, layer: int) -> MixerConfig:
+        """Return the mixer of the encoder's layer `layer` (0-based)."""
+        own = next((entry.mixer for entry in self.memory if layer in entry.layers), self.mixer)
+        return own or model.mixer
 
     def memory_widths(self, model: ModelConfig, compressed_size: int | None) -> list[int]:
         """Return the widths between which memories are projected, from the encoder's to the decoder's."""
@@ -69,13 +77,15 @@ class EncoderConfig(ConfigModel):
         listed = sorted(layer for entry in model.memory for layer in entry.layers if layer < self.layers)
         if listed:
             raise ValueError(
-                f"memory.layers {listed} are the encoder's; their mixer is architecture.encoder.mixer, and the "
+                f"memory.layers {listed} are the encoder's; their mixers are those of architecture.encoder, and the "
                 f"decoder's layers are {self.layers} to {model.layers - 1}"
             )
         inside = self.inside(model)
         try:
             check_heads(inside.hidden_size, inside.heads, inside.resolved_kv_heads, inside.head_dim)
-            check_rotation(inside.resolved_head_dim, (self.mixer or model.mixer).rotates())
+            check_layers(self.layers, (layer for entry in self.memory for layer in entry.layers))
+            rotates = any(self.mixer_at(model, layer).rotates() for layer in range(self.layers))
+            check_rotation(inside.resolved_head_dim, rotates)
         except ValueError as error:
             raise ValueError(f"architecture.encoder: {error}") from None
 
@@ -149,7 +159,7 @@ class MemoryModelSettings(ArchitectureConfig):
             part = LayerPart(longer, model.configured_mixer(layer), restarts=self.positions == "variable")
             return replace(part, role="reads memories", beside=slots) if reads else part
         inside = self.encoder.inside(model)
-        part = LayerPart(inside, self.encoder.mixer or model.mixer, "encoder", restarts=True, keeps_state=False)
+        part = LayerPart(inside, self.encoder.mixer_at(model, layer), "encoder", restarts=True, keeps_state=False)
         if layer < self.encoder.layers - 1:
             return part
         widths = self.encoder.memory_widths(model, self.compressed_size)
@@ -171,6 +181,11 @@ class MemoryModelSettings(ArchitectureConfig):
         if self.encoder is None:
             return 0
         return model.resolved_padded_vocab_size * self.encoder.inside(model).hidden_size
+
+    def parts(self, model: ModelConfig) -> dict[str, ModelPart]:
+        """See `ArchitectureConfig.parts`."""
+        decoder = {"decoder": decoder_part(range(self.encoder_layers, model.layers))}
+        return decoder if self.encoder is None else {"encoder": encoder_part(self.encoder.layers), **decoder}
 
     def training_window(self, model: ModelConfig) -> int:
         """See `ArchitectureConfig.training_window`: memories are read from the next chunk on."""

@@ -34,7 +34,7 @@ class MemoryProjection(nn.Module):
 class MemoryWriter(nn.Module):
     """The last norm of an encoder, and the projections of memories behind it."""
 
-    def __init__(self, model: ModelConfig, linears: Linears, count: int, widths: Sequence[int]) -> None:
+    def __init__(self, model: ModelConfig, linears: Linears, count: int, widths: Sequence[int], back: int = 0) -> None:
         """Build it.
 
         Args:
@@ -42,23 +42,25 @@ class MemoryWriter(nn.Module):
             linears: those of the encoder.
             count: memories of a chunk.
             widths: of what the projections take and make, the encoder's first.
+            back: tokens between the one that is taken and the end of its part.
         """
         super().__init__()
-        self.linears, self.count = linears, count
+        self.linears, self.count, self.back = linears, count, back
         self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
         self.projections = nn.ModuleList(
             MemoryProjection(inputs, outputs, model.init_std, model.bias) for inputs, outputs in pairwise(widths)
         )
 
     def forward(self, encoded: Tensor) -> Tensor:
-        """Return memories [M, B, D], all of them on every rank: of the last token of each of M equal parts.
+        """Return memories [M, B, D], all of them on every rank: of the last token of each of M equal parts, or
+        of the one `back` tokens before it.
 
         encoded: this rank's tokens of a chunk [chunk_size, B, encoder's width].
         """
         # normalized before tokens are joined: the norm's weight sums the gradients of ranks that share the tokens
         whole = self.linears.join_tokens(self.norm(encoded))
         part = whole.shape[0] // self.count
-        memories = whole[part - 1 :: part]
+        memories = whole[part - 1 - self.back :: part]
         for projection in self.projections:
             memories = projection(memories)
         return memories

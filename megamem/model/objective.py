@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -16,6 +16,15 @@ from megamem.model.stage import Stage
 def build_objective(config: ObjectiveConfig, model: ModelConfig) -> Objective:
     """Build the objective that a configuration names, for `model`."""
     return cast(Objective, config.build(model))
+
+
+class Reading(NamedTuple):
+    """One of the ways in which a step reads each of its batches."""
+
+    objective: Objective
+    """Says what is read and predicted."""
+    weight: float
+    """Factor of its losses, means over its own predicted tokens, in the sum that is trained on."""
 
 
 class Objective(ABC):
@@ -45,9 +54,17 @@ class Objective(ABC):
         return None
 
     @property
+    def readings(self) -> tuple[Reading, ...]:
+        """How a step reads each batch, one pass for each; as many as its configuration's `readings` says.
+
+        The first one is this objective by itself with weight 1: held-out text is read so, and its loss is the run's.
+        """
+        return (Reading(self, 1.0),)
+
+    @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of its losses. The first one is reported as the run's loss."""
+        """The names of its losses in one reading. The first one is reported as the run's loss."""
 
     @abstractmethod
     def losses(self, stage: Stage, hidden: Tensor, labels: Tensor) -> Losses:

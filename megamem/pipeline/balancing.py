@@ -48,7 +48,7 @@ def chunk_flops(
                 forward[stage][chunk] += flops.forward
                 backward[stage][chunk] += flops.backward
     embedding = embedding_products(embedding_flops(model), backward_pass)
-    head = head_products(head_flops(model), model.layers, backward_pass)
+    head = head_products(head_flops(model), backward_pass)
     for chunk in range(chunks):
         forward[0][chunk] += embedding.forward
         backward[0][chunk] += embedding.backward

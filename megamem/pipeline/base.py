@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,16 +15,16 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
-from megamem.model.objective import build_objective
+from megamem.model.objective import Objective, build_objective
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
-from megamem.pipeline.freezing import freeze, group_count, learning
+from megamem.pipeline.freezing import fast_parameters, freeze, group_count, learning, learning_names
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
-from megamem.pipeline.train_chunk import chunk_places, dropout_keys, loss_names
+from megamem.pipeline.train_chunk import MicroBatch, chunk_places, dropout_keys, loss_names
 from megamem.pipeline.window import select_states
 
 Watch = Callable[[str], None]
@@ -58,11 +58,12 @@ class StepResult:
 
     losses: Tensor
     """Losses [names] (`TrainingEngine.loss_names`), summed over this data-parallel rank's tokens, float64; the same on
-    all stages."""
+    all stages. Those of further readings are weighted (`MicroBatch.factor`): the sum of all is what is trained on."""
     predicted: Tensor
-    """Labels over all ranks, float64 scalar: what the sums of losses are divided by."""
+    """Labels over all ranks in the first reading, float64 scalar: what the sums of losses are divided by."""
     tokens: Tensor
-    """Tokens over all ranks, float64 scalar: positions but for padding, some of them without a label in tasks."""
+    """Tokens over all ranks, float64 scalar: positions of the data but for padding, however often they are read, some
+    of them without a label in tasks."""
     bad: Tensor
     """1.0 if the ranks agreed to skip the update for a loss or gradient that is not finite, else 0.0."""
     spike: Tensor
@@ -84,7 +85,6 @@ class TrainingEngine(ABC):
         config: RunConfig,
         topology: Topology,
         layers: range | None,
-        new_parameters: Collection[str],
         draw: bool,
     ) -> None:
         """Build stage, optimizer and DeepSpeed's engine.
@@ -93,8 +93,6 @@ class TrainingEngine(ABC):
             config: the run.
             topology: this rank among the others.
             layers: those of this rank's stage, all if None.
-            new_parameters: names of parameters that learn at `optimizer.new_parameters_lr`, and alone where
-                `training.freeze` says so.
             draw: whether weights get start values; a run that goes on from a checkpoint loads all of them.
         """
         import deepspeed
@@ -107,9 +105,9 @@ class TrainingEngine(ABC):
         if config.data.reset == "exact" and config.parallel.sequence_parallel:
             self.stage.check_reads_borders()
         self.objective = build_objective(config.training.objective, config.model)
-        if config.training.freeze:
-            freeze(self.stage, new_parameters)
-        self.optimizer = AgreeingAdamW(self._groups(new_parameters), config.optimizer)
+        if (names := learning_names(config)) is not None:
+            freeze(self.stage, names)
+        self.optimizer = AgreeingAdamW(self._groups(), config.optimizer)
         self.engine, *_ = deepspeed.initialize(
             model=self.module(),
             optimizer=self.optimizer,
@@ -129,10 +127,10 @@ class TrainingEngine(ABC):
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 
-    def _groups(self, new_parameters: Collection[str]) -> list[dict[str, Any]]:
+    def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups, as many on each stage of a pipeline."""
-        least = group_count(self.config, new_parameters) if self.topology.pp_size > 1 else 0
-        return parameter_groups(learning(self.stage), self.config.optimizer, new_parameters, least)
+        least = group_count(self.config) if self.topology.pp_size > 1 else 0
+        return parameter_groups(learning(self.stage), self.config.optimizer, fast_parameters(self.config), least)
 
     def module(self) -> torch.nn.Module:
         """Return what DeepSpeed is given."""
@@ -161,17 +159,22 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def backward(
-        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+        self, micro_batches: Sequence[MicroBatch], predicted: Tensor, watch: Watch | None = None
     ) -> tuple[Tensor, dict[int, States]]:
         """Forward and backward of a whole step, gradients reduced over data-parallel ranks.
 
         Args:
-            batches: this rank's micro-batches, on its device; the same on all stages of a pipeline.
-            predicted: labels of all ranks, a scalar: the loss is a mean over them.
+            micro_batches: this rank's, on its device, each as its reading has it; the same on all stages of a pipeline.
+            predicted: labels of all ranks in the first reading, a scalar: what the sums of losses are divided by.
             watch: called with a few words before each action.
         Returns: the losses [names] summed over this data-parallel rank; the states of this rank's
             components at the end of each micro-batch where they are carried over, else nothing.
         """
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches that a step goes through: those of the data, each as often as it is read."""
+        return self.accumulation * len(self.objective.readings)
 
     @property
     def carries(self) -> bool:
@@ -180,20 +183,27 @@ class TrainingEngine(ABC):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The names of a step's losses: the objective's, the first of which is the run's, and the layers' own."""
+        """The names of a step's losses: those of the objective's readings, the first of which is the run's, and the
+        layers' own."""
         return loss_names(self.stage, self.objective)
 
     def fresh_states(self, rows: int) -> States:
         """States of documents not begun."""
         return self.stage.initial_states(rows, self.topology.device, self.dtype)
 
-    def counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Labels, and positions but for padding, of the step over all data-parallel ranks, [2] float64."""
-        labels = torch.stack([(b.labels != LABEL_IGNORED).sum() for b in batches]).sum().double()
-        tokens = labels.new_full((), sum(batch.positions - batch.padding for batch in batches))
-        counts = torch.stack((labels, tokens))
+    def counts(self, batches: Sequence[Batch], read: Sequence[Sequence[Batch]]) -> tuple[Tensor, Tensor]:
+        """Count labels and tokens of the step over all data-parallel ranks.
+
+        Args:
+            batches: this rank's, of the data.
+            read: the same in each reading.
+        Returns: the labels of each reading, [readings]; the positions but for padding, a scalar; float64 both.
+        """
+        labels = [torch.stack([(b.labels != LABEL_IGNORED).sum() for b in own]).sum().double() for own in read]
+        tokens = labels[0].new_full((), sum(batch.positions - batch.padding for batch in batches))
+        counts = torch.stack((*labels, tokens))
         dist.all_reduce(counts, group=self.topology.dp_group)
-        return counts
+        return counts[:-1], counts[-1]
 
     def states_before(self, micro_batch: int, batch: Batch) -> States:
         """States before a micro-batch: fresh, or in streams mode as the step before left them."""
@@ -201,10 +211,16 @@ class TrainingEngine(ABC):
             return self.carried[micro_batch]
         return self.fresh_states(batch.tokens.shape[1])
 
-    def places(self, micro_batch: int, batch: Batch) -> list[Chunk]:
-        """Return where the chunks of a micro-batch lie, and what dropout draws by: the rows' numbers in the step."""
+    def places(self, index: int, reading: int, batch: Batch) -> list[Chunk]:
+        """Return where the chunks of a micro-batch lie, and what dropout draws by: the rows' numbers in the step.
+
+        Args:
+            index: of the micro-batch among the data's.
+            reading: the rows of each are numbered behind those of the one before, so that all drop other values.
+            batch: the micro-batch.
+        """
         rows = batch.tokens.shape[1]
-        first = (micro_batch * self.topology.dp_size + self.topology.dp_rank) * rows
+        first = reading * self.config.global_rows + (index * self.topology.dp_size + self.topology.dp_rank) * rows
         seed = self.config.training.seed
         return chunk_places(batch, dropout_keys(self.config.model, seed, self.steps_before, range(first, first + rows)))
 
@@ -216,17 +232,16 @@ class TrainingEngine(ABC):
         If the loss or a gradient of any rank is not finite, or if the step is a spike, no rank updates anything.
 
         Args:
-            batches: this rank's micro-batches, on its device.
+            batches: this rank's micro-batches of the data, on its device.
             lr: learning rate.
             watch: called with a few words before each action.
             steps_before: steps that the run has made before; dropout draws by it.
         """
         self.steps_before = steps_before
-        batches = [self._prepared(batch) for batch in batches]
         if watch is not None:
             watch("counting tokens")
-        predicted, tokens = self.counts(batches)
-        losses, states = self.backward(batches, predicted, watch)
+        micro_batches, predicted, tokens = self._read(batches)
+        losses, states = self.backward(micro_batches, predicted, watch)
         if watch is not None:
             watch("gradient reduction and optimizer step")
         for group in self.optimizer.param_groups:
@@ -245,7 +260,7 @@ class TrainingEngine(ABC):
         spike = torch.zeros_like(bad) if self.optimizer.spike is None else self.optimizer.spike * (1 - bad)
         if self.carries:
             for micro_batch, new in states.items():
-                batch = batches[micro_batch]
+                batch = micro_batches[micro_batch].batch
                 old = self.carried.get(micro_batch) or self.fresh_states(batch.tokens.shape[1])
                 self.carried[micro_batch] = select_states(bad == 0, new, self._without_ended(old, batch))
         grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
@@ -268,10 +283,25 @@ class TrainingEngine(ABC):
         norm = self.engine.optimizer._global_grad_norm if plain is None else plain
         return torch.as_tensor(norm, dtype=torch.float64, device=self.topology.device)
 
-    def _prepared(self, batch: Batch) -> Batch:
-        """Return the micro-batch as the objective wants it read and predicted."""
-        tokens, labels = self.objective.inputs_and_labels(batch.tokens, batch.labels)
-        return replace(batch, tokens=tokens, labels=labels)
+    def _read(self, batches: Sequence[Batch]) -> tuple[list[MicroBatch], Tensor, Tensor]:
+        """Return micro-batches of the data as each reading of the objective has them, one behind the other.
+
+        Returns: these; the labels of all ranks in the first reading; their tokens, float64 scalars both.
+        """
+        readings = self.objective.readings
+        read = [[_prepared(batch, objective) for batch in batches] for objective, _ in readings]
+        predicted, tokens = self.counts(batches, read)
+        # sums are divided by the labels of the first reading
+        factors = [
+            weight * predicted[0].clamp(min=1) / own.clamp(min=1)
+            for (_, weight), own in zip(readings, predicted, strict=True)
+        ]
+        micro_batches = [
+            MicroBatch(read[reading][index], self.places(index, reading, batch), reading, factors[reading])
+            for index, batch in enumerate(batches)
+            for reading in range(len(readings))
+        ]
+        return micro_batches, predicted[0], tokens
 
     def _without_ended(self, states: States, batch: Batch) -> States:
         """Return the states before a micro-batch, fresh in rows whose document it ends: what follows is another one."""
@@ -323,3 +353,9 @@ class TrainingEngine(ABC):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters by global name."""
         return dict(cast(Any, self.stage.named_parameters()))
+
+
+def _prepared(batch: Batch, objective: Objective) -> Batch:
+    """Return the micro-batch as the objective wants it read and predicted."""
+    tokens, labels = objective.inputs_and_labels(batch.tokens, batch.labels)
+    return replace(batch, tokens=tokens, labels=labels)

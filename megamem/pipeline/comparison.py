@@ -18,7 +18,7 @@ class ScheduleReport:
 
     stages: int
     micro_batches: int
-    """Micro-batches of a step on one data-parallel rank."""
+    """Micro-batches that a data-parallel rank goes through in a step, each as often as it is read."""
     chunks: int
     bptt_chunks: int
     ours: Timeline
@@ -91,7 +91,7 @@ def compare_for(config: RunConfig, dp_size: int = 1) -> ScheduleReport:
     counts = place(config)
     return compare(
         len(counts),
-        config.accumulation_steps(dp_size),
+        config.micro_batches(dp_size),
         config.chunks,
         config.bptt_chunks,
         chunk_flops(config.model, config.chunks, counts, backward_pass_of(config)),

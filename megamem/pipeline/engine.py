@@ -8,7 +8,7 @@ and norms over stages, which are here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,32 +17,30 @@ from torch import Tensor, nn
 
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import shared_parameters
-from megamem.data.batch import Batch
 from megamem.memory.base import States
 from megamem.parallel.topology import Topology
 from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
-from megamem.pipeline.freezing import check_stages_learn, group_count
+from megamem.pipeline.freezing import check_stages_learn
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Order, stage_order, window_schedule
+from megamem.pipeline.train_chunk import MicroBatch
 from megamem.pipeline.window import Window
 
 
-def build_engine(
-    config: RunConfig, topology: Topology, new_parameters: Collection[str] = (), draw: bool = True
-) -> TrainingEngine:
+def build_engine(config: RunConfig, topology: Topology, draw: bool = True) -> TrainingEngine:
     """Return the engine for the topology's pipeline size. See `TrainingEngine` for the arguments."""
     kind = WindowEngine if topology.pp_size == 1 else PipelineEngine
-    return kind(config, topology, new_parameters, draw)
+    return kind(config, topology, draw)
 
 
 class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
-        super().__init__(config, topology, None, new_parameters, draw)
+    def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
+        super().__init__(config, topology, None, draw)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
@@ -50,39 +48,39 @@ class WindowEngine(TrainingEngine):
 
     def backwards(self) -> int:
         """See `TrainingEngine.backwards`: one for each window."""
-        return self.accumulation * (self.config.chunks // self.config.bptt_chunks)
+        return self.micro_batches * (self.config.chunks // self.config.bptt_chunks)
 
     def backward(
-        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+        self, micro_batches: Sequence[MicroBatch], predicted: Tensor, watch: Watch | None = None
     ) -> tuple[Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         config = self.config
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks and backward calls
-        scale = (self.topology.dp_size * self.backwards() / predicted.clamp(min=1)).float()
+        scale = self.topology.dp_size * self.backwards() / predicted.clamp(min=1)
         sums = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
-        places = [self.places(index, batch) for index, batch in enumerate(batches)]
-        passes = list(window_schedule(len(batches), config.chunks, config.bptt_chunks))
+        passes = list(window_schedule(len(micro_batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
                 watch(f"micro-batch {window.micro_batch}, chunks {window.first}-{window.last}")
+            batch, places, reading, factor = micro_batches[window.micro_batch]
             if window.begins:
-                current = self.states_before(window.micro_batch, batches[window.micro_batch])
-            batch = batches[window.micro_batch]
+                current = self.states_before(window.micro_batch, batch)
             size = config.model.chunk_size
             tokens = slice(window.first * size, (window.last + 1) * size)
             loss, losses, current = self.engine(
                 batch.tokens[tokens],
                 batch.labels[tokens],
-                places[window.micro_batch][window.first : window.last + 1],
+                places[window.first : window.last + 1],
                 current,
-                scale,
+                (factor * scale).float(),
+                reading,
             )
             self.engine.backward(loss)
             if index < len(passes) - 1:
                 self.engine.step()  # counts the micro-step; updates nothing before the last
-            sums += losses
+            sums += factor * losses.double()
             if self.carries:
                 states[window.micro_batch] = current
         return sums, states
@@ -91,12 +89,11 @@ class WindowEngine(TrainingEngine):
 class PipelineEngine(TrainingEngine):
     """One stage of a pipeline, ZeRO 0 or 1: chunks up, gradients down, memory stays."""
 
-    def __init__(self, config: RunConfig, topology: Topology, new_parameters: Collection[str], draw: bool) -> None:
+    def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
         counts = place(config, topology)
         layers = contiguous(counts)
-        if config.training.freeze:
-            check_stages_learn(config.model, layers, new_parameters, group_count(config, new_parameters))
-        super().__init__(config, topology, layers[topology.pp_rank], new_parameters, draw)
+        check_stages_learn(config, layers)
+        super().__init__(config, topology, layers[topology.pp_rank], draw)
         self.placement = layers
         self.executor = StageExecutor(
             self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
@@ -108,7 +105,12 @@ class PipelineEngine(TrainingEngine):
         """Return the actions of this stage in a step."""
         config, topology = self.config, self.topology
         return stage_order(
-            topology.pp_rank, topology.pp_size, self.accumulation, config.chunks, config.bptt_chunks, config.interleaved
+            topology.pp_rank,
+            topology.pp_size,
+            self.micro_batches,
+            config.chunks,
+            config.bptt_chunks,
+            config.interleaved,
         )
 
     def backwards(self) -> int:
@@ -133,27 +135,26 @@ class PipelineEngine(TrainingEngine):
         return self.stage
 
     def backward(
-        self, batches: Sequence[Batch], predicted: Tensor, watch: Watch | None = None
+        self, micro_batches: Sequence[MicroBatch], predicted: Tensor, watch: Watch | None = None
     ) -> tuple[Tensor, dict[int, States]]:
         """See `TrainingEngine.backward`."""
         topology = self.topology
         watch = watch or (lambda action: None)
         # the loss is a mean over all predicted tokens; DeepSpeed averages over data-parallel ranks
         scale = (topology.dp_size / predicted.clamp(min=1)).float()
-        rows, units = batches[0].tokens.shape[1], len(batches) * self.config.chunks
+        rows, units = micro_batches[0].batch.tokens.shape[1], len(micro_batches) * self.config.chunks
         size = self.config.model.chunk_size
         below, above = ([shape(size, rows)] * units for shape in (self.stage.border_shape, self.stage.shape_above))
         memories = self.executor.memory_shapes(rows, self.dtype)
         sums, states = self.executor.run(
             self.order,
-            batches,
-            lambda micro_batch: self.states_before(micro_batch, batches[micro_batch]),
+            micro_batches,
+            lambda micro_batch: self.states_before(micro_batch, micro_batches[micro_batch].batch),
             scale,
             Borders(topology, below, above, self.dtype, backward=True, memories=memories, memory_units=units),
             watch,
             self._before_backward,
             self.carries,
-            [self.places(index, batch) for index, batch in enumerate(batches)],
         )
         watch("reduction of gradients and losses over stages")
         dist.all_reduce(sums, group=topology.pp_group)
@@ -170,8 +171,8 @@ class PipelineEngine(TrainingEngine):
     def _sum_tied_gradients(self) -> None:
         """First and last stage each hold the tied parameters and a part of their gradients."""
         group = self.topology.ends_group
-        if group is not None and not self.config.training.freeze:
-            for parameter in self.stage.tied_parameters:
+        if group is not None:
+            for parameter in filter(lambda tied: tied.requires_grad, self.stage.tied_parameters):
                 dist.all_reduce(getattr(parameter, "_hp_grad", parameter.grad), group=group)
         if self.stage.sharing_layers:
             self._sum_shared_gradients()

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megamem.data.batch import Batch
-from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.memory.base import States, detach, map_state, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 from megamem.pipeline.channels import Borders, Shape
 from megamem.pipeline.schedule import Action, Order
 from megamem.pipeline.simulate import Event
-from megamem.pipeline.train_chunk import chunk_places, loss_names, train_chunk
+from megamem.pipeline.train_chunk import MicroBatch, loss_names, train_chunk
 
 Watch = Callable[[str], None]
 
@@ -78,32 +77,29 @@ class StageExecutor:
     def run(
         self,
         order: Order,
-        batches: Sequence[Batch],
+        micro_batches: Sequence[MicroBatch],
         states: Callable[[int], States],
         scale: Tensor,
         borders: Borders,
         watch: Watch = lambda action: None,
         before_backward: Callable[[], None] = lambda: None,
         keep_states: bool = True,
-        places: Sequence[Sequence[Chunk]] | None = None,
     ) -> tuple[Tensor, dict[int, States]]:
         """Carry out `order`, accumulating gradients in the parameters' `.grad`.
 
         Args:
-            batches: micro-batches by index, the same on all stages of a pipeline.
+            micro_batches: by index, the same on all stages of a pipeline.
             states: of this stage's components before a micro-batch; asked for when it begins.
             scale: factor of the summed losses (scalar).
             borders: channels, whose shapes are those of the order's forwards.
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
             keep_states: whether anyone reads on; if not, a micro-batch's states are dropped where it ends.
-            places: where the chunks of each micro-batch lie; as `chunk_places` without dropout if not given.
         Returns: `loss_names`, [names] summed over tokens in float64 (this stage's parts of them); the kept states at
             the end.
         """
-        self._batches, self._scale, self._borders, self._watch = batches, scale, borders, watch
+        self._micro_batches, self._scale, self._borders, self._watch = micro_batches, scale, borders, watch
         self._begin, self._keep = states, keep_states
-        self._places = [chunk_places(batch) for batch in batches] if places is None else places
         self._states: dict[int, States] = {}
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
@@ -141,7 +137,7 @@ class StageExecutor:
     def _enter(self, action: Action) -> Tensor:
         """Return the input: ids [tokens, batch], or the hidden chunk [tokens, batch, hidden] of the stage below."""
         if self.stage.first:
-            return self._batches[action.micro_batch].tokens[self._tokens(action)]
+            return self._micro_batches[action.micro_batch].batch.tokens[self._tokens(action)]
         assert self._borders.below is not None
         self._watch(f"{action}: waiting for the hidden chunk of the stage below")
         return self._borders.below.take().requires_grad_()
@@ -155,25 +151,27 @@ class StageExecutor:
 
     def _forward(self, action: Action, entered: Tensor) -> Tensor:
         """Run a chunk and keep what its backward needs; entered and returned: [tokens, batch, hidden] (or ids)."""
-        micro_batch, batch, tokens = action.micro_batch, self._batches[action.micro_batch], self._tokens(action)
-        chunk = self._places[action.micro_batch][action.chunk]
+        micro_batch, tokens = action.micro_batch, self._tokens(action)
+        batch, places, reading, factor = self._micro_batches[micro_batch]
+        objective = self.objective.readings[reading].objective
         if action.chunk == 0:
             self._states[micro_batch] = detach(self._begin(micro_batch))
         unit = Unit(entered, None, [])
         if self._borders.memory_in is not None and action.chunk > 0:
             self._receive_memories(action, unit)
         result = train_chunk(
-            self.stage, self.objective, entered, batch.labels[tokens], self._states[micro_batch], chunk,
+            self.stage, objective, entered, batch.labels[tokens], self._states[micro_batch], places[action.chunk],
             check=not self._checked,
         )  # fmt: skip
+        scale = (factor * self._scale).to(self._scale.dtype)
         # a mean over this chunk's tokens and rows, weighted as many predicted tokens
-        weight = batch.tokens[tokens].numel() * self._scale
+        weight = batch.tokens[tokens].numel() * scale
         unit.losses = [value * weight for value in result.auxiliary.values() if value.requires_grad]
         for name, value in result.auxiliary.items():
-            self._sums[self._names.index(name)] += value.detach() * batch.tokens[tokens].numel()
-        for index, name in enumerate(self.objective.names if self.stage.last else ()):
-            unit.losses.append(result.losses[name] * self._scale)
-            self._sums[index] += result.losses[name].detach()
+            self._sums[self._names.index(name)] += factor * value.detach() * batch.tokens[tokens].numel()
+        for name, value in result.losses.items():
+            unit.losses.append(value * scale)
+            self._sums[self._names.index(name)] += factor * value.detach()
         if not self.stage.last:
             unit.output = result.hidden
         states = result.states
@@ -194,7 +192,7 @@ class StageExecutor:
         return (action.chunk + 1) % self.bptt_chunks != 0
 
     def _is_last_chunk(self, action: Action) -> bool:
-        return action.chunk == len(self._batches[action.micro_batch].starts) - 1
+        return action.chunk == len(self._micro_batches[action.micro_batch].places) - 1
 
     def _sent(self, action: Action) -> bool:
         """Whether the last stage sends what it made of this unit's memories: somebody reads on."""

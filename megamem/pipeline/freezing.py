@@ -1,81 +1,72 @@
-"""Training of new parameters alone: which those of a rank are, and what a frozen parameter holds."""
+"""Training of some parameters alone: which those are, how far gradients go, and what a frozen parameter holds."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.backward import BackwardPass
-from megamem.errors import CheckpointError, ConfigError
-from megamem.model.stage import Stage, build_stage, meta_stage
+from megamem.errors import ConfigError
+from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears
 from megamem.pipeline.optimizer import parameter_groups
+from megamem.pipeline.start_weights import new_parameters, shown_files, whole_model
 
 
-def whole_model(model: ModelConfig) -> Stage:
-    """Return `meta_stage` of a model, which is built once for all who look at its parameters and change nothing."""
-    return _whole_model(model.model_dump_json())
+def check_learns(config: RunConfig) -> None:
+    """Raise ConfigError where `training.freeze` leaves nothing to learn, or freezes what nothing has trained.
 
-
-@lru_cache(maxsize=4)
-def _whole_model(model_json: str) -> Stage:
-    """Return `whole_model` of a model as JSON, which a cache can have as key."""
-    return meta_stage(ModelConfig.model_validate_json(model_json))
-
-
-def check_learns(new_parameters: Collection[str], weights: Path | None, model: ModelConfig) -> None:
-    """Raise ConfigError for a frozen base without new parameters, or with some that `model` has not.
-
-    weights: the file that would list them.
+    CheckpointError if the weights that the run starts from cannot be read, or do not fit its parts.
     """
-    if not new_parameters:
+    frozen, files = config.training.freeze, config.training.init_from
+    names = {name for name, _ in whole_model(config.model).named_parameters()}
+    new = new_parameters(config) if frozen else frozenset()
+    if frozen == "base" and not new:
         raise ConfigError(
-            f"training.freeze base: {weights} lists no new parameters, so nothing would learn; import the model with a "
-            "memory that has parameters of its own, or leave training.freeze out"
+            f"training.freeze base: {shown_files(files)} lists no new parameters, so nothing would learn; import the "
+            "model with a memory that has parameters of its own, or leave training.freeze out"
         )
-    names = {name for name, _ in whole_model(model).named_parameters()}
-    if missing := sorted(name for name in new_parameters if name not in names):
+    if missing := sorted(new - names):
         raise ConfigError(
-            f"training.freeze base: {weights} lists the new parameter {missing[0]}, which the model has not; train the "
-            "model that was imported, or import it with this model's memory"
+            f"training.freeze {frozen}: {shown_files(files)} lists the new parameter {missing[0]}, which the model has "
+            "not; train the model that was imported, or import it with this model's memory"
+        )
+    if frozen not in (None, "base") and (untrained := sorted(new & _part_names(config.model, str(frozen)))):
+        raise ConfigError(
+            f"training.freeze {frozen} freezes an {frozen} that nothing has trained: {shown_files(files)} does not "
+            f"hold {untrained[0]}"
         )
 
 
-def check_stages_learn(
-    model: ModelConfig, placement: Sequence[range], new_parameters: Collection[str], groups: int
-) -> None:
+def check_stages_learn(config: RunConfig, placement: Sequence[range]) -> None:
     """Raise ConfigError naming the first stage of a pipeline where too few parameters learn.
 
-    Args:
-        model: the whole model.
-        placement: the layers of each stage.
-        new_parameters: the names of those that learn.
-        groups: groups that the optimizer has on every stage, none of them empty.
+    The optimizer has as many groups on every stage, none of them empty. placement: the layers of each stage.
     """
-    for stage, layers in enumerate(placement):
+    names, groups = learning_names(config), group_count(config)
+    for stage, layers in enumerate(placement if names is not None else ()):
         with torch.device("meta"):
-            names = [name for name, _ in build_stage(model, PlainLinears(), layers).named_parameters()]
-        found = sum(name in new_parameters for name in names)
+            own = [name for name, _ in build_stage(config.model, PlainLinears(), layers).named_parameters()]
+        found = sum(name in (names or ()) for name in own)
         if found < groups:
+            frozen = config.training.freeze
+            new, remedy = ("new ", "add the memory to more of its layers, or ") if frozen == "base" else ("", "")
             raise ConfigError(
-                f"training.freeze base: pipeline stage {stage} (layers {layers.start}-{layers.stop - 1}) has "
-                f"{found or 'no'} new parameters to train, but the optimizer groups them by rate and decay into "
-                f"{groups}; add the memory to more of its layers, or use fewer stages (parallel.pp)"
+                f"training.freeze {frozen}: pipeline stage {stage} (layers {layers.start}-{layers.stop - 1}) has "
+                f"{found or 'no'} {new}parameters to train, but the optimizer groups them by rate and decay into "
+                f"{groups}; {remedy}use fewer stages (parallel.pp)"
             )
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What learns of a model with a frozen base, and how far its backward pass goes."""
+    """What learns of a model of which something is frozen, and how far its backward pass goes."""
 
     names: frozenset[str]
     """The parameters that learn, by global name."""
@@ -90,39 +81,40 @@ class Learning:
 
     def reaches_input(self, layer: int) -> bool:
         """Return whether the hidden states that enter a layer have a gradient; the number of layers is the head."""
-        return layer > self.backward.lowest or (self.backward.enters and layer == self.backward.lowest)
+        return self.backward.entered[layer]
+
+
+def learning_names(config: RunConfig) -> frozenset[str] | None:
+    """Return the parameters that learn in a run that freezes something; None if everything does.
+
+    Raises: CheckpointError if the weights that the run starts from, which list new parameters, cannot be read.
+    """
+    frozen = config.training.freeze
+    if frozen is None:
+        return None
+    if frozen == "base":
+        return new_parameters(config)
+    everything = {name for name, _ in whole_model(config.model).named_parameters()}
+    return frozenset(everything - _part_names(config.model, frozen))
+
+
+def _part_names(model: ModelConfig, part: str) -> frozenset[str]:
+    """Return the parameters of a part of a model."""
+    found = model.architecture.parts(model)[part]
+    names = (name for name, _ in whole_model(model).named_parameters())
+    return frozenset(name for name in names if found.plain_name(name) is not None)
 
 
 def learning_of(config: RunConfig) -> Learning | None:
-    """Return what learns in a run with a frozen base; None if everything does.
-
-    Raises: CheckpointError if the weights that the run starts from, which list it, cannot be read.
-    """
-    if config.training.freeze is None or config.training.init_from is None:
-        return None
-    return what_learns(config.model, new_parameter_names(config.training.init_from))
+    """Return what learns in a run that freezes something; None if everything does. Raises as `learning_names`."""
+    names = learning_names(config)
+    return None if names is None else what_learns(config.model, names)
 
 
 def backward_pass_of(config: RunConfig) -> BackwardPass | None:
-    """Return what a frozen base leaves of a run's backward pass; None if everything learns. Raises as `learning_of`."""
+    """Return what is left of a run's backward pass; None if everything learns. Raises as `learning_names`."""
     learning = learning_of(config)
     return None if learning is None else learning.backward
-
-
-def new_parameter_names(path: Path) -> set[str]:
-    """Return the parameters that a weights file says it does not hold. Raises CheckpointError if it cannot be read."""
-    try:
-        found = path.stat()
-        return set(_listed(path, found.st_mtime_ns, found.st_size))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-@lru_cache(maxsize=16)
-def _listed(path: Path, changed: int, size: int) -> frozenset[str]:
-    """Return what a weights file lists; the time of its last change and its size tell another file of the same name."""
-    with safe_open(path, framework="pt") as file:
-        return frozenset(json.loads((file.metadata() or {}).get("new_parameters", "[]")))
 
 
 def what_learns(model: ModelConfig, names: Collection[str]) -> Learning:
@@ -138,27 +130,45 @@ def _what_learns(model_json: str, names: frozenset[str]) -> Learning:
     with torch.device("meta"):
         below = build_stage(model, PlainLinears(), range(0))
         above = build_stage(model, PlainLinears(), range(model.layers, model.layers))
-    enters = any(name in names for name, _ in below.named_parameters())
     learning = {id(parameter): parameter.numel() for name, parameter in whole.named_parameters() if name in names}
     # parameters that layers share reach down to the first of these
-    reached = whole.sharing_layers if any(id(p) in learning for p in whole.shared_parameters) else []
-    matrices = []
+    sharing = whole.sharing_layers if any(id(p) in learning for p in whole.shared_parameters) else []
+    parts = model.architecture.parts(model).values()
+    begins = {part.first_layer: part for part in parts}
+    in_front = tuple(part.bridge_before for part in parts if part.bridge_before)
+    behind = tuple(part.bridge_behind for part in parts if part.bridge_behind)
+    entering = [name for name, _ in below.named_parameters() if name in names]
+    flows = bool(entering) and not begins
+    entered, learns, extra, matrices = [], [], [], []
     for layer in range(model.layers):
-        parameters = list(whole.layers[str(layer)].parameters())
-        if any(id(p) in learning for p in parameters):
-            reached.append(layer)
+        if layer in begins:
+            flows = flows or any(begins[layer].plain_name(name) for name in entering)
+        own = {f"layers.{layer}.{name}": p for name, p in whole.layers[str(layer)].named_parameters()}
+        bridge = [name for name in own if name.startswith(in_front + behind)]
+        trained = [name for name, parameter in own.items() if id(parameter) in learning]
+        entered.append(flows)
+        # a bridge in front of the layer counts as its own, for which gradients come through the layer
+        learns.append(layer in sharing or any(not name.startswith(behind) for name in trained))
+        reaches = flows or learns[-1]
+        met = flows if any(name.startswith(in_front) for name in bridge) else reaches
+        trains = any(name in bridge for name in trained)
+        extra.append((met + trains) / 2 if bridge else float(reaches))
+        flows = reaches or trains
         # a frozen matrix is taken for one of those that are not the memory's own
         inside = model.layer_model(layer)
         dense = inside.mlp_matrices + model.mixer_at(layer).projection_parameters(inside)
-        matrices.append(max(dense - sum(p.numel() for p in parameters if p.ndim > 1 and id(p) not in learning), 0))
+        frozen = [p for name, p in own.items() if p.ndim > 1 and name not in {*trained, *bridge}]
+        matrices.append(max(dense - sum(p.numel() for p in frozen), 0))
+    embedding = [(name, p) for name, p in below.named_parameters() if name.startswith("embedding.")]
     return Learning(
         names,
         sum(learning.values()),
         BackwardPass(
-            lowest=0 if enters else min(reached, default=model.layers),
-            enters=enters,
+            entered=(*entered, flows),
+            learns=tuple(learns),
             layer_matrices=tuple(matrices),
-            embedding=_learning_share(below.named_parameters(), names),
+            extra=tuple(extra),
+            embedding=_learning_share(embedding, names),
             head=_learning_share(above.named_parameters(), names),
         ),
     )
@@ -170,10 +180,10 @@ def _learning_share(parameters: Iterable[tuple[str, nn.Parameter]], names: Colle
     return sum(size for name, size in sizes.items() if name in names) / max(sum(sizes.values()), 1)
 
 
-def freeze(stage: Stage, new_parameters: Collection[str]) -> None:
-    """Let no parameter learn but the new ones."""
+def freeze(stage: Stage, names: Collection[str]) -> None:
+    """Let no parameter learn but those called `names`."""
     for name, parameter in stage.named_parameters():
-        parameter.requires_grad_(name in new_parameters)
+        parameter.requires_grad_(name in names)
 
 
 def learning(stage: Stage) -> list[tuple[str, nn.Parameter]]:
@@ -181,16 +191,17 @@ def learning(stage: Stage) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in stage.named_parameters() if parameter.requires_grad]
 
 
-def group_count(config: RunConfig, new_parameters: Collection[str]) -> int:
+def group_count(config: RunConfig) -> int:
     """Return how many groups of parameters the optimizer makes of the whole model."""
+    names = learning_names(config)
     parameters = whole_model(config.model).named_parameters()
-    return len(
-        parameter_groups(
-            [(name, p) for name, p in parameters if not config.training.freeze or name in new_parameters],
-            config.optimizer,
-            new_parameters,
-        )
-    )
+    learn = [(name, p) for name, p in parameters if names is None or name in names]
+    return len(parameter_groups(learn, config.optimizer, fast_parameters(config)))
+
+
+def fast_parameters(config: RunConfig) -> frozenset[str]:
+    """Return the new parameters, where they learn at a rate of their own. Raises as `learning_names`."""
+    return new_parameters(config) if config.optimizer.new_parameters_lr else frozenset()
 
 
 def frozen_part(parameter: nn.Parameter, dp_rank: int) -> tuple[Tensor, int]:

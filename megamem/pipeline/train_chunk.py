@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,22 @@ from megamem.ops.dropout import DropoutKeys
 
 
 def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
-    """Return the names of all losses of a training step: those of the objective, then the layers' own."""
-    return (*objective.names, *stage.auxiliary_losses)
+    """Return the names of all losses of a training step: those of the objective's readings, then the layers' own."""
+    return (*(name for own, _ in objective.readings for name in own.names), *stage.auxiliary_losses)
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch of the data as one reading of the objective has it: what a step goes through forward and back."""
+
+    batch: Batch
+    """What is read, and predicted in this reading."""
+    places: Sequence[Chunk]
+    """Where its chunks lie in their documents."""
+    reading: int = 0
+    """Number of the reading among the objective's."""
+    factor: Tensor | float = 1.0
+    """Of its losses in the sums of the step (scalar): their weight, and what makes a sum that is divided by the
+    predicted tokens of the first reading a mean over those of its own."""
 
 
 def dropout_keys(model: ModelConfig, seed: int, step: int, rows: Iterable[int]) -> DropoutKeys | None:

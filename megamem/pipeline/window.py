@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megamem.memory.base import Chunk, States, detach, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
-from megamem.pipeline.train_chunk import train_chunk
+from megamem.pipeline.train_chunk import loss_names, train_chunk
 
 
 class Window(nn.Module):
@@ -24,7 +24,13 @@ class Window(nn.Module):
         self._checked = False
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, places: Sequence[Chunk], states: States, scale: Tensor
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        places: Sequence[Chunk],
+        states: States,
+        scale: Tensor,
+        reading: int = 0,
     ) -> tuple[Tensor, Tensor, States]:
         """Run the chunks of a window.
 
@@ -33,25 +39,25 @@ class Window(nn.Module):
             places: where each chunk's tokens lie in their documents.
             states: by component.
             scale: factor of the summed loss (scalar).
+            reading: number of the objective's reading whose losses these are.
         Raises: ContractError, in the first window, where a component's state is not as it declares.
         Returns: the scaled loss to run backward, auxiliary losses included; `loss_names`, [names] summed over tokens,
-            off the graph; the new states, off the graph.
+            off the graph, zero for other readings; the new states, off the graph.
         """
         size = tokens.shape[0] // len(places)
-        sums = [scale.new_zeros(()) for _ in self.objective.names]
-        auxiliary = {name: scale.new_zeros(()) for name in self.stage.auxiliary_losses}
+        objective = self.objective.readings[reading].objective
+        sums = {name: scale.new_zeros(()) for name in loss_names(self.stage, self.objective)}
         for c, chunk in enumerate(self.stage.prepare(tokens, places)):
             part = slice(c * size, (c + 1) * size)
-            result = train_chunk(
-                self.stage, self.objective, tokens[part], labels[part], states, chunk, not self._checked
-            )
+            result = train_chunk(self.stage, objective, tokens[part], labels[part], states, chunk, not self._checked)
             states = result.states
-            sums = [total + result.losses[name] for total, name in zip(sums, self.objective.names, strict=True)]
+            for name, value in result.losses.items():
+                sums[name] = sums[name] + value
             for name, value in result.auxiliary.items():
                 # a mean over this chunk's tokens and rows, weighted as many predicted tokens
-                auxiliary[name] = auxiliary[name] + value * tokens[part].numel()
+                sums[name] = sums[name] + value * tokens[part].numel()
         self._checked = True
-        terms = [*sums, *auxiliary.values()]
+        terms = list(sums.values())
         total = terms[0]
         for more in terms[1:]:
             total = total + more

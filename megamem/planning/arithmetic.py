@@ -16,7 +16,8 @@ def describe(config: RunConfig, dp_size: int, padding: Sequence[Fraction] | None
     padding: expected share of padding among all positions in each phase, None without data.
     """
     training, counts = config.training, parameter_counts(config.model)
-    accumulation = config.accumulation_steps(dp_size)
+    accumulation, readings = config.accumulation_steps(dp_size), training.objective.readings
+    passes = config.micro_batches(dp_size) * config.chunks // config.bptt_chunks
     pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
     base = config.model.base
     width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
@@ -26,9 +27,10 @@ def describe(config: RunConfig, dp_size: int, padding: Sequence[Fraction] | None
     return [
         f"parameters: {counts['total']:,} ({counts['non_embedding']:,} without embedding and head)",
         f"batch: {training.batch_tokens:,} tokens = {config.global_rows} sequences of {config.data.sequence_length:,}"
-        f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows",
+        f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows"
+        f"{f', read {readings} times ({training.objective.kind})' if readings > 1 else ''}",
         f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
-        f"{config.bptt_chunks} chunks, {accumulation * config.chunks // config.bptt_chunks} backward passes a step",
+        f"{config.bptt_chunks} chunks, {passes} backward passes a step",
         _budget(config, padding),
         f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",

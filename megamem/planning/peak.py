@@ -108,7 +108,7 @@ def step_peak(
 
     # the chunks, played through; after so many micro-batches the schedule repeats itself
     repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
-    order = _order(config, stage, min(config.accumulation_steps(dp_size), repeats))
+    order = _order(config, stage, min(config.micro_batches(dp_size), repeats))
     states = [_state_bytes(config, layers, tp_size, chunk) for chunk in range(config.chunks)]
     gradients = _gradients(config, sizes, dp_size)
     moment = _play(order, parts, hidden if stage else 0, states, config.bptt_chunks, gradients)

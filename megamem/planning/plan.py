@@ -103,7 +103,7 @@ class PlanReport:
 
     @property
     def flops(self) -> dict[str, float]:
-        """FLOPs per token; see `flops_per_token`."""
+        """FLOPs per token that is read; see `flops_per_token`."""
         return flops_per_token(self.config.model, self.config.data.sequence_length, backward_pass_of(self.config))
 
     @property
@@ -115,7 +115,7 @@ class PlanReport:
     def mfu(self) -> float:
         """Model FLOPs utilization."""
         peak = self.machine.peak(self.config.training.precision) * self.devices
-        return self.flops["training"] * self.tokens_per_second / peak
+        return self.config.training.objective.readings * self.flops["training"] * self.tokens_per_second / peak
 
     @property
     def days(self) -> float:

@@ -64,8 +64,8 @@ class Layout:
 
     @property
     def sequences(self) -> int:
-        """Micro-batches of a step on one data-parallel rank."""
-        return self.config.accumulation_steps(self.dp_size)
+        """Micro-batches that a data-parallel rank goes through in a step, each as often as it is read."""
+        return self.config.micro_batches(self.dp_size)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data, for JSON."""
@@ -153,7 +153,7 @@ def _unreached_flops(config: RunConfig, layers: range, reach: BackwardPass | Non
     """Return by chunk the forward FLOPs per token of those layers of a stage that gradients do not reach."""
     sums = [0.0] * config.chunks
     for layer in layers if reach else ():
-        if reach and layer < reach.lowest:
+        if reach and not reach.reaches(layer):
             for chunk, flops in enumerate(layer_chunk_flops(config.model, layer, config.chunks)):
                 sums[chunk] += flops.forward
     return sums

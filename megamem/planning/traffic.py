@@ -43,7 +43,7 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: StageParam
     """
     parallel, training, model = config.parallel, config.training, config.model
     element = DTYPES[training.precision].itemsize
-    chunks = config.global_rows // dp_size * config.chunks
+    chunks = config.global_rows // dp_size * config.chunks * training.objective.readings
     # all hidden chunks of a step: of their tokens alone, and with the rows beside them that layers read
     tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, model.rows_per_chunk))
 
@@ -96,4 +96,4 @@ def gather(size: float, ranks: int) -> float:
 
 def _windows(config: RunConfig, dp_size: int) -> int:
     """Return the number of backward passes of a step without a pipeline."""
-    return config.accumulation_steps(dp_size) * config.chunks // config.bptt_chunks
+    return config.micro_batches(dp_size) * config.chunks // config.bptt_chunks

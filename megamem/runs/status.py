@@ -129,7 +129,8 @@ def read_status(folder: Path) -> RunStatus:
         raise ConfigError(f"{folder}: no such folder")
     if not is_run(folder):
         raise ConfigError(
-            f"{folder}: not a run folder (config.yaml and environment.json of a run), nor a curriculum's; see `megamem runs`"
+            f"{folder}: not a run folder (config.yaml and environment.json of a run) or a curriculum's; see "
+            "`megamem runs`"
         )
     beat, now = read_beat(folder), time.time()
     result = read_result(folder)

@@ -13,11 +13,11 @@ from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.losses import cut_documents
 from megamem.evaluation.objective import as_predicted
+from megamem.evaluation.result import further_figures
 from megamem.evaluation.run import Watch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import PipelineEngine
-from megamem.pipeline.freezing import check_learns, new_parameter_names
 from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
@@ -53,21 +53,6 @@ def held_out_documents(config: RunConfig) -> HeldOutDocuments:
     return evaluation_documents(config.data, chunk_size=config.model.chunk_size)
 
 
-def new_parameters(config: RunConfig) -> set[str]:
-    """Return the names of parameters that learn at `optimizer.new_parameters_lr`, or alone (`training.freeze`).
-
-    Raises:
-        CheckpointError: the weights file that lists them cannot be read.
-        ConfigError: they alone should learn, but it lists none.
-    """
-    if config.training.init_from is None or not (config.training.freeze or config.optimizer.new_parameters_lr):
-        return set()
-    names = new_parameter_names(config.training.init_from)
-    if config.training.freeze:
-        check_learns(names, config.training.init_from, config.model)
-    return names
-
-
 def build_callbacks(config: RunConfig) -> list[Callback]:
     """Build the callbacks that `training.callbacks` names. Raises ConfigError for a kind that builds something else."""
     return [_built(callback) for callback in config.training.callbacks]
@@ -96,9 +81,17 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
         return None
     tokenizer = open_tokenizer(config)
     counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
-    predicted = as_predicted(held_out_documents(config), config, counter)
-    documents = cut_documents(predicted, config.model.chunk_size, config.evaluation.max_tokens, counter)
-    return Validation(config.evaluation.every, lambda: validate(engine, documents, watch), sinks)
+    held_out = held_out_documents(config)
+    texts = [
+        cut_documents(
+            as_predicted(held_out, config, counter, reading),
+            config.model.chunk_size,
+            config.evaluation.max_tokens,
+            counter,
+        )
+        for reading in range(config.training.objective.readings)
+    ]
+    return Validation(config.evaluation.every, lambda: validate(engine, texts, watch), sinks)
 
 
 def build_instruments(engine: TrainingEngine) -> list[Callback]:
@@ -112,15 +105,21 @@ def build_instruments(engine: TrainingEngine) -> list[Callback]:
     return callbacks
 
 
-def validate(engine: TrainingEngine, documents: list[EvaluationDocument], watch: Watch) -> LogRecord:
-    """Return the losses of a validation while training, on documents cut to its bound. A collective of all ranks."""
-    report = Evaluator(engine.stage, engine.topology, engine.config.evaluation.rows).losses(
-        documents,
-        progress=lambda done, of: watch(f"validation, call {done} of {of}"),
+def validate(engine: TrainingEngine, texts: Sequence[Sequence[EvaluationDocument]], watch: Watch) -> LogRecord:
+    """Return the losses of a validation while training. A collective of all ranks.
+
+    texts: documents cut to its bound, as each reading of the objective has them.
+    """
+    evaluator = Evaluator(engine.stage, engine.topology, engine.config.evaluation.rows)
+    report, *further = (
+        evaluator.losses(documents, progress=lambda done, of: watch(f"validation, call {done} of {of}"))
+        for documents in texts
     )
+    names = [objective.names[0] for objective, _ in engine.objective.readings[1:]]
     return {
         "val_loss": report.loss,
         "val_accuracy": report.accuracy,
         "val_bits_per_byte": report.bits_per_byte,
         "val_beyond_first_chunk_loss": report.beyond_first_chunk_loss,
+        **further_figures(dict(zip(names, further, strict=True))),
     }

@@ -27,6 +27,7 @@ from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, DamagedError, MegamemError
 from megamem.pipeline.base import StepResult, TrainingEngine
+from megamem.pipeline.start_weights import check_start
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
 from megamem.training.phases import samples_after
@@ -92,6 +93,8 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
                 f"{config.run_folder}: a branch of {config.origin.run} at step {config.origin.step}, but it has no "
                 "checkpoint to begin with; make it again with megamem branch"
             )
+        elif config.training.init_from is not None:
+            check_start(config, facts["tokenizer_sha256"])
         return checkpoint, skipped
 
     return on_rank_0(chosen, group)

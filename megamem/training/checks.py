@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 
+from checkpoints.folder import checkpoints_in
+from checkpoints.location import run_checkpoints
 from megamem.config.budget import HALF, steps_for
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
@@ -13,7 +15,8 @@ from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.ops.attention.softmax import check_backend
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
-from megamem.pipeline.freezing import check_learns, new_parameter_names
+from megamem.pipeline.freezing import check_learns
+from megamem.pipeline.start_weights import check_start
 from megamem.planning.auto import divided
 from megamem.planning.plan import checkpoint_bytes
 from megamem.runs.folder import check_run_folder
@@ -61,10 +64,18 @@ def check_run(config: RunConfig, processes: int) -> None:
     feeders = open_feeders(config, dp_rank=0, dp_size=dp)
     for feeder in feeders:
         feeder.check_files()
-    if config.training.freeze and config.training.init_from:
-        check_learns(new_parameter_names(config.training.init_from), config.training.init_from, config.model)
+    check_learns(config)
+    if config.training.init_from is not None and _begins(config):
+        check_start(config, Tokenizer.load(config.data.tokenizer).hash if config.data.tokenizer else None)
     config = with_steps(config, feeders)
     check_run_folder(config, checkpoint_bytes(config))
+
+
+def _begins(config: RunConfig) -> bool:
+    """Return whether a run has no checkpoint to go on from; its own one has weights that files may no longer have."""
+    if config.checkpoint.resume != "auto":
+        return config.checkpoint.resume == "none"
+    return not checkpoints_in(run_checkpoints(config))
 
 
 def open_feeders(config: RunConfig, dp_rank: int, dp_size: int) -> list[Feeder]:

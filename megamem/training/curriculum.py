@@ -10,23 +10,20 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from checkpoints.folder import checkpoints_in
-from checkpoints.location import run_checkpoints
-from checkpoints.resume import other_weights, parameter_shapes, wrong_weights
 from megamem.config.curriculum import FILE, dump_curriculum
 from megamem.config.recipe import LESSONS
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, ConfigError, MegamemError, RunFolderError
+from megamem.errors import MegamemError, RunFolderError
 from megamem.files import write_bytes
-from megamem.pipeline.freezing import whole_model
+from megamem.pipeline.start_weights import expect_weights
 from megamem.runs.result import RunResult
 from megamem.training.dry_run import dry_run
 from megamem.training.train import train
+from tokenization.tokenizer import Tokenizer
 
 
 @contextmanager
@@ -40,50 +37,11 @@ def of_lesson(run: RunConfig) -> Iterator[None]:
         raise type(error)(f"{LESSONS}.{run.lesson}: {error}") from None
 
 
-def check_starts(runs: Sequence[RunConfig]) -> None:
-    """Check that the weights which runs start from are there or will be, and fit the runs' models.
-
-    A run that has a checkpoint goes on from that, and its first weights may be gone.
-
-    Raises:
-        CheckpointError: there is no such file, or its weights are another model's.
-        ConfigError: a run needs the names of new parameters, which weights of a lesson do not list.
-    """
-    earlier: dict[Path, RunConfig] = {}
+def expect_lessons(runs: Sequence[RunConfig]) -> None:
+    """Let what looks at the weights that a lesson starts from know of those that earlier lessons will write."""
     for run in runs:
-        with of_lesson(run):
-            start = run.training.init_from
-            if start in earlier:
-                _check_earlier(run, start, earlier[start])
-            elif start is not None and not checkpoints_in(run_checkpoints(run)):
-                _check_file(run, start)
-        earlier[run.weights] = run
-
-
-def _check_earlier(run: RunConfig, weights: Path, lesson: RunConfig) -> None:
-    """Check that a lesson can start from the weights that an earlier lesson writes; raises as `check_starts`."""
-    for field, given in (
-        ("training.freeze base", run.training.freeze == "base"),
-        ("optimizer.new_parameters_lr", run.optimizer.new_parameters_lr is not None),
-    ):
-        if given:
-            raise ConfigError(
-                f"{field}: needs weights that list new parameters, as `megamem convert from-hf` writes them; those of "
-                f"lesson {lesson.lesson} have every parameter"
-            )
-    found, shapes = (parameter_shapes(whole_model(config.model)) for config in (lesson, run))
-    if other := other_weights(weights, found, shapes):
-        raise CheckpointError(f"training.init_from {other}")
-
-
-def _check_file(run: RunConfig, weights: Path) -> None:
-    """Check the file that a run starts from; raises as `check_starts`."""
-    if not weights.is_file():
-        raise CheckpointError(
-            f"training.init_from {weights}: no such weights file; megamem checkpoint merge makes one from a checkpoint"
-        )
-    if wrong := wrong_weights(weights, parameter_shapes(whole_model(run.model))):
-        raise CheckpointError(f"training.init_from {wrong}")
+        path = run.data.tokenizer
+        expect_weights(run.weights, run.model, Tokenizer.load(path).hash if path and path.exists() else None)
 
 
 def train_lessons(runs: Sequence[RunConfig], console: Console) -> Iterator[RunResult | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from megamem.config.run import RunConfig
 from megamem.costs.flops import flop_costs
@@ -11,8 +11,9 @@ from megamem.data.feeder import Feeder
 from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.comparison import compare
-from megamem.pipeline.freezing import backward_pass_of, whole_model
+from megamem.pipeline.freezing import backward_pass_of, learning_of
 from megamem.pipeline.schedule import peak_units
+from megamem.pipeline.start_weights import new_parameters, shown_files, whole_model
 from megamem.training.phases import phases_of
 
 
@@ -30,14 +31,27 @@ def describe_phases(config: RunConfig, feeders: Sequence[Feeder]) -> list[str]:
     return lines
 
 
-def describe_learning(config: RunConfig, new_parameters: Collection[str]) -> list[str]:
-    """Describe in a line how many parameters learn, where some do not. new_parameters: names of those that do."""
-    if config.training.freeze is None:
+def describe_start(config: RunConfig) -> list[str]:
+    """Describe in a line what weights a run starts from, where they are files of parts of the model."""
+    files = config.training.init_from
+    if not isinstance(files, dict):
         return []
-    sizes = {name: parameter.numel() for name, parameter in whole_model(config.model).named_parameters()}
-    learning = sum(size for name, size in sizes.items() if name in new_parameters)
-    total = sum(sizes.values())
-    return [f"learning: {learning:,} new of {total:,} parameters ({learning / total:.2%}); the others are frozen"]
+    names = new_parameters(config)
+    new = sum(parameter.numel() for name, parameter in whole_model(config.model).named_parameters() if name in names)
+    return [f"weights: {shown_files(files)}; {new:,} parameters are new"]
+
+
+def describe_learning(config: RunConfig) -> list[str]:
+    """Describe in a line how many parameters learn, where some do not."""
+    learning = learning_of(config)
+    if learning is None:
+        return []
+    total = sum(parameter.numel() for parameter in whole_model(config.model).parameters())
+    base = config.training.freeze == "base"
+    return [
+        f"learning: {learning.total:,} {'new ' if base else ''}of {total:,} parameters ({learning.total / total:.2%}); "
+        f"{'the others are' if base else f'the {config.training.freeze} is'} frozen"
+    ]
 
 
 def describe_stages(engine: TrainingEngine) -> list[str]:
@@ -48,7 +62,7 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     layers_per_stage = [len(layers) for layers in engine.placement]
     costs = flop_costs(config.model, config.data.sequence_length, backward_pass_of(config)).by_stage(layers_per_stage)
     parameters = parameter_costs(config.model).by_stage(layers_per_stage)
-    units = engine.accumulation, config.chunks, config.bptt_chunks
+    units = engine.micro_batches, config.chunks, config.bptt_chunks
     lines = [
         f"stage {stage}: layers {layers.start}-{layers.stop - 1}{', embedding' if stage == 0 else ''}"
         f"{', head' if stage == stages - 1 else ''}: {parameters[stage]:,.0f} parameters, "
@@ -58,9 +72,9 @@ def describe_stages(engine: TrainingEngine) -> list[str]:
     ]
     cost = chunk_flops(config.model, config.chunks, layers_per_stage, backward_pass_of(config))
     plan = compare(stages, *units, cost, config.interleaved)
-    if config.interleaved and engine.accumulation < stages:
+    if config.interleaved and engine.micro_batches < stages:
         lines.append(
-            f"warning: {engine.accumulation} micro-batches cannot keep {stages} stages busy: a memory that spans the "
+            f"warning: {engine.micro_batches} micro-batches cannot keep {stages} stages busy: a memory that spans the "
             f"model goes through all stages before the next chunk; use at least {stages} micro-batches"
         )
     return [

@@ -14,20 +14,22 @@ from megamem.data.batch import Batch
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
+from megamem.pipeline.freezing import check_learns
 from megamem.planning.arithmetic import describe
-from megamem.training.build import new_parameters, start_topology
+from megamem.training.build import start_topology
 from megamem.training.callbacks.metrics import peak_memory
 from megamem.training.description import describe_stages
 
 
 def dry_run(config: RunConfig, console: Console) -> None:
     """Print the resolved configuration and its arithmetic, then run one step of each phase on random tokens."""
+    check_learns(config)
     topology = start_topology(config)
     if topology.rank == 0:
         console.print(dump_yaml(config), highlight=False)
         for line in describe(config, topology.dp_size):
             console.print(line, highlight=False)
-    engine = build_engine(config, topology, new_parameters(config))
+    engine = build_engine(config, topology)
     if topology.rank == 0:
         for line in describe_stages(engine):
             console.print(line, highlight=False)

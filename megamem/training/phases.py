@@ -67,9 +67,12 @@ def positions_after(phases: Sequence[Phase], step: int) -> int:
 
 
 def training_flops(config: RunConfig) -> list[float]:
-    """Return the FLOPs per token of forward and backward pass in each phase; what is frozen has no gradients.
+    """Return the FLOPs of forward and backward passes per token of the data in each phase.
+
+    A token counts as often as the objective reads it; what is frozen has no gradients.
 
     Raises: CheckpointError if the weights that list what learns cannot be read.
     """
-    reach = backward_pass_of(config)
-    return [flops_per_token(config.model, phase.data.sequence_length, reach)["training"] for phase in config.phases]
+    reach, readings = backward_pass_of(config), config.training.objective.readings
+    lengths = [phase.data.sequence_length for phase in config.phases]
+    return [readings * flops_per_token(config.model, length, reach)["training"] for length in lengths]

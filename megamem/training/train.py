@@ -14,7 +14,7 @@ from checkpoints.folder import Checkpoint, RunFacts
 from checkpoints.location import run_checkpoints
 from checkpoints.resume import load_initial_weights
 from checkpoints.saver import Saver
-from checkpoints.weights import save_weights
+from checkpoints.weights import WeightsHeader, save_weights
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import CheckpointError, NonFiniteError
@@ -24,6 +24,7 @@ from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
+from megamem.pipeline.start_weights import shown_files
 from megamem.planning.arithmetic import describe
 from megamem.runs.folder import RunLock, create_run_folder, lock_patience
 from megamem.runs.heartbeat import Heartbeat
@@ -36,7 +37,6 @@ from megamem.training.build import (
     build_metrics,
     build_validation,
     held_out_documents,
-    new_parameters,
     open_tokenizer,
     start_topology,
 )
@@ -54,7 +54,7 @@ from megamem.training.checkpointing import (
     run_facts,
 )
 from megamem.training.checks import open_feeders, padding_warnings, with_steps
-from megamem.training.description import describe_learning, describe_phases, describe_stages
+from megamem.training.description import describe_learning, describe_phases, describe_stages, describe_start
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
@@ -109,10 +109,10 @@ def _train_in_folder(
     heartbeat.begin(config.steps)
 
     config = placed_as_before(config, checkpoint)
-    new = new_parameters(config)
-    engine = build_engine(config, topology, new, draw=checkpoint is None)
+    engine = build_engine(config, topology, draw=checkpoint is None)
     if is_rank_0:
-        _print_facts(engine, feeders, checkpoint, [*describe_learning(config, new), *skipped], console)
+        start = describe_start(config) if checkpoint is None else []
+        _print_facts(engine, feeders, checkpoint, [*start, *describe_learning(config), *skipped], console)
     # nothing of ours draws from the global generators; what libraries drew while they were imported differs by process
     torch.manual_seed(config.training.seed + topology.rank)
 
@@ -130,7 +130,7 @@ def _train_in_folder(
         heartbeat.follow(trainer, watchdog)
         _load_start(trainer, checkpoint, bad_steps, group)
 
-        _fit(trainer, saver, group)
+        _fit(trainer, saver, facts, group)
         if trainer.stopped:
             # while all are watched: nobody leaves before rank 0 has written
             dist.barrier(group)
@@ -192,32 +192,35 @@ def _callbacks(
 
 def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadSteps, group: ProcessGroup) -> None:
     """Load what the run starts from: its own checkpoint, else weights that its configuration names."""
-    weights = trainer.config.training.init_from
+    files = trainer.config.training.init_from
     if checkpoint is not None:
         trainer.watch(f"loading {checkpoint.path}")
         resume(trainer, checkpoint, bad_steps, group)
-    elif weights is not None:
-        trainer.watch(f"loading {weights}")
-        load_initial_weights(trainer.engine, weights, group)
+    elif files is not None:
+        trainer.watch(f"loading {shown_files(files)}")
+        load_initial_weights(trainer.engine, group)
 
 
-def _fit(trainer: Trainer, saver: Saver, group: ProcessGroup) -> None:
+def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -> None:
     """Train, and save the weights whatever comes of it. Raises NonFiniteError if the run had to be given up."""
-    weights = trainer.config.weights
+
+    def save() -> None:
+        trainer.watch("saving the weights")
+        header = WeightsHeader.of_model(trainer.config.model, facts["tokenizer_sha256"])
+        save_weights(trainer.engine.parameters(), trainer.topology, trainer.config.weights, header)
+
     try:
         trainer.fit()
     except NonFiniteError:
         # all ranks raise it in the same step, with the weights as they were before the bad steps
-        trainer.watch("saving the weights")
-        save_weights(trainer.engine.parameters(), trainer.topology, weights)
+        save()
         # a save under way uses the group; that it failed is not what ends the run
         with suppress(CheckpointError):
             saver.wait(trainer.watch)
         # while all are watched: nobody leaves before rank 0 has written
         dist.barrier(group)
         raise
-    trainer.watch("saving the weights")
-    save_weights(trainer.engine.parameters(), trainer.topology, weights)
+    save()
 
 
 def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], console: Console) -> RunResult:

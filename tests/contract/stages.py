@@ -14,7 +14,7 @@ from megamem.memory.base import LABEL_IGNORED, States, detach
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.train_chunk import chunk_places
+from megamem.pipeline.train_chunk import MicroBatch, chunk_places
 from tests.contract.case import CHUNK, Case
 from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU
@@ -101,7 +101,6 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     stages, index = topology.pp_size, topology.pp_rank
     stage = built(case, contiguous([LAYERS // stages] * stages)[index])
     executor = StageExecutor(stage, NextToken(stage.config), index, CHUNK, bptt_chunks)
-    data = batches(case)
     states: dict[int, States] = {
         sequence: stage.initial_states(ROWS, CPU, torch.float64) for sequence in range(SEQUENCES)
     }
@@ -110,7 +109,7 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     below, above = ([shape(CHUNK, ROWS)] * units for shape in (stage.border_shape, stage.shape_above))
     nats, ends = executor.run(
         stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case)),
-        data,
+        [MicroBatch(batch, chunk_places(batch)) for batch in batches(case)],
         states.__getitem__,
         torch.tensor(SCALE, dtype=torch.float64),
         Borders(topology, below, above, torch.float64, backward=True, memories=memories, memory_units=units),

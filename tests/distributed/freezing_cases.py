@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.model.stage import meta_stage
@@ -48,7 +48,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     path = Path(tempfile.mkdtemp(), "start.safetensors")
     training = {"freeze": "base", "init_from": str(path), **case.get("training", {})}
     config = run_config(**{**case, "training": training})
-    write_weights({}, path, sorted(new_names(config.model)))
+    write_weights({}, path, WeightsHeader(sorted(new_names(config.model))))
     return config
 
 
@@ -60,8 +60,7 @@ def train_frozen(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _train(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case["config"])
     topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
-    new = new_names(config.model)
-    engine = build_engine(config, topology, new)
+    engine = build_engine(config, topology)
     before = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
     if case.get("read"):
         _load(engine, case["read"])

@@ -32,7 +32,7 @@ def expected(case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]
     config = case["config"]
     model = json.dumps(config.get("model", {}), sort_keys=True)
     documents = config.get("data", {}).get("documents", "pack")
-    objective = config["training"].get("objective", "next_token")
+    objective = json.dumps(config["training"].get("objective", "next_token"), sort_keys=True)
     return known(case["steps"], config["training"]["bptt_chunks"], LR, model, documents, objective=objective)
 
 

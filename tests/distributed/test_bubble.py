@@ -21,6 +21,7 @@ from megamem.pipeline.channels import Borders, warm_up
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.schedule import Action, bubble, chunk_schedule, peak_units, stage_order
 from megamem.pipeline.simulate import Cost, Timeline, even_cost, simulate
+from megamem.pipeline.train_chunk import MicroBatch, chunk_places
 from tests.distributed.harness import run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
@@ -137,7 +138,8 @@ def timed_run(topology, run, longer):
     borders = Borders(topology, [(1, 1, 1)] * units, [(1, 1, 1)] * units, torch.float32, True, memories, units)
     fresh = {"memory": {"memory": torch.zeros(1, 1, 1)}} if spanning and stage.first else {}
     torch.distributed.barrier()
-    executor.run(order, batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
+    micro_batches = [MicroBatch(batch, chunk_places(batch)) for batch in batches]
+    executor.run(order, micro_batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
     timeline = Timeline(STAGES, tuple(executor.events))
     return {
         "events": timeline.to_dict(),

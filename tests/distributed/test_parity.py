@@ -6,6 +6,7 @@ from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     ADAPTIVE,
+    COMBINED,
     DROPOUT,
     EVERY,
     GPT2,
@@ -58,6 +59,8 @@ WORLDS = {
         "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
         "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
         "dp2-zero3-memory-model": case(1, 3, bptt=2, micro=1, model=MEMORY_MODEL),
+        "dp2-zero2-combined-memory-model": case(1, 2, bptt=2, micro=2, model=MEMORY_MODEL, **COMBINED),
+        "tp2-combined-dropout": case(2, 1, micro=4, model=DROPOUT, **COMBINED),
         "tp2-zero1-memory-model": case(2, 1, bptt=4, micro=4, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}

@@ -6,7 +6,10 @@ from megamem.pipeline.schedule import peak_units
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
+    AUTOENCODE,
+    AUTOENCODER,
     CHUNK,
+    COMBINED,
     DROPOUT,
     EVERY,
     GPT2,
@@ -64,6 +67,8 @@ WORLDS = {
         "copy-memory-model": staged(
             2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, training={"objective": "copy"}, data={"documents": "drop"}
         ),
+        "combined-memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, **COMBINED),
+        "autoencoder": staged(2, 1, 1, 4, 2, 1, model=AUTOENCODER, **AUTOENCODE),
         "dropout": staged(2, 1, 1, 2, 4, 1, model=DROPOUT),
         "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
@@ -84,7 +89,23 @@ WORLDS = {
         # rows cross three borders; and lie with the tokens on both tensor-parallel ranks
         "lamemo-pp4": staged(4, 1, 1, 4, 2, 0, model=LAMEMO),
         "memory-model-pp4": staged(4, 1, 1, 2, 2, 0, model=MEMORY_MODEL),
+        # each micro-batch is read twice, by rows that have numbers of their own
+        "combined-dropout-dp2": staged(2, 1, 2, 2, 2, 1, model=DROPOUT, **COMBINED),
+        "combined-recurrent-memory": staged(2, 1, 2, 4, 1, 0, model=RECURRENT, **COMBINED),
         "memory-model-tp2-split": staged(2, 2, 1, 4, 2, 1, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
+        # the encoder's last layer ends a stage, or has a stage for itself
+        "autoencoder-pp4": staged(4, 1, 1, 2, 2, 0, model=AUTOENCODER, **AUTOENCODE),
+        "autoencoder-tp2-split": staged(
+            2,
+            2,
+            1,
+            4,
+            2,
+            1,
+            model=AUTOENCODER,
+            parallel={"sequence_parallel": True, "placement": [1, 3]},
+            **AUTOENCODE,
+        ),
         "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
         "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
         "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
@@ -142,6 +163,7 @@ def test_live_units_are_those_of_the_formula(worlds, world, name):
     config, stages = WORLDS[world][name]["config"], WORLDS[world][name]["config"]["parallel"]["pp"]
     per_stage = world // stages
     sequences = ROWS // config["training"]["micro_batch_size"] // (per_stage // config["parallel"]["tp"])
+    sequences *= 2 if "combined" in name else 1
     for rank, peak in enumerate(worlds[world][name]["peaks"]):
         sizes = sequences, LENGTH // CHUNK, config["training"]["bptt_chunks"]
         # a memory that goes from the last stage to the first

@@ -5,7 +5,7 @@ import pytest
 from megamem.parallel.topology import Topology
 from megamem.pipeline.engine import build_engine
 from megamem.planning.ranks import rank_bytes
-from tests.distributed.freezing_cases import GPT2, MODEL, new_names
+from tests.distributed.freezing_cases import GPT2, MODEL
 from tests.distributed.freezing_cases import config_of as frozen_config
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.training_cases import LAMEMO, MUP, local_batches, run_config
@@ -72,7 +72,7 @@ def held(names):
 
 def held_in(config):
     topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
-    engine = build_engine(config, topology, new_names(config.model) if config.training.freeze else ())
+    engine = build_engine(config, topology)
     engine.step(local_batches(config, topology, 0), 1e-3)
     seen = []
     engine.step(local_batches(config, topology, 1), 1e-3, lambda action: seen.append(gradients(engine)))

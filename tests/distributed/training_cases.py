@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megamem.config.load import parse_config
-from megamem.config.objective import OBJECTIVES
 from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import detach
@@ -44,6 +43,13 @@ MODEL = {
 }  # fmt: skip
 EVERY = layers_of(sorted(MIXERS))
 """Every mechanism, for a few layouts: the laws hold each to float64 by itself."""
+COMBINED = {
+    "training": {"objective": {
+        "kind": "combined", "copies": {"kind": "copy", "delimiter": {"token": 63, "count": 3}}, "copy_weight": 0.7,
+    }},
+    "data": {"documents": "drop"},
+}  # fmt: skip
+"""Sections of a run that reads each batch twice: next tokens, and copies behind delimiters."""
 GPT2 = {
     "norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned", "max_positions": 3 * CHUNK,
     "tie_embeddings": True, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY + 8,
@@ -64,6 +70,17 @@ MEMORY_MODEL = {
     "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
 }  # fmt: skip
 """An encoder narrower than its decoder, which reads two memories of each chunk."""
+
+AUTOENCODER = {
+    "architecture": {
+        "kind": "autoencoder",
+        "encoder": {"layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"}},
+    },
+    "layers": 4, "memory": [], "mixer": "local_attention",
+}  # fmt: skip
+"""An encoder narrower than its decoder, which is given one vector of each chunk."""
+AUTOENCODE = {"training": {"objective": "autoencode"}, "data": {"documents": "drop"}}
+"""How such a model is trained."""
 
 RISING = {"kind": "melodi", "form": "rising", "summaries": 4}
 SIDE_ROWS = {
@@ -164,14 +181,15 @@ def reference(
     model: str,
     documents: str,
     learns: Callable[[str], bool] = lambda name: True,
-    objective: str = "next_token",
+    objective: str = '"next_token"',
 ):
     """(gradients of step 0, losses of all steps, weights at the end): one process, one autograd graph per window.
 
     model: what differs from `MODEL`, as JSON; documents: see `step_batch`; learns: of a parameter's name;
-    objective: the kind of one with a single loss, the cross-entropy.
+    objective: one whose readings have a single loss each, the cross-entropy, as JSON. Losses are of the first one.
     """
-    config = run_config(model=json.loads(model), training={"bptt_chunks": bptt_chunks})
+    training = {"bptt_chunks": bptt_chunks, "objective": json.loads(objective)}
+    config = run_config(model=json.loads(model), training=training, data={"documents": documents})
     stage = build_stage(config.model, PlainLinears())
     initialize_parameters(stage, config.training.seed)
     for name, parameter in stage.named_parameters():
@@ -183,27 +201,30 @@ def reference(
         if p.requires_grad
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    predicting = build_objective(OBJECTIVES.parse(objective), config.model)
+    readings = build_objective(config.training.objective, config.model).readings
     gradients: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
         batch = step_batch(step, documents)
-        tokens, labels = predicting.inputs_and_labels(batch.tokens, batch.labels)
-        places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, range(ROWS)))
-        states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
-        total, nats = torch.zeros(()), 0.0
-        for c in range(LENGTH // CHUNK):
-            if c % bptt_chunks == 0:
-                states = detach(states)
-            part = slice(c * CHUNK, (c + 1) * CHUNK)
-            hidden, states, auxiliary = stage(tokens[part], states, places[c])
-            here = stage.token_losses(hidden, labels[part]).sum()
-            nats += here.item()
-            total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())
-        predicted = (labels != -100).sum()
         optimizer.zero_grad()
-        (total / predicted).backward()
-        losses.append(nats / predicted.item())
+        for number, (predicting, weight) in enumerate(readings):
+            tokens, labels = predicting.inputs_and_labels(batch.tokens, batch.labels)
+            rows = range(number * ROWS, (number + 1) * ROWS)
+            places = chunk_places(batch, dropout_keys(config.model, config.training.seed, step, rows))
+            states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
+            total, nats = torch.zeros(()), 0.0
+            for c in range(LENGTH // CHUNK):
+                if c % bptt_chunks == 0:
+                    states = detach(states)
+                part = slice(c * CHUNK, (c + 1) * CHUNK)
+                hidden, states, auxiliary = stage(tokens[part], states, places[c])
+                here = stage.token_losses(hidden, labels[part]).sum()
+                nats += here.item()
+                total = total + here + sum(value * tokens[part].numel() for value in auxiliary.values())
+            predicted = (labels != -100).sum()
+            (weight * total / predicted).backward()
+            if number == 0:
+                losses.append(nats / predicted.item())
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in stage.named_parameters() if p.requires_grad}
         optimizer.step()

@@ -21,12 +21,13 @@ def logits_under(tp: int, folder: str, ids: list[int]) -> dict[str, Any]:
     model = yaml.safe_load((Path(folder) / "model.yaml").read_text())["model"]
     size = model["chunk_size"]
     config = run_config(
-        model={**model, "memory": []}, data={"sequence_length": size}, training={"batch_tokens": size},
+        model={**model, "memory": []}, data={"sequence_length": size}, 
+        training={"batch_tokens": size, "init_from": str(Path(folder) / "weights.safetensors")},
         parallel={"tp": tp},
     )  # fmt: skip
     topology = start_topology(config)
     engine = build_engine(config, topology)
-    load_initial_weights(engine, Path(folder) / "weights.safetensors", cpu_group(300))
+    load_initial_weights(engine, cpu_group(300))
     tokens = torch.tensor(ids)[:, None]
     logits = Evaluator(engine.stage, topology).logits(tokens)
     return {"logits": logits[:, 0].clone() if logits is not None and topology.rank == 0 else None}

@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megamem.pipeline.freezing import new_parameter_names
+from megamem.pipeline.start_weights import open_weights
 from tests.integration.commands import CHUNK, VOCABULARY, run_tree, write_config
 from tests.integration.ranks import Job, command
 from tests.integration.test_models import invoke, refused
@@ -44,7 +44,7 @@ def test_a_memory_learns_alone_and_the_base_is_exported_as_it_was(data, tmp_path
         load_file(start / "weights.safetensors"),
         load_file(tmp_path / "runs" / "books" / "model.safetensors"),
     )
-    new = new_parameter_names(start / "weights.safetensors")
+    new = open_weights(start / "weights.safetensors").new_parameters
     assert before.keys() | new == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert after["layers.0.mixer.long_output.weight"].any(), "it started at zero"

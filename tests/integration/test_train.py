@@ -202,7 +202,9 @@ class TestLayouts:
             assert {name: tensor.shape for name, tensor in other.items()} == {n: t.shape for n, t in one.items()}
             assert all(tensor.dtype == torch.float32 for tensor in other.values())
         with safe_open(command[0] / "model.safetensors", framework="pt") as file:
-            assert file.metadata() == {"format": "megamem", "dtype": "fp32", "new_parameters": "[]"}
+            said = {"format": "megamem", "dtype": "fp32", "new_parameters": "[]", "parts": "{}"}
+            assert said.items() <= file.metadata().items()
+            assert len(file.metadata()["tokenizer"]) == 64
 
     def test_weights_load_into_a_plain_model(self, command):
         folder, _, _ = command

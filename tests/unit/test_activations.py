@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
@@ -167,7 +167,7 @@ def test_a_frozen_base_keeps_less(mixer, recompute, tmp_path):
         dict(meta_stage(model).named_parameters()) for model in (free.model, step_config("local_attention", 2).model)
     )
     path = tmp_path / "start.safetensors"
-    write_weights({}, path, sorted(set(whole) - set(plain)))
+    write_weights({}, path, WeightsHeader(sorted(set(whole) - set(plain))))
     training = free.training.model_copy(update={"freeze": "base", "init_from": path})
     config = free.model_copy(update={"training": training})
     stage = build_stage(config.model, RankLinears(1))

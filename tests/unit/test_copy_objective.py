@@ -175,7 +175,7 @@ REFUSALS = {
     ),
     "a blank beyond the vocabulary": (
         {"training": {"objective": {"kind": "blank_copy", "blank_token": VOCABULARY}}},
-        ["training.objective.blank_token 32", "below model.vocab_size 32"],
+        ["training.objective: blank_copy's blank_token 32", "below model.vocab_size 32"],
     ),
     "a phase with an odd half": (
         {"training": {"phases": [
@@ -261,12 +261,12 @@ def test_held_out_figures_are_of_copied_tokens(kind: dict[str, Any]) -> None:
 def test_validations_while_training_read_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     run = config(data={"validation": ["held out"]}, evaluation={"max_tokens": 3 * LENGTH})
     monkeypatch.setattr(build, "held_out_documents", lambda _: [document(100, 4)])
-    monkeypatch.setattr(build, "validate", lambda engine, documents, watch: documents)
+    monkeypatch.setattr(build, "validate", lambda engine, texts, watch: texts)
     validation = build.build_validation(SimpleNamespace(config=run), [], lambda _: None)  # type: ignore[arg-type]
     assert validation is not None
     found: Any = validation.evaluate()
     wanted = list(as_predicted([document(100, 4)], run, None))[:3]
-    for own, other in zip(found, wanted, strict=True):
+    for own, other in zip(found[0], wanted, strict=True):
         assert torch.equal(own.tokens, other.tokens)
         assert torch.equal(own.labels, other.labels)
 

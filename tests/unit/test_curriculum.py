@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from megamem.cli.main import app
 from megamem.config.curriculum import FILE, dump_curriculum, lesson_folders, load_runs
 from megamem.config.recipe import auto_overrides, load_run
-from megamem.errors import CheckpointError, ConfigError, RunFolderError
-from megamem.pipeline.freezing import whole_model
+from megamem.errors import ConfigError, MegamemError, RunFolderError
 from megamem.runs.status import curriculum_condition, lesson_statuses
 from megamem.study.grid import load_study, planned_runs
-from megamem.training.curriculum import check_starts, train_lessons
+from megamem.training.curriculum import train_lessons
 from tests.integration.commands import run_tree
+from tests.unit.data_helpers import make_shards
 
 LESSONS = [
     {"name": "language"},
@@ -159,44 +159,62 @@ def test_a_wrong_override_is_refused_in_one_line(tmp_path, override, line):
 
 
 class TestStarts:
-    def test_weights_of_an_earlier_lesson_must_fit(self, tmp_path):
-        check_starts(load_runs(write(tmp_path)))
-        wider = load_runs(write(tmp_path, changed(1, model={"ffn_size": 96})))
-        weights = wider[0].weights
-        shape = list(dict(whole_model(wider[0].model).named_parameters())["layers.0.mlp.down.weight"].shape)
-        with pytest.raises(CheckpointError) as caught:
-            check_starts(wider)
-        message = str(caught.value)
-        assert message.startswith(f"lessons.blank: training.init_from {weights}: layers.0.mlp.")
-        assert shape == [32, 128]
-        deeper = load_runs(write(tmp_path, changed(2, model={"layers": 3})))
-        with pytest.raises(CheckpointError, match=r"^lessons\.copy: training.init_from .*: layers\.2\..* is missing"):
-            check_starts(deeper)
+    """Weights of an earlier lesson are known from its model, before any lesson has begun."""
 
-    def test_a_file_must_be_there_until_the_lesson_has_a_checkpoint(self, tmp_path):
-        runs = load_runs(write(tmp_path, changed(0, start=str(tmp_path / "gone.safetensors"))))
-        with pytest.raises(
-            CheckpointError, match=r"^lessons\.language: training.init_from .*gone.*: no such weights file"
-        ):
-            check_starts(runs)
-        (tmp_path / "gone.safetensors").write_bytes(b"nothing")
-        with pytest.raises(CheckpointError, match="not a readable safetensors file"):
-            check_starts(runs)
-        saved = runs[0].run_folder / "checkpoints" / "step-00000002"
-        saved.mkdir(parents=True)
-        (saved / "COMPLETE").touch()
-        check_starts(runs)
+    @pytest.fixture(scope="class")
+    def corpus(self, tmp_path_factory):
+        root = tmp_path_factory.mktemp("corpus")
+        make_shards(root, (800, 700), name="train", seed=0)
+        make_shards(root, (300, 200), name="validation", seed=1)
+        return root
 
-    @pytest.mark.parametrize(
-        ("changes", "field"),
-        [
-            ({"training": {"freeze": "base"}}, "training.freeze base"),
-            ({"optimizer": {"new_parameters_lr": 1e-3}}, "optimizer.new_parameters_lr"),
-        ],
-    )
-    def test_weights_of_a_lesson_list_no_new_parameters(self, tmp_path, changes, field):
-        with pytest.raises(ConfigError, match=rf"^lessons\.blank: {field}: needs weights that list new parameters"):
-            check_starts(load_runs(write(tmp_path, changed(1, **changes))))
+    def refused(self, corpus, folder, lessons, *more):
+        path = folder / "lessons.yaml"
+        tree = run_tree(corpus, folder / "runs", name="school", training={"batch_tokens": 1024})
+        path.write_text(yaml.safe_dump({**tree, "lessons": lessons}))
+        error = CliRunner().invoke(app, ["train", str(path), *more]).exception
+        assert isinstance(error, MegamemError), error
+        assert "\n" not in str(error)
+        assert not list((folder / "runs").glob("school/*")), "the first lesson has not begun"
+        return str(error)
+
+    def test_they_must_fit(self, corpus, tmp_path):
+        weights = tmp_path / "runs" / "school" / "1-language" / "model.safetensors"
+        line = self.refused(corpus, tmp_path, changed(1, model={"hidden_size": 64}))
+        assert line.startswith(f"lessons.blank: {weights}: ")
+        assert "has shape [320, 32], the model's is [320, 64]" in line
+        line = self.refused(corpus, tmp_path, changed(2, model={"layers": 3}))
+        assert line.startswith(f"lessons.copy: {weights.parents[1] / '2-blank' / weights.name}: layers.2.")
+        assert line.endswith("is missing; the file belongs to another model")
+
+    def test_they_list_no_new_parameters(self, corpus, tmp_path):
+        for more in ([], ["--dry-run"]):
+            line = self.refused(corpus, tmp_path, changed(1, training={"freeze": "base"}), *more)
+            assert "model.safetensors lists no new parameters, so nothing would learn" in line
+
+    def test_a_file_must_be_there(self, corpus, tmp_path):
+        line = self.refused(corpus, tmp_path, changed(1, start="gone.safetensors"))
+        assert line.startswith("lessons.blank: gone.safetensors: not a readable safetensors file (")
+
+    def test_the_ranks_of_every_lesson_are_checked(self, corpus, tmp_path):
+        line = self.refused(corpus, tmp_path, changed(1, parallel={"dp": 1, "pp": 2}), "--processes", "1")
+        assert line.startswith("lessons.blank: parallel: 1 processes cannot be split into TP 1 x PP 2")
+
+    def test_parts_come_from_lessons_too(self, corpus, tmp_path):
+        encoder = {"kind": "memory_model", "encoder": {"layers": 1, "hidden_size": 32}, "slots": 4}
+        model = {"architecture": encoder, "memory": []}
+        lessons = [
+            {"name": "first", "model": model},
+            {"name": "second", "model": model, "start": {"encoder": "first"}, "training": {"freeze": "encoder"}},
+        ]
+        path = tmp_path / "parts.yaml"
+        tree = run_tree(corpus, tmp_path / "runs", name="school", evaluation={"every": 0})
+        path.write_text(yaml.safe_dump({**tree, "lessons": lessons}))
+        runs = load_runs(path)
+        assert runs[1].training.init_from == {"encoder": runs[0].weights}
+        result = CliRunner().invoke(app, ["train", str(path), "--dry-run"])
+        assert result.exit_code == 0, result.exception
+        assert result.stdout.count("mock step on 1 process") == 2
 
 
 class TestCommands:
@@ -204,7 +222,7 @@ class TestCommands:
         return CliRunner().invoke(app, [*map(str, words)])
 
     def test_plan_has_a_line_for_each_lesson(self, tmp_path):
-        out = self.run("plan", write(tmp_path), "--device", "cpu", "--json").stdout
+        out = self.run("plan", write(tmp_path), "--layouts", "--json").stdout
         assert [json.loads(line)["name"] for line in out.splitlines()] == ["1-language", "2-blank", "3-copy"]
 
     def test_others_want_the_file_of_a_single_run(self, tmp_path):

@@ -24,7 +24,7 @@ def described(counts, accumulation, **model):
     config = parse_config(RunConfig, {**TREE, "model": {**TREE["model"], **model}, "parallel": parallel}, "test")
     begins = [sum(counts[:stage]) for stage in range(len(counts))]
     placement = [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-    return config, describe_stages(SimpleNamespace(config=config, placement=placement, accumulation=accumulation))
+    return config, describe_stages(SimpleNamespace(config=config, placement=placement, micro_batches=accumulation))
 
 
 def test_one_stage_has_nothing_to_say():

@@ -13,16 +13,18 @@ from megamem.model.objectives.next_token import NextToken
 from megamem.pipeline.channels import Borders
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.schedule import stage_order
+from megamem.pipeline.train_chunk import MicroBatch, chunk_places
 from tests.unit.evaluation_helpers import CHUNK, CPU, VOCABULARY, make_stage
 
 CHUNKS, ROWS = 4, 2
 ALONE = SimpleNamespace(pp_rank=0, pp_size=1, device=CPU, forward_group=None, backward_group=None)
 
 
-def batch(seed=0):
+def micro_batch(seed=0):
     tokens = torch.randint(VOCABULARY, (CHUNKS * CHUNK + 1, ROWS), generator=torch.Generator().manual_seed(seed))
     starts = np.arange(0, CHUNKS * CHUNK, CHUNK)[:, None].repeat(ROWS, 1)
-    return Batch(tokens[:-1], tokens[1:], starts, tuple(range(ROWS)))
+    batch = Batch(tokens[:-1], tokens[1:], starts, tuple(range(ROWS)))
+    return MicroBatch(batch, chunk_places(batch))
 
 
 def run(stage, bptt_chunks, executor=None, **options):
@@ -31,7 +33,7 @@ def run(stage, bptt_chunks, executor=None, **options):
     borders = Borders(ALONE, [], [], torch.float64, backward=True)
     order = stage_order(0, 1, 1, CHUNKS, bptt_chunks)
     return executor, executor.run(
-        order, [batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
+        order, [micro_batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
     )
 
 
@@ -68,7 +70,9 @@ def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
 
     order, borders = stage_order(0, 1, 3, CHUNKS, 1), Borders(ALONE, [], [], torch.float64, backward=True)
     one = torch.ones((), dtype=torch.float64)
-    _, ends = executor.run(order, [batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False)
+    _, ends = executor.run(
+        order, [micro_batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False
+    )
     assert not ends
     assert living == [{}, {}, {}]
     for sequence in range(3):

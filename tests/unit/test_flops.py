@@ -220,7 +220,7 @@ def test_frozen_parameters_have_no_gradients_to_count(mixer: dict[str, object], 
     """Above the lowest layer that learns, to the last operation: a gradient enters it here, as the formula supposes."""
     model = small_model("local_attention", layers=3, memory=[{"layers": layers, "mixer": mixer}])
     learning = what_learns(model, added(model))
-    assert learning.backward.lowest == 0
+    assert all(map(learning.backward.reaches, range(3)))
     assert set(learning.backward.layer_matrices) == {0}
     parts = flops_by_part(model, CHUNKS * CHUNK, causal=False, backward=learning.backward)
     forward, backward = counted(model, learning.names, gradient_enters=True)
@@ -256,7 +256,7 @@ def test_layers_below_the_lowest_that_learns_have_no_backward_pass(mixer: dict[s
     """Not more than what the formula takes for granted in that layer: gradients of its input, and attention's."""
     model = small_model("local_attention", layers=4, memory=[{"layers": [2, 3], "mixer": mixer}])
     learning = what_learns(model, added(model))
-    assert (learning.backward.lowest, learning.backward.enters) == (2, False)
+    assert [learning.backward.reaches(layer) for layer in range(4)] == [False, False, True, True]
     assert [learning.reaches_input(layer) for layer in range(5)] == [False, False, False, True, True]
     length = CHUNKS * CHUNK
     backward = sum(part.backward for part in flops_by_part(model, length, False, learning.backward).values())
@@ -271,6 +271,39 @@ def test_layers_below_the_lowest_that_learns_have_no_backward_pass(mixer: dict[s
     chunks = [layer_chunk_flops(model, layer, CHUNKS, learning.backward) for layer in range(4)]
     assert [flops.backward for layer in chunks[:2] for flops in layer] == [0.0] * 2 * CHUNKS
     assert [sum(flops.total for flops in layer) / CHUNKS for layer in chunks] == pytest.approx(list(costs.layers))
+
+
+WRITER = "layers.1.writer.projections."
+
+
+@pytest.mark.parametrize("frozen", ["encoder", "decoder", "all but the projections"])
+def test_frozen_parts_are_counted_as_they_are_computed(frozen: str) -> None:
+    """A frozen encoder has no backward pass but for its projections; gradients go through a frozen decoder."""
+    encoder = {"layers": 2, "hidden_size": 48, "heads": 3, "kv_heads": 3}
+    architecture = {"kind": "memory_model", "encoder": encoder, "slots": 3, "compressed_size": 7}
+    model = small_model("local_attention", layers=4, architecture=architecture)
+    names = {name for name, _ in meta_stage(model).named_parameters()}
+    part = model.architecture.parts(model).get(frozen)
+    learn = {name for name in names if (part.plain_name(name) is None if part else name.startswith(WRITER))}
+    backward_pass = what_learns(model, learn).backward
+    assert [backward_pass.reaches(layer) for layer in range(4)] == [frozen == "decoder"] * 2 + [True] * 2
+    assert backward_pass.entered == (frozen == "decoder",) * 2 + (True,) * 3
+    assert backward_pass.extra[1] == (1.0 if frozen == "decoder" else 0.5)
+    parts = flops_by_part(model, CHUNKS * CHUNK, False, backward_pass)
+    backward = sum(flops.backward for flops in parts.values())
+    _, found = counted(model, learn)
+    projections = parts["memory_projection"]
+    exact = projections.backward
+    if frozen != "decoder":
+        # a gradient for each of the three matrices, and all but the lowest hand one on; counted is the former
+        assert projections.backward == projections.forward
+        exact += projections.forward - 2 * 48 * 7 / CHUNK
+    # nobody reads the last memories of a sequence, and the first chunk reads none that could learn
+    missing = exact if frozen == "encoder" else backward - projections.backward + exact
+    assert backward - projections.backward + exact - missing / CHUNKS == pytest.approx(found, rel=1e-9)
+    # by layer and of the whole model the same
+    costs, whole = (cost(model, CHUNKS * CHUNK, backward_pass) for cost in (flop_costs, flops_per_token))
+    assert sum(costs.layers) + costs.head == pytest.approx(whole["training"])
 
 
 def test_every_registered_mixer_is_compared() -> None:

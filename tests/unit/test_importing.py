@@ -15,7 +15,7 @@ from megamem.hf.importing import MODEL, WEIGHTS, from_hf
 from megamem.memory.base import Chunk
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.freezing import new_parameter_names
+from megamem.pipeline.start_weights import open_weights
 
 LENGTH, CHUNK = 48, 16
 LLAMA = {
@@ -127,7 +127,7 @@ def test_parameters_of_an_added_memory_are_fresh_and_its_gate_closed(tmp_path, i
     from_hf(tmp_path / "hf", tmp_path / "plain", local)
     facts = from_hf(tmp_path / "hf", tmp_path / "ours", [*local, f"memory=[{{layers: [1], mixer: {kind}}}]"])
     assert facts["new_parameters"] == ["layers.1.mixer.gate.logit"]
-    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == {"layers.1.mixer.gate.logit"}
+    assert open_weights(tmp_path / "ours" / WEIGHTS).new_parameters == {"layers.1.mixer.gate.logit"}
     section = yaml.safe_load((tmp_path / "ours" / MODEL).read_text())["model"]
     assert section["memory"][0]["mixer"]["gate_init"] == -6.0
     before, after = (logits(imported(tmp_path / name), ids)[..., :96] for name in ("plain", "ours"))
@@ -227,7 +227,7 @@ def test_rows_beside_the_tokens_are_fresh_parameters(tmp_path, ids, added, rows)
     assert outside == rows
     stage = imported(tmp_path / "ours")
     assert all(getattr(stage, name.split(".")[0]) is not None for name in rows)
-    assert new_parameter_names(tmp_path / "ours" / WEIGHTS) == set(facts["new_parameters"])
+    assert open_weights(tmp_path / "ours" / WEIGHTS).new_parameters == set(facts["new_parameters"])
 
 
 def test_a_projection_that_is_missing_is_not_drawn_anew(tmp_path):

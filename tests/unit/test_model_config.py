@@ -148,7 +148,7 @@ def memory(mixer, layers=(1,)):
                 "architecture": {"kind": "memory_model", "slots": 2, "encoder": {"layers": 1}},
                 **memory("full_attention", [0]),
             },
-            "memory.layers [0] are the encoder's; their mixer is architecture.encoder.mixer",
+            "memory.layers [0] are the encoder's; their mixers are those of architecture.encoder",
         ),
         (
             {"architecture": {"kind": "memory_model", "slots": 2, "compressed_size": 4}},

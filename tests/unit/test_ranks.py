@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.parallel import ParallelConfig
@@ -106,7 +106,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments(
     }  # fmt: skip
     config = parse_config(RunConfig, tree, "test")
     new = [name for name, _ in meta_stage(config.model).named_parameters() if ".long_" in name or ".gate." in name]
-    write_weights({}, path, new)
+    write_weights({}, path, WeightsHeader(new))
     layers_of = contiguous(place_by(planned_costs(config), pp_size))
     for layers, planned in zip(layers_of, rank_bytes(config, tp_size, pp_size), strict=True):
         stage = build_stage(config.model, RankLinears(tp_size), layers)

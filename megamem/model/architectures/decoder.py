@@ -68,7 +68,7 @@ class Decoder(Stage):
         super().__init__(model, linears, layers)
         vocabulary, start = model.resolved_padded_vocab_size, normal(model.init_std)
         adaptive = model.adaptive
-        if self.first or (self.last and model.tie_embeddings):
+        if model.architecture.embeds_tokens and (self.first or (self.last and model.tie_embeddings)):
             if adaptive and adaptive.input:
                 self.embedding = AdaptiveEmbedding(model, linears, self.first or adaptive.tie_projections)
             else:

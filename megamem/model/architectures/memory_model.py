@@ -29,14 +29,13 @@ from torch import Tensor
 
 from megamem.config.model import ARCHITECTURES, ModelConfig
 from megamem.memory.base import Chunk, Losses, Stateful, States
-from megamem.model.architectures.decoder import Decoder, tied
+from megamem.model.architectures.decoder import tied
 from megamem.model.encoder_rows import apart, finished_chunk, joined
-from megamem.model.layer import Layer
+from megamem.model.encoder_stage import EncoderStage
 from megamem.model.memory_model_settings import MEMORIES, OPEN_CHUNK, MemoryModelSettings
-from megamem.model.memory_writer import MemoryWriter, filled_slots, with_memories
+from megamem.model.memory_writer import filled_slots, with_memories
 from megamem.model.stage import add_losses
-from megamem.ops.dropout import dropped
-from megamem.parallel.linears import Linears, normal, token_share
+from megamem.parallel.linears import Linears, token_share
 
 
 @ARCHITECTURES.register
@@ -51,26 +50,16 @@ class MemoryModelConfig(MemoryModelSettings):
         return MemoryModel(model, linears, layers, self)
 
 
-class MemoryModel(Decoder):
+class MemoryModel(EncoderStage):
     """The layers `layers` of encoder and decoder; all rows of a call stand at the same place of a chunk."""
 
     def __init__(self, model: ModelConfig, linears: Linears, layers: range, settings: MemoryModelSettings) -> None:
-        super().__init__(model, linears, layers)
-        self.settings, self.span = settings, layers
-        self.encoder_layers = settings.encoder_layers
+        super().__init__(model, linears, layers, settings.encoder)
+        self.settings = settings
         self.rows_before = settings.rows_before
-        if settings.encoder is None:
-            return
-        inside = settings.encoder.inside(model)
-        self.encoder_width = inside.hidden_size
-        self.encoder_has_losses = bool(model.mixer_at(0).auxiliary_losses())
-        if self.first:
-            start = normal(model.init_std)
-            self.encoder_embedding = linears.embedding(model.resolved_padded_vocab_size, inside.hidden_size, start)
-        if self.encoder_layers - 1 in layers:
+        if settings.encoder is not None:
             widths = settings.encoder.memory_widths(model, settings.compressed_size)
-            writer = MemoryWriter(inside, linears, settings.memories_per_chunk, widths)
-            self.layer(self.encoder_layers - 1).add_module("writer", writer)
+            self.add_writer(settings.encoder.inside(model), settings.memories_per_chunk, widths)
 
     @property
     def one_grid(self) -> bool:
@@ -78,23 +67,9 @@ class MemoryModel(Decoder):
         return True
 
     @property
-    def own_layers(self) -> list[Layer]:
-        """The decoder's layers of this stage, in order."""
-        return [self.layer(i) for i in self.span if i >= self.encoder_layers]
-
-    @property
-    def encoder_part(self) -> list[Layer]:
-        """The encoder's layers of this stage, in order."""
-        return [self.layer(i) for i in self.span if i < self.encoder_layers]
-
-    @property
     def layer_components(self) -> Mapping[str, Stateful]:
         """See `Stage.layer_components`: the decoder's mixers. The encoder reads whole chunks and keeps nothing."""
         return {f"layers.{i}": self.layer(i).mixer for i in self.span if i >= self.encoder_layers}
-
-    def layer(self, number: int) -> Layer:
-        """Return layer `number` of the model, which is this stage's."""
-        return cast(Layer, self.layers[str(number)])
 
     def grid_place(self, start: int) -> int:
         """See `Stage.grid_place`; where empty slots are left out, rows of a call have as many memories as others."""
@@ -172,7 +147,7 @@ class MemoryModel(Decoder):
             return places
         beside_each_other = tokens.view(count, size, rows).transpose(0, 1).reshape(size, count * rows)
         here = Chunk((0,) * (count * rows))
-        memories, _ = self._encode(self._embed_for_encoder(beside_each_other, here), here)
+        memories, _ = self.encode(self.embed_for_encoder(beside_each_other, here), here)
         each = memories.unflatten(1, (count, rows)).unbind(1)
         return [replace(place, prepared=own) for place, own in zip(places, each, strict=True)]
 
@@ -193,7 +168,7 @@ class MemoryModel(Decoder):
             width = self.encoder_width if self.span.start < self.encoder_layers else self.config.hidden_size
             beside, hidden = apart(x, tokens // token_share(self.linears)[1], width, self.config.hidden_size)
         if ends and self.encoder_part and chunk.prepared is None:
-            beside, losses = self._encode(beside, chunk)
+            beside, losses = self.encode(beside, chunk)
         if not self.own_layers and not self.last:
             # only encoder layers
             return joined(beside, hidden) if self.encoder_layers else hidden, new_states, losses
@@ -263,37 +238,11 @@ class MemoryModel(Decoder):
         ids: [tokens, batch]. Returns: this rank's tokens of the chunk [chunk_size, batch, encoder's width] if the call
         ends it; the new state of the open chunk.
         """
-        embedded = self._embed_for_encoder(ids, chunk)
+        embedded = self.embed_for_encoder(ids, chunk)
         memory = self.entry_memories[OPEN_CHUNK]
         open_before = memory.reset(states[OPEN_CHUNK], chunk, embedded.device, embedded.dtype)["embeddings"]
         encoded, left = finished_chunk(embedded, open_before, self.config.chunk_size if ends else None, self.linears)
         return encoded, {OPEN_CHUNK: {"embeddings": left}}
-
-    def _embed_for_encoder(self, ids: Tensor, chunk: Chunk) -> Tensor:
-        """Embed ids [tokens, batch] for the encoder: this rank's [tokens, batch, encoder's width]."""
-        embedded: Tensor = self.encoder_embedding(ids)
-        if self.config.scale_embedding:
-            embedded = embedded * embedded.shape[-1] ** 0.5
-        drops = chunk.drops(self.config.dropout, "encoder_embedding")
-        return dropped(embedded, drops, *token_share(self.linears))
-
-    def _encode(self, encoded: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
-        """Take a chunk through the encoder's layers of this stage: the chunk, or its memories behind the last layer.
-
-        encoded: this rank's tokens of the chunk [chunk_size, batch, encoder's width].
-        """
-        losses: Losses = {}
-        dropout = chunk.dropout
-        if dropout is not None:
-            dropout = dropout.at(dropout.offset - chunk.starts[0] % self.config.chunk_size)
-        here = Chunk((0,) * chunk.rows, dropout=dropout)
-        for layer in self.encoder_part:
-            fresh = layer.mixer.initial_state(chunk.rows, encoded.device, encoded.dtype)
-            encoded, _, extra = self.through(layer, encoded, fresh, here)
-            losses = add_losses(losses, extra)
-        if self.encoder_layers - 1 in self.span:
-            encoded = self.layer(self.encoder_layers - 1).get_submodule("writer")(encoded)
-        return encoded, losses
 
     def _with_slots(
         self, written: Tensor | None, hidden: Tensor, states: States, chunk: Chunk

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from megamem.config.base import ConfigModel
 from megamem.config.data import DataConfig
 from megamem.config.model import ModelConfig
 from megamem.config.objective import OBJECTIVES, ObjectiveConfig
@@ -16,24 +18,59 @@ from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 
 
-@OBJECTIVES.register
-class CopyConfig(ObjectiveConfig):
-    """The cross-entropy of the second half of each sequence, which is its first half again (docs/objectives.md)."""
+class DelimiterConfig(ConfigModel):
+    """Tokens that say that a copy follows (docs/objectives.md)."""
 
-    kind: Literal["copy"] = "copy"
-    """`copy`"""
+    token: NonNegativeInt
+    """A token of the vocabulary. No text has one beyond the tokenizer's vocabulary (`model.vocab_size` must be larger
+    then), or a special one; nothing tells another one from text."""
+    count: PositiveInt = 3
+    """How many times it is read, fewer than a chunk has tokens."""
+    placement: Literal["insert", "overwrite"] = "insert"
+    """`insert`: at the end of the first half, whose text is so many tokens shorter; every token of it is copied.
+    `overwrite`: in the place of the first tokens of the copy, which are not predicted."""
+
+
+class CopyingConfig(ObjectiveConfig):
+    """What all objectives that copy the first half of a sequence have in common."""
+
+    delimiter: DelimiterConfig | None = None
+    """What says that a copy follows; nothing does if not given."""
+
+    def check(self, model: ModelConfig) -> None:
+        """See `ObjectiveConfig.check`."""
+        if self.delimiter is None:
+            return
+        check_token(f"{self.kind}'s delimiter.token", self.delimiter.token, model)
+        if self.delimiter.count >= model.chunk_size:
+            raise ValueError(
+                f"training.objective: {self.kind}'s delimiter.count {self.delimiter.count} fills a whole chunk; use "
+                f"fewer than model.chunk_size {model.chunk_size}"
+            )
 
     def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
         """See `ObjectiveConfig.check_sequences`."""
         check_copied(self.kind, model, data)
 
+    @abstractmethod
     def build(self, model: ModelConfig) -> Copy:
         """See `ObjectiveConfig.build`."""
-        return Copy(model)
 
 
 @OBJECTIVES.register
-class BlankCopyConfig(ObjectiveConfig):
+class CopyConfig(CopyingConfig):
+    """The cross-entropy of the second half of each sequence, which is its first half again (docs/objectives.md)."""
+
+    kind: Literal["copy"] = "copy"
+    """`copy`"""
+
+    def build(self, model: ModelConfig) -> Copy:
+        """See `ObjectiveConfig.build`."""
+        return Copy(model, delimiter=self.delimiter)
+
+
+@OBJECTIVES.register
+class BlankCopyConfig(CopyingConfig):
     """The same labels, but all that is read of the second half is one token again and again: only what a model has
     kept of the first half tells what comes (docs/objectives.md)."""
 
@@ -44,19 +81,21 @@ class BlankCopyConfig(ObjectiveConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See `ObjectiveConfig.check`."""
-        if self.blank_token >= model.vocab_size:
-            raise ValueError(
-                f"training.objective.blank_token {self.blank_token} is beyond the vocabulary; use a token below "
-                f"model.vocab_size {model.vocab_size}"
-            )
-
-    def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
-        """See `ObjectiveConfig.check_sequences`."""
-        check_copied(self.kind, model, data)
+        super().check(model)
+        check_token("blank_copy's blank_token", self.blank_token, model)
 
     def build(self, model: ModelConfig) -> Copy:
         """See `ObjectiveConfig.build`."""
-        return Copy(model, self.blank_token)
+        return Copy(model, self.blank_token, self.delimiter)
+
+
+def check_token(name: str, token: int, model: ModelConfig) -> None:
+    """Raise ValueError if a token is beyond the vocabulary. name: of the objective's field that names it."""
+    if token >= model.vocab_size:
+        raise ValueError(
+            f"training.objective: {name} {token} is beyond the vocabulary; use a token below model.vocab_size "
+            f"{model.vocab_size}"
+        )
 
 
 def check_copied(kind: str, model: ModelConfig, data: DataConfig) -> None:
@@ -89,30 +128,55 @@ def check_copied(kind: str, model: ModelConfig, data: DataConfig) -> None:
 class Copy(Objective):
     """The cross-entropy of the first half of a sequence where it comes again, in nats."""
 
-    def __init__(self, model: ModelConfig, blank_token: int | None = None) -> None:
-        """Note the model, and the token that is read in the place of the copy; the copy itself if None."""
+    def __init__(
+        self, model: ModelConfig, blank_token: int | None = None, delimiter: DelimiterConfig | None = None
+    ) -> None:
+        """Describe the copy.
+
+        Args:
+            model: the model that is trained.
+            blank_token: what is read in the place of the copy; the copy itself if None.
+            delimiter: what says that a copy follows; nothing does if None.
+        """
         super().__init__(model)
-        self.blank_token = blank_token
+        self.blank_token, self.delimiter = blank_token, delimiter
 
     @property
     def names(self) -> tuple[str, ...]:
         """See `Objective.names`."""
         return ("copy",) if self.blank_token is None else ("blank_copy",)
 
+    @property
+    def _inserted(self) -> int:
+        """The number of delimiters that take places of the first half's text."""
+        return self.delimiter.count if self.delimiter and self.delimiter.placement == "insert" else 0
+
+    @property
+    def _overwritten(self) -> int:
+        """The number of delimiters that take places of the copy."""
+        return self.delimiter.count if self.delimiter and self.delimiter.placement == "overwrite" else 0
+
     def held_out_text(self, length: int) -> int:
-        """See `Objective.held_out_text`: the first half; the other one is made of it."""
-        return length // 2
+        """See `Objective.held_out_text`: that of the first half; the other one is made of it."""
+        return length // 2 - self._inserted
 
     def inputs_and_labels(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Objective.inputs_and_labels`; tokens, labels: [tokens, batch]."""
         half = tokens.shape[0] // 2
         assert tokens.shape[0] == 2 * half, "a sequence has two halves"
-        first = tokens[:half]
+        text, skipped = tokens[: half - self._inserted], self._overwritten
+        delimiters = text.new_full(
+            (self._inserted + skipped, text.shape[1]), self.delimiter.token if self.delimiter else 0
+        )
+        again = text[skipped:]
         copied = torch.full_like(labels, LABEL_IGNORED)
-        # the last token of the first half predicts the first one of the copy; nothing follows the last one of all
-        copied[half - 1 : -1] = first
-        again = first if self.blank_token is None else torch.full_like(first, self.blank_token)
-        return torch.cat((first, again)), copied
+        # the last token before the copy predicts the first one of it; nothing follows the last one of all
+        begin = half - 1 + skipped
+        copied[begin : begin + len(again)] = again
+        read = again if self.blank_token is None else torch.full_like(again, self.blank_token)
+        # inserted ones end both halves, which so are equally long; overwriting ones begin the second
+        second = (delimiters, read) if skipped else (delimiters, read, delimiters)
+        return torch.cat((text, *second)), copied
 
     def losses(self, stage: Stage, hidden: Tensor, labels: Tensor) -> Losses:
         """See `Objective.losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
