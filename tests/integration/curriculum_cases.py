@@ -23,7 +23,7 @@ def elements_held(config: str, overrides: list[str]) -> tuple[list[int], list[in
     def elements() -> int:
         gc.collect()
         tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
-        return sum(tensor.numel() for tensor in tensors if tensor.numel() >= LARGE)
+        return sum(tensor.numel() for tensor in tensors if not tensor.is_meta and tensor.numel() >= LARGE)
 
     close, during, after = TrainingEngine.close, [], []
 
