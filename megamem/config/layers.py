@@ -1,17 +1,21 @@
-"""Norms and MLPs of a model's layers, the part of its shape between `SizesConfig` and `ModelConfig`."""
+"""Norms, MLPs and dropout of a model's layers, the part of its shape between `SizesConfig` and `ModelConfig`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from megamem.config.sizes import SizesConfig
 
 
 class LayersConfig(SizesConfig):
-    """Norms, MLPs and biases of every layer."""
+    """Norms, MLPs, biases and dropout of every layer."""
 
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm as GPT-2 has it."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in RMSNorm."""
     norm_position: Literal["pre", "post"] = "pre"
     """Where a layer normalizes: what its mixer and its MLP are given, or the residual stream behind each of them as
     the first Transformers did; then there is no norm in front of the output head."""
@@ -19,6 +23,11 @@ class LayersConfig(SizesConfig):
     """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it, or a ReLU as Transformer-XL."""
     bias: bool = False
     """Biases in all projections of mixers and MLPs and in layer norms; they start from zero."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops values of embeddings, of what mixers and MLPs add to the residual stream,
+    and of the places that docs/training.md names."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which training drops shares of softmax attention, which no fused kernel then computes."""
 
     @property
     def resolved_ffn_size(self) -> int:

@@ -23,6 +23,7 @@ from megamem.config.side_rows import SideRows, check_side_rows
 if TYPE_CHECKING:
     from torch import nn
 
+    from megamem.config.data import DataConfig
     from megamem.config.parallel import ParallelConfig
     from megamem.memory.base import Mixer, StateSpec
     from megamem.parallel.linears import Linears
@@ -135,6 +136,8 @@ class LayerPart:
     """The model as the layer sees it: its widths, and the rows that it reads with each chunk as `chunk_size`."""
     mixer: MixerConfig
     """What mixes tokens in the layer."""
+    section: str = "model"
+    """Where a configuration has the layer's sizes."""
     role: str = ""
     """A name that layers which are built alike have in common, besides equal mixers."""
     restarts: bool = False
@@ -165,6 +168,9 @@ class ArchitectureConfig(ConfigModel):
 
     def check_layout(self, parallel: ParallelConfig, model: ModelConfig) -> None:
         """Raise ValueError if ranks cannot share `model` as `parallel` says; see `check`."""
+
+    def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
+        """Raise ValueError if `model` is not to be trained on sequences such as those of `data`; see `check`."""
 
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """Return what the architecture makes of layer `layer`: a shape of its own, more rows in each chunk, ..."""
@@ -243,11 +249,6 @@ class ModelConfig(LayersConfig):
     """Layers with another mixer, usually a memory mechanism."""
     qk_norm: bool = False
     """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability with which training drops values of embeddings, of what mixers and MLPs add to the residual stream,
-    and of the places that docs/training.md names."""
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability with which training drops shares of softmax attention, which no fused kernel then computes."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None
@@ -258,8 +259,6 @@ class ModelConfig(LayersConfig):
     """Multiply embeddings by sqrt(hidden_size), as the first Transformers did."""
     rope_theta: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
-    norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the mean square in RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of all weight matrices at the start; projections back into the residual stream (mixer
     output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""

@@ -12,6 +12,7 @@ from megamem.config.base import ConfigModel
 from megamem.config.budget import HALF, NONE, steps_for
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
+from megamem.config.embedding_cache import check_embedding_cache
 from megamem.config.evaluation import EvaluationConfig
 from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
@@ -152,6 +153,7 @@ class RunConfig(ConfigModel):
             raise ValueError(f"model.chunk_size {chunk} is longer than data.sequence_length {length}")
         if length % chunk:
             raise ValueError(f"data.sequence_length {length} is not divisible by model.chunk_size {chunk}")
+        self.model.architecture.check_sequences(self.model, self.data)
         if self.chunks % self.bptt_chunks:
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
@@ -230,6 +232,11 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _cache_fits(self) -> RunConfig:
+        check_embedding_cache(self.model, self.data, self.training, self.parallel)
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> RunConfig:
         """Raise ValueError where the stages of the pipeline do not fit the layers or ZeRO."""
         parallel, layers = self.parallel, self.model.layers
@@ -258,14 +265,18 @@ class RunConfig(ConfigModel):
     def _layout_fits(self) -> RunConfig:
         """Raise ValueError where tensor parallelism, precision, ZeRO or time limits do not fit the run."""
         model, tp = self.model, self.parallel.tp
-        sizes = {
-            "heads": model.heads, "kv_heads": model.resolved_kv_heads, "ffn_size": model.resolved_ffn_size,
-            model.vocabulary_share[0]: model.vocabulary_share[1],
-        }  # fmt: skip
+        sizes: dict[str, int] = {}
+        # from the last layer: an encoder, which comes first, has the model's own sizes where it is given none
+        for part in map(model.part, reversed(range(model.layers))):
+            heads, kv_heads, width = part.model.heads, part.model.resolved_kv_heads, part.model.resolved_ffn_size
+            own = {"heads": heads, "kv_heads": kv_heads, "ffn_size": width}
+            sizes |= {f"{part.section}.{name}": size for name, size in own.items()}
+        field, size = model.vocabulary_share
+        sizes[f"model.{field}"] = size
         for name, size in sizes.items():
             if size % tp:
-                hint = "; padded_vocab_size may be larger" if name == "vocab_size" else ""
-                raise ValueError(f"model.{name} {size} is not divisible by parallel.tp {tp}{hint}")
+                hint = "; padded_vocab_size may be larger" if name == "model.vocab_size" else ""
+                raise ValueError(f"{name} {size} is not divisible by parallel.tp {tp}{hint}")
         model.architecture.check_layout(self.parallel, model)
         beside = f" with {model.rows_per_chunk - model.chunk_size} rows beside the tokens"
         for rows, added in ((model.chunk_size, ""), (model.rows_per_chunk, beside)):

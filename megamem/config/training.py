@@ -44,6 +44,9 @@ class TrainingConfig(ConfigModel):
     freeze: str | None = None
     """What does not learn, and has no gradients and no optimizer state. `base`: all parameters but the new ones, which
     no file of `init_from` holds; `encoder` or `decoder`: that part of the model. Everything learns if not given."""
+    embedding_cache: Path | None = None
+    """Folder in which the memories of a frozen encoder are kept: each chunk of text is encoded once, whatever run reads
+    it again. Nothing is kept if not given."""
     compile: bool = False
     """torch.compile what lies between matrix products: norms, rotations and gates, one kernel each; pays on CUDA."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -65,6 +68,11 @@ class TrainingConfig(ConfigModel):
         """Raise ValueError where what is frozen would be random weights."""
         if self.freeze == "base" and self.init_from is None:
             raise ValueError("freeze base needs init_from: weights to keep, as `megamem convert from-hf` writes them")
+        if self.embedding_cache is not None and self.freeze != "encoder":
+            raise ValueError(
+                f"embedding_cache {self.embedding_cache} keeps what a frozen encoder makes; use freeze encoder, or "
+                "leave it out"
+            )
         named = isinstance(self.init_from, Path) or self.freeze in (self.init_from or {})
         if self.freeze not in (None, "base") and not named:
             raise ValueError(

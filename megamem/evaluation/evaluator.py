@@ -185,7 +185,11 @@ class Evaluator:
         decoder = Decoder(self.reader, rows)
         found = torch.zeros(2, rows, dtype=torch.float64)  # nats, and tokens that are not the likeliest
         with generating(self.stage):
-            for begin in range(0, longest, size):
+            # whole chunks in front of the first token that is scored
+            first = int((labels != LABEL_IGNORED).any(1).nonzero()[0]) // size * size
+            if first:
+                decoder.read(tokens[:first], Chunk((0,) * rows), keep=0)
+            for begin in range(first, longest, size):
                 part = slice(begin, min(begin + size, longest))
                 wanted = labels[part]
                 known = wanted != LABEL_IGNORED

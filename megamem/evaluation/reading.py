@@ -62,6 +62,10 @@ class Reading:
         return tokens, labels
 
 
+_Unit = tuple[Reading, int]
+"""A reading and one of its chunks."""
+
+
 @dataclass(frozen=True)
 class Sums:
     """What a pass gives, the same on all ranks. Row 0: summed nats, 1: scored tokens, 2: those predicted right."""
@@ -128,20 +132,15 @@ def sum_readings(reader: ChunkReader, readings: Sequence[Reading], rows: int, pr
 
 def _run(
     reader: ChunkReader,
-    lanes: list[Iterator[tuple[Reading, int]]],
+    lanes: list[Iterator[_Unit]],
     calls: int,
     totals: _Totals,
     progress: Progress | None,
 ) -> None:
-    size, device = reader.chunk_size, reader.device
-    nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
+    size = reader.chunk_size
     groups = reader.begin(Chunk((0,) * len(lanes)))
     borders = reader.open(calls, len(lanes))
-    for call, units in enumerate(islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)):
-        texts = [unit[0].chunk(unit[1], size) if unit else nothing for unit in units]
-        tokens = to_device(torch.stack([text[0] for text in texts], dim=1), device)
-        labels = to_device(torch.stack([text[1] for text in texts], dim=1), device)
-        chunk = Chunk(tuple(unit[1] * size if unit else 0 for unit in units))
+    for call, (units, tokens, labels, chunk) in enumerate(_calls(reader, lanes, calls)):
         hidden = reader.read(tokens, chunk, groups, borders=borders)
         if hidden is not None:
             totals.add(
@@ -156,12 +155,31 @@ def _run(
         borders.flush()
 
 
-def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[tuple[Reading, int]]:
+def _calls(
+    reader: ChunkReader, lanes: Sequence[Iterator[_Unit]], calls: int
+) -> Iterator[tuple[Sequence[_Unit | None], Tensor, Tensor, Chunk]]:
+    """Yield for each call what each row reads, tokens and labels [L, R], and their place (`ChunkReader.prepare`)."""
+    size, device = reader.chunk_size, reader.device
+    nothing = (torch.zeros(size, dtype=torch.int64), torch.full((size,), IGNORED))
+    left = islice(zip(*(_endless(lane) for lane in lanes), strict=True), calls)
+    while now := list(islice(left, reader.chunks_ahead(len(lanes)))):
+        # of all calls of `now` one after the other
+        texts = [[unit[0].chunk(unit[1], size) if unit else nothing for unit in units] for units in now]
+        tokens, labels = (
+            to_device(torch.cat([torch.stack([text[part] for text in row], dim=1) for row in texts]), device)
+            for part in (0, 1)
+        )
+        places = [Chunk(tuple(unit[1] * size if unit else 0 for unit in units)) for units in now]
+        prepared = reader.prepare(tokens, places)
+        yield from zip(now, tokens.split(size), labels.split(size), prepared, strict=True)
+
+
+def _units(readings: Sequence[Reading], queue: Sequence[int]) -> Iterator[_Unit]:
     """Yield (reading, chunk) in the order a row reads them."""
     return ((readings[i], chunk) for i in queue for chunk in range(readings[i].chunks))
 
 
-def _endless(units: Iterator[tuple[Reading, int]]) -> Iterator[tuple[Reading, int] | None]:
+def _endless(units: Iterator[_Unit]) -> Iterator[_Unit | None]:
     yield from units
     yield from repeat(None)
 

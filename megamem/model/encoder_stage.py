@@ -6,7 +6,7 @@ Layers 0 .. E-1 of the model are the encoder's, with an embedding of their own w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -21,8 +21,21 @@ from megamem.ops.dropout import dropped
 from megamem.parallel.linears import Linears, normal, token_share
 
 
+class Embeddings(Protocol):
+    """Where embeddings of a frozen encoder are kept, [memories, chunks, width], by ids [chunk_size, chunks]."""
+
+    def find(self, ids: Tensor) -> Tensor | None:
+        """Return the embeddings of these chunks [memories, chunks, width]; None if one is not there."""
+
+    def add(self, ids: Tensor, embeddings: Tensor) -> None:
+        """Keep the embeddings of these chunks [memories, chunks, width]."""
+
+
 class EncoderStage(Decoder):
     """The layers `layers` of an encoder and a decoder."""
+
+    kept_embeddings: Embeddings | None = None
+    """Where those of a frozen encoder are kept from step to step; nowhere if None."""
 
     def __init__(self, model: ModelConfig, linears: Linears, layers: range, encoder: EncoderConfig | None) -> None:
         """Build the layers of both, and the encoder's embedding on the first stage; no encoder: the decoder's alone."""
@@ -73,14 +86,48 @@ class EncoderStage(Decoder):
 
         encoded: this rank's tokens of the chunk [chunk_size, batch, encoder's width].
         """
+        encoded, losses = self._embed_chunk(encoded, chunk)
+        return (encoded if self.writer is None else self.writer.memories(encoded)), losses
+
+    def memories_of(self, ids: Tensor) -> Tensor:
+        """Return the memories [memories, chunks, hidden_size] of whole chunks of ids [chunk_size, chunks].
+
+        Where embeddings are kept, the encoder runs unless those of all these chunks are there. For stages that hold the
+        whole encoder.
+        """
+        assert self.writer is not None
+        embeddings = self.kept_embeddings.find(ids) if self.kept_embeddings is not None else None
+        if embeddings is None:
+            here = Chunk((0,) * ids.shape[1])
+            embeddings, _ = self._embed_chunk(self.embed_for_encoder(ids, here), here)
+            if self.kept_embeddings is not None:
+                self.kept_embeddings.add(ids, embeddings)
+        return self.writer.memories(embeddings)
+
+    def _embed_chunk(self, encoded: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
+        """Take a chunk through the encoder's layers of this stage: the chunk, or its embeddings behind the last layer.
+
+        encoded: this rank's tokens of the chunk [chunk_size, batch, encoder's width].
+        """
         dropout = chunk.dropout
         if dropout is not None:
             dropout = dropout.at(dropout.offset - chunk.starts[0] % self.config.chunk_size)
         here = Chunk((0,) * chunk.rows, dropout=dropout)
         encoded, losses = self.through_fresh(self.encoder_part, encoded, here)
-        if self.encoder_layers - 1 in self.span:
-            encoded = self.layer(self.encoder_layers - 1).get_submodule("writer")(encoded)
-        return encoded, losses
+        return (encoded if self.writer is None else self.writer.embeddings(encoded)), losses
+
+    @property
+    def embeddings_shape(self) -> tuple[int, int]:
+        """The shape of a chunk's embeddings: [memories, encoder's width]."""
+        assert self.writer is not None
+        return self.writer.count, self.encoder_width
+
+    @property
+    def writer(self) -> MemoryWriter | None:
+        """What makes memories of an encoded chunk, on the stage with the encoder's last layer."""
+        if self.encoder_layers == 0 or self.encoder_layers - 1 not in self.span:
+            return None
+        return cast(MemoryWriter, self.layer(self.encoder_layers - 1).get_submodule("writer"))
 
     def through_fresh(self, layers: Sequence[Layer], hidden: Tensor, chunk: Chunk) -> tuple[Tensor, Losses]:
         """Take a whole chunk [rows, batch, width] through layers that have read nothing before and keep nothing."""

@@ -10,6 +10,7 @@ from pydantic import PositiveInt
 
 from megamem.config.base import ConfigModel
 from megamem.config.cost import product
+from megamem.config.data import DataConfig
 from megamem.config.model import AnyMixer, ArchitectureConfig, LayerMixer, LayerPart, MixerConfig, ModelConfig
 from megamem.config.model_checks import check_heads, check_layers, check_rotation
 from megamem.config.parallel import ParallelConfig
@@ -89,13 +90,10 @@ class EncoderConfig(ConfigModel):
         except ValueError as error:
             raise ValueError(f"architecture.encoder: {error}") from None
 
-    def check_layout(self, tp: int, model: ModelConfig) -> None:
-        """Raise ValueError if `tp` tensor-parallel ranks cannot share the encoder of `model`."""
-        inside = self.inside(model)
-        sizes = {"heads": inside.heads, "kv_heads": inside.resolved_kv_heads, "ffn_size": inside.resolved_ffn_size}
-        for name, size in sizes.items():
-            if size % tp:
-                raise ValueError(f"architecture.encoder.{name} {size} is not divisible by parallel.tp {tp}")
+    def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
+        """Return what the encoder's layer `layer` is: it reads whole chunks, each as a document of its own."""
+        mixer, section = self.mixer_at(model, layer), "model.architecture.encoder"
+        return LayerPart(self.inside(model), mixer, section, "encoder", restarts=True, keeps_state=False)
 
 
 class MemoryModelSettings(ArchitectureConfig):
@@ -106,7 +104,10 @@ class MemoryModelSettings(ArchitectureConfig):
     memories_per_chunk: PositiveInt = 1
     """Vectors that stand for a chunk: of the last token of each of so many equal parts of it."""
     slots: PositiveInt
-    """Chunks whose memories the decoder sees at most. Where a document has more, the oldest memories are dropped."""
+    """Chunks whose memories the decoder sees at most."""
+    overflow: Literal["refuse", "drop_oldest"] = "refuse"
+    """Training on sequences of more chunks than `slots` hold before the last one: refused, or the oldest memories are
+    dropped and the others move down. Evaluation and generation read documents of any length and always drop them."""
     positions: Literal["fixed", "variable"] = "fixed"
     """`fixed`: the same chunk's memories stand in the same place, and empty slots are filled. `variable`: there are as
     many memories as there are earlier chunks, and the tokens follow at once."""
@@ -147,8 +148,24 @@ class MemoryModelSettings(ArchitectureConfig):
                 f"{wrong} does not go with architecture.positions variable, which reads another number of rows in each "
                 "chunk; use fixed"
             )
-        if self.encoder is not None:
-            self.encoder.check_layout(parallel.tp, model)
+
+    def check_sequences(self, model: ModelConfig, data: DataConfig) -> None:
+        """See `ArchitectureConfig.check_sequences`: what is trained on has no more memories than slots."""
+        if self.encoder is None or self.overflow == "drop_oldest":
+            return
+        remedy = "or drop the oldest ones with architecture.overflow drop_oldest"
+        if data.feeding == "streams":
+            raise ValueError(
+                f"data.feeding streams reads documents of any number of chunks, and architecture.slots {self.slots} "
+                f"hold the memories of so many: use sequences, {remedy}"
+            )
+        chunks = data.sequence_length // model.chunk_size
+        if chunks - 1 > self.slots:
+            raise ValueError(
+                f"architecture.slots {self.slots} cannot hold the memories of all {chunks - 1} chunks before the last "
+                f"of a sequence of {chunks} (data.sequence_length {data.sequence_length}): use {chunks - 1} slots, "
+                f"{remedy}"
+            )
 
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """See `ArchitectureConfig.layer_part`."""
@@ -158,13 +175,12 @@ class MemoryModelSettings(ArchitectureConfig):
             slots = {MEMORIES: {MEMORIES: TensorSpec((self.rows_before, "batch", "hidden"))}}
             part = LayerPart(longer, model.configured_mixer(layer), restarts=self.positions == "variable")
             return replace(part, role="reads memories", beside=slots) if reads else part
-        inside = self.encoder.inside(model)
-        part = LayerPart(inside, self.encoder.mixer_at(model, layer), "encoder", restarts=True, keeps_state=False)
+        part = self.encoder.layer_part(model, layer)
         if layer < self.encoder.layers - 1:
             return part
         widths = self.encoder.memory_widths(model, self.compressed_size)
         matrices = sum(inputs * outputs for inputs, outputs in pairwise(widths))
-        vectors = inside.last_norm_vectors + (sum(widths[1:]) if model.bias else 0)
+        vectors = part.model.last_norm_vectors + (sum(widths[1:]) if model.bias else 0)
         flops = product(2 * matrices * self.memories_per_chunk / model.chunk_size)
         costs = {"memory_projection": flops} if matrices else {}
         return replace(part, role="encoder, writes memories", extra_parameters=vectors + matrices, extra_flops=costs)

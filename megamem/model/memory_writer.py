@@ -51,19 +51,22 @@ class MemoryWriter(nn.Module):
             MemoryProjection(inputs, outputs, model.init_std, model.bias) for inputs, outputs in pairwise(widths)
         )
 
-    def forward(self, encoded: Tensor) -> Tensor:
-        """Return memories [M, B, D], all of them on every rank: of the last token of each of M equal parts, or
-        of the one `back` tokens before it.
+    def embeddings(self, encoded: Tensor) -> Tensor:
+        """Return what memories are made of [M, B, encoder's width], all of them on every rank.
 
+        They are of the last token of each of M equal parts, or of the one `back` tokens before it.
         encoded: this rank's tokens of a chunk [chunk_size, B, encoder's width].
         """
         # normalized before tokens are joined: the norm's weight sums the gradients of ranks that share the tokens
         whole = self.linears.join_tokens(self.norm(encoded))
         part = whole.shape[0] // self.count
-        memories = whole[part - 1 - self.back :: part]
+        return whole[part - 1 - self.back :: part]
+
+    def memories(self, embeddings: Tensor) -> Tensor:
+        """Return memories [M, B, D] of embeddings [M, B, encoder's width]."""
         for projection in self.projections:
-            memories = projection(memories)
-        return memories
+            embeddings = projection(embeddings)
+        return embeddings
 
 
 def filled_slots(memories: Tensor, finished: Sequence[int], count: int, fill: float) -> Tensor:

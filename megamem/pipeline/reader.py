@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from megamem.memory.base import Chunk, States, StateSpec, map_state, select_stat
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.channels import Borders, Shape
+
+TOKENS_AHEAD = 16_384
+"""Tokens of whole chunks for which `Stage.prepare` computes ahead at once, at most: a bound of its activations."""
 
 
 @dataclass
@@ -38,6 +42,18 @@ class ChunkReader:
         self.forgets_long_term = False
         """Whether every call begins without what is declared as a long-term memory (`TensorSpec.long_term`)."""
 
+    def chunks_ahead(self, rows: int) -> int:
+        """Return of how many whole chunks of so many rows `prepare` takes the tokens at once; 1 in a pipeline."""
+        whole_model = self.stage.first and self.stage.last
+        return max(TOKENS_AHEAD // (rows * self.chunk_size), 1) if whole_model else 1
+
+    def prepare(self, tokens: Tensor, places: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Compute ahead what whole chunks that are read next do not need each other for; see `Stage.prepare`.
+
+        tokens: ids [chunks * chunk_size, batch] int64 of `chunks_ahead` chunks at most, on any device.
+        """
+        return self.stage.prepare(to_device(tokens, self.device), places) if len(places) > 1 else places
+
     @contextmanager
     def forgetting_long_term(self, forgets: bool = True) -> Iterator[None]:
         """Read without long-term memories, or with them, inside a `with` statement; see `forgets_long_term`."""
@@ -62,7 +78,8 @@ class ChunkReader:
         """Move rows whose next document begins amid the others' chunks to groups of their own."""
         moved: list[int] = []
         for group in groups:
-            place = self.stage.grid_place(next((chunk.starts[r] for r in group.rows if chunk.starts[r] > 0), 0))
+            starts = [chunk.starts[row] for row in group.rows]
+            place = self.stage.grid_place(next((start for start in starts if start > 0), starts[0]))
             moved += [row for row in group.rows if self.stage.grid_place(chunk.starts[row]) != place]
         if not moved:
             return
@@ -91,7 +108,7 @@ class ChunkReader:
 
         Args:
             tokens: ids [tokens, batch] int64, any number of them, on any device.
-            chunk: where they lie in their documents.
+            chunk: where they lie in their documents, one of those that `prepare` returned if it was called.
             groups: all rows' states, as `begin` made them or the last call left them.
             keep: of how many last tokens the hidden states are wanted; of all if not given.
             borders: channels that were opened for many calls of a chunk each; this call's own if not given.
@@ -110,14 +127,16 @@ class ChunkReader:
         self, tokens: Tensor, chunk: Chunk, group: RowGroup, keep: int, borders: Borders | None
     ) -> Tensor | None:
         """Read the columns of tokens [tokens, batch] that are the group's rows, in calls of at most a chunk."""
-        here = Chunk(tuple(chunk.starts[row] for row in group.rows))
+        prepared = chunk.prepared
         if len(group.rows) < tokens.shape[1]:
             tokens = tokens[:, group.rows]
+            prepared = None if prepared is None else prepared[:, group.rows]
+        here = Chunk(tuple(chunk.starts[row] for row in group.rows), prepared=prepared)
         calls = list(self._calls(tokens.shape[0], here))
         own = borders or self._open([(stop - start, here.after(start)) for start, stop in calls])
         outputs: list[Tensor] = []
-        for start, stop in calls:
-            hidden = self._call(tokens[start:stop], here.after(start), group, own)
+        for part, place in self._prepared(tokens, here, calls):
+            hidden = self._call(part, place, group, own)
             outputs.append(hidden)
             while len(outputs) > 1 and sum(map(len, outputs[1:])) >= keep:
                 del outputs[0]
@@ -127,6 +146,22 @@ class ChunkReader:
             return None
         whole = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return whole[max(whole.shape[0] - keep, 0) :]
+
+    def _prepared(
+        self, tokens: Tensor, chunk: Chunk, calls: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[Tensor, Chunk]]:
+        """Yield tokens [tokens of the call, batch] and place of each of `calls`, whole chunks prepared side by side.
+
+        tokens: ids [tokens, batch] of all of them; chunk: where these lie.
+        """
+        for whole, run in groupby(calls, lambda call: call[1] - call[0] == self.chunk_size):
+            left = list(run)
+            ahead = self.chunks_ahead(chunk.rows) if whole else 1
+            while left:
+                now, left = left[:ahead], left[ahead:]
+                places: Sequence[Chunk] = [chunk.after(start) if start else chunk for start, _ in now]
+                places = self.prepare(tokens[now[0][0] : now[-1][1]], places)
+                yield from ((tokens[slice(*call)], place) for call, place in zip(now, places, strict=True))
 
     def _calls(self, tokens: int, chunk: Chunk) -> Iterator[tuple[int, int]]:
         """First and last token of each call: a chunk long, or where rows share a grid up to its next border."""

@@ -15,8 +15,11 @@ from megamem.parallel.linears import Initializer, PlainLinears, SplitRows
 
 def tp_sizes(model: ModelConfig) -> list[int]:
     """Return the tensor-parallel sizes into which everything of `model` divides, in ascending order."""
-    shared = (model.heads, model.resolved_kv_heads, model.resolved_ffn_size, model.vocabulary_share[1])
-    return [size for size in range(1, model.resolved_kv_heads + 1) if not any(whole % size for whole in shared)]
+    # an encoder's layers have a shape of their own
+    insides = [model, *map(model.layer_model, range(model.layers))]
+    shared = {size for inside in insides for size in (inside.heads, inside.resolved_kv_heads, inside.resolved_ffn_size)}
+    shared.add(model.vocabulary_share[1])
+    return [size for size in range(1, min(shared) + 1) if not any(whole % size for whole in shared)]
 
 
 class RankLinears(PlainLinears):

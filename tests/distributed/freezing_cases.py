@@ -33,8 +33,10 @@ GPT2 = {
 }  # fmt: skip
 
 
-def learns(name: str) -> bool:
-    """Whether a parameter is an added memory's."""
+def learns(name: str, frozen: str = "base") -> bool:
+    """Whether a parameter learns: an added memory's, or where an encoder of two layers is frozen, any but its own."""
+    if frozen == "encoder":
+        return ".projections." in name or not name.startswith(("encoder_embedding.", "layers.0.", "layers.1."))
     return any(part in name for part in (".long_term.", ".long_output.", ".mixer.gate."))
 
 

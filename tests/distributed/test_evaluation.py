@@ -17,7 +17,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from tests.distributed.harness import PARALLEL, run_distributed
-from tests.distributed.training_cases import EVERY, MODEL
+from tests.distributed.training_cases import EVERY, MEMORY_MODEL, MODEL
 from tests.unit.evaluation_helpers import CHUNK, documents, make_stage, model_config
 
 pytestmark = pytest.mark.distributed
@@ -106,11 +106,16 @@ def every_mechanism():
     return ModelConfig.model_validate({**MODEL, **EVERY, "chunk_size": CHUNK, "init_std": 0.3})
 
 
-def every_mechanism_under_zero_3(topology):
+def memory_model():
+    """An encoder that reads many chunks side by side."""
+    return ModelConfig.model_validate({**MODEL, **MEMORY_MODEL, "chunk_size": CHUNK, "init_std": 0.3})
+
+
+def losses_under_zero_3(topology, model):
     """Losses before training: the stage is read past DeepSpeed's engine, which gathers no parameters of mixers then."""
     from megamem.pipeline.engine import build_engine
 
-    engine = build_engine(run_config(topology.dp_size, every_mechanism()), topology)
+    engine = build_engine(run_config(topology.dp_size, model), topology)
     return json.dumps(losses_of(engine.stage, topology))
 
 
@@ -127,7 +132,8 @@ def all_layouts(payload):
         results[f"{name}: texts"] = continued(stage, topology)
         if name == "dp":
             results["zero3"] = under_zero_3(topology)
-            results["every mechanism"] = every_mechanism_under_zero_3(topology)
+            results["every mechanism"] = losses_under_zero_3(topology, every_mechanism())
+            results["memory model"] = losses_under_zero_3(topology, memory_model())
     return results
 
 
@@ -189,10 +195,11 @@ def test_zero_3_ranks_make_the_same_calls(world, alone):
     assert first["uneven"] == second["uneven"] == pytest.approx(slow.loss, rel=TOLERANCE), "one rank had only padding"
 
 
-def test_every_mechanism_is_evaluated_under_zero_3(world):
-    stage = build_stage(every_mechanism(), PlainLinears())
+@pytest.mark.parametrize(("name", "model"), [("every mechanism", every_mechanism), ("memory model", memory_model)])
+def test_every_mechanism_is_evaluated_under_zero_3(world, name, model):
+    stage = build_stage(model(), PlainLinears())
     initialize_parameters(stage, 1)
-    assert_same(world[0]["every mechanism"], losses_of(stage, None))
+    assert_same(world[0][name], losses_of(stage, None))
 
 
 def test_training_goes_on_after_an_evaluation_under_zero_3(world):

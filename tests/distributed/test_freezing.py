@@ -1,6 +1,7 @@
-"""Training of new parameters alone under every layout: the base stays as it is, bit for bit, and has no moments."""
+"""Training of new parameters alone, or behind a frozen encoder: the rest stays bit for bit, and has no moments."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from checkpoints.read import compare
 from tests.distributed.freezing_cases import GPT2, MODEL, learns
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import LR
-from tests.distributed.training_cases import reference
+from tests.distributed.training_cases import MEMORY_MODEL, reference
 
 pytestmark = pytest.mark.distributed
 
@@ -30,6 +31,9 @@ WORLDS = {
         "dp2-zero3": case(MODEL, zero=3),
         "pp2-tied": case(GPT2, pp=2, micro=2),
         "pp2-zero0-recompute": case(MODEL, pp=2, zero=0, recompute=True),
+        "tp2-encoder": case(MEMORY_MODEL, tp=2, freeze="encoder"),
+        "dp2-zero3-encoder": case(MEMORY_MODEL, zero=3, freeze="encoder"),
+        "pp2-tied-encoder": case({**MEMORY_MODEL, "tie_embeddings": True}, pp=2, micro=2, freeze="encoder"),
     },
     4: {
         "tp2-dp2-zero3": case(MODEL, tp=2, zero=3),
@@ -72,14 +76,15 @@ def merged(ranks):
 def test_what_learns_is_as_in_one_process_and_the_rest_stays(worlds, world, name):
     layout, found = WORLDS[world][name], worlds[0][world][name]
     model = json.dumps(layout["config"]["model"])
-    gradients, losses, weights = reference(STEPS, 2, LR, model, "pack", learns)
+    learn = partial(learns, frozen=layout["config"]["training"].get("freeze", "base"))
+    gradients, losses, weights = reference(STEPS, 2, LR, model, "pack", learn)
     exact = layout["config"]["training"].get("precision") != "bf16"
     # FP32 sums in another order; BF16 rounds to 4e-3, and three steps of AdamW move a weight by 3 LR at most
     assert found["losses"] == pytest.approx(losses, abs=1e-4 if exact else 5e-2)
-    assert found["gradients"].keys() == gradients.keys() == {key for key in weights if learns(key)}
+    assert found["gradients"].keys() == gradients.keys() == {key for key in weights if learn(key)}
     scale = torch.stack([gradient.norm() for gradient in gradients.values()]).norm() / len(gradients) ** 0.5
     for key, value in weights.items():
-        if not learns(key):
+        if not learn(key):
             assert torch.equal(found["weights"][key], found["before"][key]), key
             continue
         if exact:

@@ -65,11 +65,11 @@ MEMORY_MODEL = {
         "encoder": {
             "layers": 2, "hidden_size": 16, "heads": 4, "mixer": {"kind": "masked_mixer", "form": "headed"},
         },
-        "memories_per_chunk": 2, "slots": 2, "compressed_size": 12,
+        "memories_per_chunk": 2, "slots": 2, "overflow": "drop_oldest", "compressed_size": 12,
     },
     "layers": 4, "memory": [], "mixer": "local_attention", "bias": True,
 }  # fmt: skip
-"""An encoder narrower than its decoder, which reads two memories of each chunk."""
+"""An encoder narrower than its decoder, which reads two memories of each of the last two chunks."""
 
 AUTOENCODER = {
     "architecture": {

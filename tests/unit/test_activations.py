@@ -12,7 +12,7 @@ from megamem.memory.continuous import gaussian_basis
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage, meta_stage
 from megamem.ops import rotary
-from megamem.pipeline.freezing import freeze
+from megamem.pipeline.freezing import freeze, learning_names
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
 from megamem.planning.activations import Activations, PartBytes, Share, _measure_part, _Part
@@ -177,6 +177,25 @@ def test_a_frozen_base_keeps_less(mixer, recompute, tmp_path):
     assert planned(free) > 1.3 * found
 
 
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_frozen_part_keeps_less(part, tmp_path):
+    """An encoder that is frozen keeps no graph; through a frozen decoder gradients go, but for the first chunk's.
+
+    That is counted all the same: hence up to a quarter above."""
+    encoder = {"layers": 2, "hidden_size": 96, "heads": 3}  # three heads, which only three ranks could share
+    architecture = {"kind": "memory_model", "encoder": encoder, "slots": 2}
+    free = step_config("local_attention", CHUNKS, architecture=architecture)
+    path = tmp_path / "start.safetensors"
+    write_weights({}, path)
+    training = free.training.model_copy(update={"freeze": part, "init_from": path})
+    config = free.model_copy(update={"training": training})
+    stage = build_stage(config.model, RankLinears(1))
+    freeze(stage, learning_names(config))
+    found = most_bytes(config, stage)
+    assert 0.99 < planned(config) / found < 1.25
+    assert planned(free) > 1.15 * planned(config)
+
+
 def test_tables_made_while_measuring_are_real():
     """They stay for calls outside of the ledger, which computes no large numbers itself."""
     rotary.consecutive_rotary_tables.cache_clear()
@@ -199,7 +218,7 @@ def planned(config):
     return step_peak(config, Activations.of_run(config), range(3), 0, 1, 1).total
 
 
-def step_config(mixer, bptt_chunks, memory=(), recompute=False):
+def step_config(mixer, bptt_chunks, memory=(), recompute=False, **model):
     """A run of one sequence of four rows."""
     size, rows = 64, 4
     return parse_config(
@@ -208,7 +227,7 @@ def step_config(mixer, bptt_chunks, memory=(), recompute=False):
             "name": "x",
             "model": {
                 "layers": 3, "hidden_size": 128, "heads": 4, "vocab_size": 512, "chunk_size": size, "mixer": mixer,
-                "memory": memory,
+                "memory": memory, **model,
             },
             "data": {"sources": ["x"], "sequence_length": CHUNKS * size},
             "parallel": {"zero_stage": 0},

@@ -98,7 +98,7 @@ def test_the_control_is_a_model_whose_memories_are_what_fills_empty_slots(
     assert (remembering[CHUNK:] - control[CHUNK:]).abs().amax((1, 2)).min() > 1e-3
     writer = stage.layers[str(ENCODER["layers"] - 1)].get_submodule("writer")
     value = 1.0 if fill == "ones" else 0.0
-    monkeypatch.setattr(type(writer), "forward", lambda _, x: x.new_full((1, x.shape[1], SHAPE["hidden_size"]), value))
+    monkeypatch.setattr(type(writer), "memories", lambda _, x: x.new_full((1, x.shape[1], SHAPE["hidden_size"]), value))
     assert torch.equal(read(stage, x)[0], control)
 
 
@@ -197,7 +197,17 @@ def test_slots_by_a_loop_over_rows(count: int) -> None:
             {"training": {"bptt_chunks": 1}},
             "training.bptt_chunks 1 leaves parameters of memory_model without gradients",
         ),
-        ({"parallel": {"tp": 2}}, "architecture.encoder.heads 3 is not divisible by parallel.tp 2"),
+        (
+            {"data": {"sequence_length": 5 * CHUNK}, "training": {"batch_tokens": 10 * CHUNK}},
+            "architecture.slots 3 cannot hold the memories of all 4 chunks before the last of a sequence of 5 "
+            r"\(data.sequence_length 40\): use 4 slots, or drop the oldest ones with architecture.overflow drop_oldest",
+        ),
+        (
+            {"data": {"feeding": "streams"}},
+            "data.feeding streams reads documents of any number of chunks, and architecture.slots 3 hold the memories "
+            "of so many: use sequences, or drop the oldest ones with architecture.overflow drop_oldest",
+        ),
+        ({"parallel": {"tp": 2}}, "model.architecture.encoder.heads 3 is not divisible by parallel.tp 2"),
         (
             {"model": {"architecture": {"kind": "memory_model", "slots": 2, "positions": "variable"}},
              "parallel": {"tp": 2, "sequence_parallel": True}},
@@ -211,9 +221,30 @@ def test_slots_by_a_loop_over_rows(count: int) -> None:
     ],
 )  # fmt: skip
 def test_runs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_of(change)
+
+
+@pytest.mark.parametrize(
+    ("options", "feeding"),
+    [
+        ({"slots": 3}, "sequences"),
+        ({"slots": 1, "overflow": "drop_oldest"}, "sequences"),
+        ({"slots": 1, "overflow": "drop_oldest"}, "streams"),
+        ({"slots": 1, "encoder": None}, "streams"),
+    ],
+)
+def test_sequences_of_four_chunks_are_trained_on(options: dict[str, Any], feeding: str) -> None:
+    """With a slot for each chunk but the last, where the oldest may be dropped, or where there are no memories."""
+    architecture = {"kind": "memory_model", "encoder": ENCODER, **options}
+    assert run_of({"model": {"architecture": architecture}, "data": {"feeding": feeding}}).chunks == 4
+
+
+def run_of(change: dict[str, Any]) -> RunConfig:
+    """A run on sequences of four chunks, with other values in some sections."""
     tree = {
         "name": "test",
-        "model": {**SHAPE, "architecture": {"kind": "memory_model", "slots": 2, "encoder": ENCODER}},
+        "model": {**SHAPE, "architecture": {"kind": "memory_model", "slots": 3, "encoder": ENCODER}},
         "data": {"sources": "none", "sequence_length": 4 * CHUNK},
         "training": {"steps": 1, "batch_tokens": 8 * CHUNK, "micro_batch_size": 1, "precision": "fp32"},
     }
@@ -221,5 +252,4 @@ def test_runs_that_do_not_fit_are_refused(change: dict[str, Any], message: str) 
         name: {**value, **change.get(name, {})} if isinstance(value, dict) else value for name, value in tree.items()
     }
     merged |= {name: value for name, value in change.items() if name not in tree}
-    with pytest.raises(ConfigError, match=message):
-        parse_config(RunConfig, merged, "test")
+    return parse_config(RunConfig, merged, "test")

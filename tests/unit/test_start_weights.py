@@ -11,17 +11,20 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.weights import WeightsHeader, write_weights
-from megamem.config.load import merge, parse_config
+from megamem.config.load import merge, parse_config, read_yaml
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError
+from megamem.hf.importing import from_hf
 from megamem.memory.base import Chunk
 from megamem.model.stage import Stage, build_stage, meta_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.freezing import check_learns, check_stages_learn, group_count, learning_names
+from megamem.pipeline.freezing import check_learns, check_stages_learn, freeze, group_count, learning_names
 from megamem.pipeline.start_weights import check_start, new_parameters, open_weights, weight_sources
 from megamem.training.description import describe_learning, describe_start
 from tests.distributed.training_cases import AUTOENCODER, MEMORY_MODEL, MODEL
+from tests.unit.test_importing import CHUNK as LLAMA_CHUNK
+from tests.unit.test_importing import saved as pretrained
 
 CHUNK, VOCABULARY = 8, 40
 SHAPE = {
@@ -37,11 +40,11 @@ WIDE = {**SHAPE, "layers": 3}
 def memory_model(encoder: dict[str, Any] | None = ENCODER, decoder: int = 3, **changes: Any) -> dict[str, Any]:
     """A model section; `changes` are of the whole model, or of its architecture as `positions` and the like."""
     options = {name: changes.pop(name) for name in ("positions", "compressed_size") if name in changes}
-    architecture = {"kind": "memory_model", "slots": 2, "encoder": encoder, **options}
+    architecture = {"kind": "memory_model", "slots": 3, "encoder": encoder, **options}
     return {**SHAPE, "layers": (encoder or {"layers": 0})["layers"] + decoder, "architecture": architecture, **changes}
 
 
-def run(model: dict[str, Any], files: Any, **training: Any) -> RunConfig:
+def run(model: dict[str, Any], files: Any, sections: dict[str, Any] | None = None, **training: Any) -> RunConfig:
     objective = "autoencode" if model.get("architecture", {}).get("kind") == "autoencoder" else "next_token"
     tree = {
         "name": "case", "model": model,
@@ -49,7 +52,7 @@ def run(model: dict[str, Any], files: Any, **training: Any) -> RunConfig:
         "training": {"steps": 2, "batch_tokens": 4 * CHUNK, "objective": objective, "init_from": files},
         "parallel": {"device": "cpu"},
     }  # fmt: skip
-    return parse_config(RunConfig, merge(tree, {"training": training}), "file")
+    return parse_config(RunConfig, merge(merge(tree, sections or {}), {"training": training}), "file")
 
 
 def saved(path: Path, model: dict[str, Any], seed: int = 0, tokenizer: str | None = None, new: tuple[str, ...] = ()):
@@ -200,6 +203,29 @@ def test_projections_come_with_both_parts_of_one_file(tmp_path):
     assert describe_start(run(memory_model(), str(one))) == []
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_imported_llama_becomes_the_decoder(tmp_path, tied):
+    """Slots left out, the first chunk's logits are those that transformers' own model gives."""
+    theirs = pretrained("llama", tmp_path / "hf", tie_word_embeddings=tied).double()
+    from_hf(tmp_path / "hf", tmp_path / "llama", [f"chunk_size={LLAMA_CHUNK}"])
+    section = read_yaml(tmp_path / "llama" / "model.yaml")["model"]
+    architecture = {
+        "kind": "memory_model",
+        "slots": 2,
+        "positions": "variable",
+        "encoder": {"layers": 2, "hidden_size": 8, "heads": 2},
+    }
+    model = {**section, "layers": 2 + section["layers"], "architecture": architecture}
+    data = {"data": {"sequence_length": 2 * LLAMA_CHUNK}, "training": {"batch_tokens": 2 * LLAMA_CHUNK}}
+    config = run(model, {"decoder": str(tmp_path / "llama" / "weights.safetensors")}, sections=data)
+    ids = torch.randint(96, (LLAMA_CHUNK, 2), generator=torch.Generator().manual_seed(1))
+    stage = started(config)
+    with torch.no_grad():
+        found, expected = stage.logits(first_chunk(stage, ids))[..., :96], theirs(ids.T).logits.transpose(0, 1)
+    # both rotate by tables that are computed in FP32
+    assert (found - expected).abs().max() < 1e-5
+
+
 def test_what_a_part_lists_as_new_stays_new(tmp_path):
     mixer = {"memory": [{"layers": [1], "mixer": "infini_attention"}]}
     saved(tmp_path / "f", {**WIDE, **mixer}, new=("layers.1.mixer.gate.logit",))
@@ -341,3 +367,28 @@ def test_a_stage_of_frozen_layers_alone_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=said):
         # the first stage has the decoder's embedding, but no vector
         check_stages_learn(config, [range(5), range(1, 3), range(3, 7)])
+
+
+@pytest.mark.parametrize("width", [12, SHAPE["hidden_size"]])
+def test_nothing_of_a_frozen_encoder_is_kept_for_a_backward_pass(tmp_path, ids, width):
+    """Side by side or chunk by chunk: the graph begins behind it, at the projections if there are any."""
+    model = memory_model({**ENCODER, "hidden_size": width, "heads": 2})
+    saved(tmp_path / "file", model)
+    config = run(model, str(tmp_path / "file"), freeze="encoder")
+    stage = started(config)
+    freeze(stage, learning_names(config))
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    places = [Chunk((0, 0)), Chunk((CHUNK, CHUNK))]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        side_by_side = stage.prepare(torch.cat((ids, ids)), places)
+        alone, _ = stage.encode(stage.embed_for_encoder(ids, places[0]), places[0])
+    projects = width != SHAPE["hidden_size"]
+    assert [memory.requires_grad for memory in (side_by_side[0].prepared, alone)] == [projects] * 2
+    # of both calls the memories that are projected: one of each row
+    assert all(shape[-1] == 12 and shape[:-1].numel() in (2, 4) for shape in kept)
+    assert len(kept) == (2 if projects else 0)

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from megamem.config.cost import product
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
-from megamem.config.parallel import ParallelConfig
 from megamem.config.parts import ModelPart, decoder_part, encoder_part
 from megamem.errors import ContractError
 from megamem.memory.base import Chunk, Losses, Stateful, States
@@ -84,10 +83,6 @@ class AutoencoderConfig(ArchitectureConfig):
                 f"architecture.expansion unroll takes half of the encoder's width {width}; use an even one"
             )
 
-    def check_layout(self, parallel: ParallelConfig, model: ModelConfig) -> None:
-        """See `ArchitectureConfig.check_layout`."""
-        self.encoder.check_layout(parallel.tp, model)
-
     def expansion_widths(self, model: ModelConfig) -> tuple[int, int]:
         """Return how many channels of the embedding the expansion takes at a place, and how many it makes of them."""
         width = self.encoder.inside(model).hidden_size
@@ -96,11 +91,10 @@ class AutoencoderConfig(ArchitectureConfig):
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """See `ArchitectureConfig.layer_part`: the encoder's last norm, and the expansion with the decoder's first."""
         if layer < self.encoder.layers:
-            inside = self.encoder.inside(model)
-            part = LayerPart(inside, self.encoder.mixer_at(model, layer), "encoder", restarts=True, keeps_state=False)
+            part = self.encoder.layer_part(model, layer)
             if layer < self.encoder.layers - 1:
                 return part
-            return replace(part, role="encoder, embeds", extra_parameters=inside.last_norm_vectors)
+            return replace(part, role="encoder, embeds", extra_parameters=part.model.last_norm_vectors)
         part = LayerPart(model, model.configured_mixer(layer), restarts=True, keeps_state=False)
         if layer > self.encoder.layers:
             return part

@@ -72,9 +72,13 @@ class MemoryModel(EncoderStage):
         return {f"layers.{i}": self.layer(i).mixer for i in self.span if i >= self.encoder_layers}
 
     def grid_place(self, start: int) -> int:
-        """See `Stage.grid_place`; where empty slots are left out, rows of a call have as many memories as others."""
+        """See `Stage.grid_place`; where empty slots are left out, rows of a call have as many memories as others.
+
+        Rows in left padding of other lengths come to other numbers of memories, and so have other places.
+        """
         size = self.config.chunk_size
-        return start % size + (self._finished(start) * size if self.settings.positions == "variable" else 0)
+        place, chunks = start % size, min(start // size, self.settings.slots)
+        return place + chunks * size if self.settings.positions == "variable" else place
 
     def _finished(self, start: int) -> int:
         """Return how many chunks a document has behind it at position `start`, at most as many as there are slots."""
@@ -146,8 +150,7 @@ class MemoryModel(EncoderStage):
         if self.encoder_has_losses or places[0].dropout is not None:
             return places
         beside_each_other = tokens.view(count, size, rows).transpose(0, 1).reshape(size, count * rows)
-        here = Chunk((0,) * (count * rows))
-        memories, _ = self.encode(self.embed_for_encoder(beside_each_other, here), here)
+        memories = self.memories_of(beside_each_other)
         each = memories.unflatten(1, (count, rows)).unbind(1)
         return [replace(place, prepared=own) for place, own in zip(places, each, strict=True)]
 
@@ -160,7 +163,8 @@ class MemoryModel(EncoderStage):
         if self.first:
             hidden = self.embed(x, chunk)
             if chunk.prepared is not None:
-                beside, new_states = chunk.prepared, {OPEN_CHUNK: states[OPEN_CHUNK]}
+                nothing = states[OPEN_CHUNK]["embeddings"][:0]
+                beside, new_states = chunk.prepared, {OPEN_CHUNK: {"embeddings": nothing}}
             elif self.encoder_layers:
                 beside, new_states = self._enter_encoder(x, states, chunk, ends)
         elif self.span.start <= self.encoder_layers:
