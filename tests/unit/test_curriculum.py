@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from megamem.training.curriculum import train_lessons
 from tests.integration.commands import run_tree
 from tests.unit.data_helpers import make_shards
 
+ROOT = Path(__file__).parents[2]
 LESSONS = [
     {"name": "language"},
     {"name": "blank", "start": "language", "training": {"objective": "blank_copy", "steps": 3},
@@ -252,3 +254,24 @@ class TestCommands:
         (runs[0].runs_folder / "config.yaml").touch()
         with pytest.raises(RunFolderError, match="school: holds a run; choose another `name` for the curriculum"):
             next(train_lessons(runs, console=None))
+
+
+def test_the_curricula_of_the_repository_are_read():
+    """Each lesson is a run, and the weights of those that start from others fit, as far as models tell."""
+    for path in sorted((ROOT / "configs" / "curricula").glob("*.yaml")):
+        lessons = load_runs(path)
+        assert len(lessons) > 1
+        for lesson in lessons:
+            if lesson.training.init_from is not None:
+                assert lesson.training.freeze == "encoder"
+
+
+def test_the_lessons_of_the_comparison_of_copies_have_what_they_compare():
+    """Models that are trained at once have as many steps as the autoencoder and the lesson behind it together."""
+    lessons = {lesson.lesson: lesson for lesson in load_runs(ROOT / "configs" / "curricula" / "copies_small.yaml")}
+    steps = {name: lesson.steps for name, lesson in lessons.items()}
+    assert steps["blank_copy"] == steps["autoencode"] + steps["frozen_blank_copy"]
+    assert steps["copy"] == steps["autoencode"] + steps["frozen_copy"]
+    objectives = {name: lesson.training.objective for name, lesson in lessons.items()}
+    for name in ("next_token", "blank_copy", "copy", "combined", "combined_blank"):
+        assert objectives[name] == objectives[f"frozen_{name}"]
