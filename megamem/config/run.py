@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
@@ -17,6 +17,7 @@ from megamem.config.evaluation import EvaluationConfig
 from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.optimizer import OptimizerConfig
+from megamem.config.origin import OriginConfig
 from megamem.config.parallel import ParallelConfig
 from megamem.config.parts import check_parts
 from megamem.config.phase import phase_starts
@@ -24,15 +25,6 @@ from megamem.config.training import TrainingConfig
 
 RunName = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 """The name of a run, or of a curriculum, and of its folder."""
-
-
-class OriginConfig(ConfigModel):
-    """Where the training of a branch comes from. `megamem branch` writes it."""
-
-    run: Path
-    """Folder of the run that the branch was made of."""
-    step: PositiveInt
-    """Step after which it leaves that run."""
 
 
 class RunConfig(ConfigModel):
