@@ -8,7 +8,7 @@ encoder of 4 layers of 64 makes; there is a slot for every chunk but the last, i
 or variable ones (left out). Training is forward and backward of a whole sequence, without an optimizer; reading is
 `ChunkReader.read` and the losses of all tokens, without gradients. The forms take turns within one run and ratios are
 of the same turn, in wall time and in processor time (which other processes do not lengthen; take it with one thread,
-since waiting threads spin). Peak memory is what a pass adds to its process, a new one for each. Beside the ratios
+since waiting threads spin). Peak memory is what a pass adds to its process, a new one for each figure. Beside ratios
 stand those of the FLOPs per token that megamem counts.
 
 The last table is the encoder alone: the chunks of a window side by side (`Stage.prepare`) over one after the other, in
