@@ -56,7 +56,7 @@ def config_file(data, start, folder, **sections):
     files = {"encoder": str(start / "narrow.safetensors"), "decoder": str(start / "llama" / "weights.safetensors")}
     training = {"steps": 4, "freeze": "encoder", "init_from": files, **sections.pop("training", {})}
     tree = run_tree(data, folder / "runs", training=training, logging={"every": 1}, evaluation={"every": 0}, **sections)
-    architecture = {"kind": "memory_model", "encoder": ENCODER, "slots": 2, "positions": "variable"}
+    architecture = {"kind": "memory_model", "encoder": ENCODER, "slots": 3, "positions": "variable"}
     tree |= {"base": str(start / "llama" / "model.yaml"), "model": {"layers": 4, "architecture": architecture}}
     return write_config(folder / "run.yaml", tree)
 
