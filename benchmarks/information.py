@@ -28,6 +28,8 @@ from megamem.evaluation.information import entropy_ratio
 
 RECIPE = ROOT / "configs/studies/memory_models/information_small.yaml"
 MIXERS = {"masked_mixer": "masked mixer", "local_attention": "transformer"}
+RATES = {"masked_mixer": 5e-3, "local_attention": 2e-3}
+"""Peak learning rates: as 2.5 to 1, as the paper's are."""
 ROWS = {
     "validation": "autoencoder, as trained",
     "autoencoder": "autoencoder, frozen, new decoder",
@@ -60,7 +62,13 @@ def command(*words: str) -> None:
 
 def measure(folder: Path, mixer: str, seed: int, overrides: Sequence[str]) -> dict[str, Found]:
     """Train the models of one seed and the decoders behind them; return the figures by row."""
-    own = [*overrides, f"runs_folder={folder}", f"training.seed={seed}", f"data.seed={seed}"]
+    own = [
+        *overrides,
+        f"runs_folder={folder}",
+        f"optimizer.lr={RATES[mixer]}",
+        f"training.seed={seed}",
+        f"data.seed={seed}",
+    ]
     runs = {kind: folder / f"{kind}-{mixer}-{seed}" for kind in ("autoencoder", "causal")}
     for kind, run in runs.items():
         more = AUTOENCODER if kind == "autoencoder" else ()

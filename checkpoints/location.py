@@ -188,7 +188,7 @@ def location(path: str | Location) -> Location:
 def run_checkpoints(config: RunConfig) -> Location:
     """Return the folder of a run's checkpoints."""
     folder = config.checkpoint.folder
-    return config.run_folder / FOLDER if folder is None else location(folder) / config.name
+    return config.run_folder / FOLDER if folder is None else location(folder) / config.full_name
 
 
 def recorded_checkpoints(run_folder: Path) -> Location:
@@ -196,7 +196,10 @@ def recorded_checkpoints(run_folder: Path) -> Location:
     with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
         tree = yaml.safe_load((run_folder / "config.yaml").read_text(encoding="utf-8"))
         if folder := tree["checkpoint"]["folder"]:
-            return location(folder) / tree["name"]
+            parent = location(folder)
+            if tree.get("lesson"):
+                parent = parent / Path(tree["runs_folder"]).name
+            return parent / tree["name"]
     return run_folder / FOLDER
 
 

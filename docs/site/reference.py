@@ -35,6 +35,7 @@ REFERENCE = {
         (
             "megamem.config.model", "megamem.config.objective", "megamem.config.mup", "megamem.config.registry",
             "megamem.config.run", "megamem.config.data", "megamem.config.load", "megamem.config.recipe",
+            "megamem.config.curriculum",
         ),
     ),
     "reference/models.md": ReferencePage(

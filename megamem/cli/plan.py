@@ -44,7 +44,10 @@ def plan(
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel size; the configuration's if not given")] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan a run on given devices: its bytes, traffic and time; the best layouts; its schedule and a picture of it."""
+    """Plan a run on given devices: its bytes, traffic and time; the best layouts; its schedule and a picture of it.
+
+    Of a curriculum, each lesson but for schedules.
+    """
     from megamem.config.recipe import load_run
 
     if model is not None and config is None:
@@ -53,7 +56,8 @@ def plan(
         others = (schedule, draw_schedule, recorded, stages, micro_batches, chunks, bptt_chunks, devices, efficiency)
         if config is None or search or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
-        _print_layouts(load_run(config, overrides or [], model), dp, as_json)
+        for run in _runs(config, overrides, model):
+            _print_layouts(run, dp, as_json)
         return
     if not (schedule or draw_schedule):
         if config is None:
@@ -62,7 +66,8 @@ def plan(
             raise ConfigError(
                 "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
             )
-        _print_plan(load_run(config, overrides or [], model), devices, device, efficiency, search, as_json)
+        for run in _runs(config, overrides, model):
+            _print_plan(run, devices, device, efficiency, search, as_json)
         return
     if devices or efficiency or search:
         raise ConfigError("plan: --devices, --efficiency and --search go with a whole plan, not with a schedule")
@@ -81,6 +86,18 @@ def plan(
         write_json(figures)
         return
     _print([schedule_table(report), *(f"{name.replace('_', ' ')}: {path}" for name, path in pictures.items())])
+
+
+def _runs(config: Path, overrides: list[str] | None, model: Path | None) -> list[RunConfig]:
+    """Return the run of a file, or those of a curriculum's lessons, whose weights need not be there."""
+    from megamem.config.curriculum import load_runs
+
+    runs = load_runs(config, overrides or [], model)
+    if len(runs) > 1:
+        from megamem.training.curriculum import expect_lessons
+
+        expect_lessons(runs)
+    return runs
 
 
 def _print_plan(

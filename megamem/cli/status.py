@@ -1,42 +1,69 @@
-"""`megamem status`: what one run is at."""
+"""`megamem status`: what one run, or a curriculum, is at."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megamem.cli.options import Json
 from megamem.cli.output import console, write_json
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from megamem.runs.status import Condition
+
 INTERVAL_S = 2.0
 """Seconds between two looks at a run that is watched."""
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="run folder")],
+    run: Annotated[Path, typer.Argument(help="folder of a run or a curriculum")],
     as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="show it again and again until the run has ended")] = False,
 ) -> None:
-    """Show what a run is at: state, step, speed, last checkpoint, and every rank's last action."""
+    """Show what a run is at: state, step, speed, last checkpoint, and every rank's last action.
+
+    Of a curriculum, a line for each lesson.
+    """
     from rich.live import Live
 
-    from megamem.runs.status import read_status, run_page
-
-    found = read_status(run)
+    figures, page, condition = _look(run)
     if as_json:
-        write_json(found.to_dict())
-        while watch and found.condition in ("running", "stale"):
+        write_json(figures)
+        while watch and condition in ("running", "stale", "waiting"):
             time.sleep(INTERVAL_S)
-            found = read_status(run)
-            write_json(found.to_dict())
+            figures, _, condition = _look(run)
+            write_json(figures)
     elif not watch:
-        console.print(run_page(found), highlight=False)
+        console.print(page, highlight=False)
     else:
-        with Live(run_page(found), console=console, auto_refresh=False) as live:
-            while found.condition in ("running", "stale"):
+        with Live(page, console=console, auto_refresh=False) as live:
+            while condition in ("running", "stale", "waiting"):
                 time.sleep(INTERVAL_S)
-                found = read_status(run)
-                live.update(run_page(found), refresh=True)
+                _, page, condition = _look(run)
+                live.update(page, refresh=True)
+
+
+def _look(folder: Path) -> tuple[dict[str, object], RenderableType, Condition]:
+    """Return what a run or a curriculum is at: for JSON, to be shown, and in one word."""
+    from megamem.runs.status import (
+        curriculum_condition,
+        is_curriculum,
+        lesson_statuses,
+        read_status,
+        run_page,
+        runs_table,
+    )
+
+    if not is_curriculum(folder):
+        found = read_status(folder)
+        return found.to_dict(), run_page(found), found.condition
+    lessons = lesson_statuses(folder)
+    condition = curriculum_condition(lessons)
+    each = [lesson.to_dict() for lesson in lessons]
+    figures: dict[str, object] = {"curriculum": str(folder), "state": condition, "lessons": each}
+    return figures, runs_table(lessons, folder), condition

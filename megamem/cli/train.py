@@ -1,8 +1,9 @@
-"""`megamem train` and `megamem start-from`: a run, as one rank or as the local processes of a job."""
+"""`megamem train` and `megamem start-from`: a run or a curriculum, as one rank or as the local processes of a job."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,38 +36,41 @@ def train(
         bool, typer.Option("--no-memory-check", help="this time, do not compare the plan with the devices' memory")
     ] = False,
 ) -> None:
-    """Train a model. Under torchrun this is one rank; otherwise the local processes are started for you."""
+    """Train a model, or the lessons of a curriculum.
+
+    Under torchrun this is one rank; otherwise the local processes are started for you.
+    """
     from launchers.local_ranks import inside_job, run_local
-    from megamem.config.recipe import auto_overrides, load_run
+    from megamem.config.curriculum import load_runs
+    from megamem.config.recipe import auto_overrides
     from megamem.planning.auto import is_open
-    from megamem.training.checks import check_kernels, check_layout, check_run
-    from megamem.training.devices import from_rank_0, local_processes, settle
+    from megamem.training.curriculum import expect_lessons
+    from megamem.training.devices import from_rank_0, local_processes
 
     overrides = [
         *(overrides or []),
         *([f"checkpoint.resume={resume}"] if resume else []),
         *(["checkpoint.fallback=true"] if fallback else []),
     ]
-    settings = load_run(config, overrides, model)
-    count = int(os.environ["WORLD_SIZE"]) if inside_job() else processes or local_processes(settings)
+    runs = load_runs(config, overrides, model)
+    if len(runs) > 1:
+        expect_lessons(runs)
+    count = int(os.environ["WORLD_SIZE"]) if inside_job() else processes or max(map(local_processes, runs))
 
-    def settled() -> RunConfig:
-        check_kernels(settings)
-        found = settle(settings, count, check=not no_memory_check)
-        (check_layout if dry_run else check_run)(found, count)
-        return found
+    def settled() -> list[RunConfig]:
+        return [_settled(run, count, dry_run, check_memory=not no_memory_check) for run in runs]
 
-    if inside_job() and count > 1 and is_open(settings, count):
-        settings = from_rank_0(settings, settled)
+    if inside_job() and count > 1 and any(is_open(run, count) for run in runs):
+        runs = from_rank_0(runs[0].parallel.timeout_s, settled)
     elif _is_rank_0():  # the others wait for rank 0 to join, and end with it
-        settings = settled()
-    _prepare_processor(settings.training.precision)
+        runs = settled()
+    _prepare_processor(runs)
     if inside_job() or count == 1:
-        _run_rank(settings, dry_run)
+        _run_rank(runs, dry_run)
         return
     flags = [*(["--model", str(model)] if model else []), *(["--dry-run"] if dry_run else [])]
     # what was chosen and compared here holds for the ranks
-    chosen = [*auto_overrides(settings), "--no-memory-check"]
+    chosen = [*(override for run in runs for override in auto_overrides(run)), "--no-memory-check"]
     raise typer.Exit(run_local(count, ["train", str(config), *overrides, *chosen, *flags]))
 
 
@@ -93,29 +97,42 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _prepare_processor(precision: str) -> None:
+def _settled(run: RunConfig, ranks: int, dry_run: bool, check_memory: bool) -> RunConfig:
+    """Return a run or lesson with numbers for `auto`, once everything that can be checked before it starts has been."""
+    from megamem.training.checks import check_kernels, check_layout, check_run
+    from megamem.training.curriculum import of_lesson
+    from megamem.training.devices import settle
+
+    with of_lesson(run):
+        check_kernels(run)
+        found = settle(run, ranks, check=check_memory)
+        (check_layout if dry_run else check_run)(found, ranks)
+    return found
+
+
+def _prepare_processor(runs: Sequence[RunConfig]) -> None:
     """Switch off what the processor announces for BF16 but cannot do, and say so."""
     from megamem.hardware import avoid_broken_amx
 
-    if precision == "bf16" and (line := avoid_broken_amx()) and os.environ.get("LOCAL_RANK", "0") == "0":
+    bf16 = any(run.training.precision == "bf16" for run in runs)
+    if bf16 and (line := avoid_broken_amx()) and os.environ.get("LOCAL_RANK", "0") == "0":
         write_line(line)
 
 
-def _run_rank(settings: RunConfig, dry_run: bool) -> None:
-    """Train as this rank. Rank 0 prints the result as JSON; a run that was stopped exits with STOPPED."""
-    from megamem.training.dry_run import dry_run as dry_run_rank
-    from megamem.training.train import train as train_rank
+def _run_rank(runs: Sequence[RunConfig], dry_run: bool) -> None:
+    """Train as this rank. Rank 0 prints each result as JSON; a run that was stopped exits with STOPPED."""
+    from megamem.training.curriculum import dry_run_lessons, train_lessons
 
     if dry_run:
-        dry_run_rank(settings, console)
+        dry_run_lessons(runs, console)
         return
-    result = train_rank(settings, console)
-    if result is None:
+    for run, result in zip(runs, train_lessons(runs, console), strict=False):  # fewer results where one was stopped
+        if result is None:
+            if _is_rank_0():
+                write_line(_stopped(run))
+            raise typer.Exit(STOPPED)
         if _is_rank_0():
-            write_line(_stopped(settings))
-        raise typer.Exit(STOPPED)
-    if _is_rank_0():
-        write_json(result.to_dict())
+            write_json(result.to_dict())
 
 
 def _stopped(settings: RunConfig) -> str:

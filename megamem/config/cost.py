@@ -18,6 +18,10 @@ class Flops:
         """Return the sum, pass by pass."""
         return Flops(self.forward + other.forward, self.backward + other.backward)
 
+    def times(self, factor: float) -> Flops:
+        """Return `factor` times as many."""
+        return Flops(factor * self.forward, factor * self.backward)
+
     @property
     def total(self) -> float:
         """Operations of both passes."""

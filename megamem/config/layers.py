@@ -19,6 +19,8 @@ class LayersConfig(SizesConfig):
     norm_position: Literal["pre", "post"] = "pre"
     """Where a layer normalizes: what its mixer and its MLP are given, or the residual stream behind each of them as
     the first Transformers did; then there is no norm in front of the output head."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
     mlp: Literal["swiglu", "gelu", "relu"] = "swiglu"
     """SwiGLU, or two projections with a GELU (tanh form) between them as GPT-2 has it, or a ReLU as Transformer-XL."""
     bias: bool = False

@@ -187,16 +187,20 @@ def _explain(config_type: type[BaseModel], item: ErrorDetails, tree: object) -> 
     location = [str(part) for part in item["loc"]]
     name = ".".join(location)
     if item["type"] == "extra_forbidden":
-        valid = _fields_at(config_type, location[:-1], tree)
-        near = difflib.get_close_matches(location[-1], valid, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
-        return f"{name}: unknown key{hint} valid keys here: {', '.join(valid)}"
+        return unknown_key(name, _fields_at(config_type, location[:-1], tree))
     if item["type"] == "missing":
         return f"{name}: required, but not given"
     message = _WORDING.get(item["type"], item["msg"].removeprefix("Value error, ").replace("Input should", "should"))
     value = item.get("input")
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
     return f"{name}: {message}{shown}" if name else message
+
+
+def unknown_key(name: str, valid: Sequence[str]) -> str:
+    """Return the message about a key that is not known where it stands. name: dotted, the key last."""
+    near = difflib.get_close_matches(name.rpartition(".")[2], valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"{name}: unknown key{hint} valid keys here: {', '.join(valid)}"
 
 
 def _fields_at(config_type: type[BaseModel], location: Sequence[str], tree: object) -> list[str]:

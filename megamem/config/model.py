@@ -142,6 +142,8 @@ class LayerPart:
     """A name that layers which are built alike have in common, besides equal mixers."""
     restarts: bool = False
     """Whether the layer reads every chunk as a document of its own."""
+    growing: range = range(0)
+    """Rows of each of a text's first chunks, where these are fewer than those of later ones, `model.chunk_size`."""
     keeps_state: bool = True
     """Whether a state of its mixer passes from call to call; if not, the layer reads whole chunks only."""
     beside: Mapping[str, StateSpec] = field(default_factory=dict)
@@ -247,8 +249,6 @@ class ModelConfig(LayersConfig):
     """The mixer of every layer not listed in `memory`."""
     memory: list[LayerMixer] = []
     """Layers with another mixer, usually a memory mechanism."""
-    qk_norm: bool = False
-    """RMSNorm of each query and key of softmax attention, before rotation, with weights that all heads share."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotations of queries and keys, or a table that is added to the embedding."""
     max_positions: PositiveInt | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megamem.config.auto import without_auto
 from megamem.config.load import Tree, apply_override, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
+
+LESSONS = "lessons"
+"""The section that makes a file that of a curriculum."""
 
 
 def read_recipe(recipe: Path, model: Path | None = None) -> Tree:
@@ -35,14 +38,32 @@ def load_run(recipe: Path, overrides: Sequence[str] = (), model: Path | None = N
     Raises: ConfigError with one line per problem.
     """
     tree = read_recipe(recipe, model)
+    check_single(tree, recipe)
+    return validated_run(overridden(tree, overrides), str(recipe))
+
+
+def check_single(tree: Tree, recipe: Path) -> None:
+    """Raise ConfigError where the mapping of a file is a curriculum's, which is several runs."""
+    if LESSONS in tree:
+        raise ConfigError(
+            f"{recipe}: a curriculum, where the file of one run is expected; megamem train and megamem plan take "
+            "curricula, and each lesson that has begun has a config.yaml in its folder"
+        )
+
+
+def overridden(tree: Tree, overrides: Iterable[str]) -> Tree:
+    """Return the mapping of a run with overrides applied, the last one last. Raises ConfigError naming an override."""
     for override in overrides:
         # a field that is given by hand is no longer left to the planner
         tree = without_auto(apply_override(tree, override), override.partition("=")[0].strip())
+    return tree
+
+
+def validated_run(tree: Tree, where: str) -> RunConfig:
+    """Return the configuration of a run's mapping. Raises ConfigError that begins with `where`."""
     if "model" not in tree:
-        raise ConfigError(
-            f"{recipe}: model: required, but not given; add --model FILE, such as those of configs/models"
-        )
-    return parse_config(RunConfig, tree, str(recipe))
+        raise ConfigError(f"{where}: model: required, but not given; add --model FILE, such as those of configs/models")
+    return parse_config(RunConfig, tree, where)
 
 
 def auto_overrides(config: RunConfig) -> list[str]:
@@ -50,4 +71,5 @@ def auto_overrides(config: RunConfig) -> list[str]:
     if not config.auto.fields:
         return []
     values = [f"{field}={str(value).lower()}" for field, value in config.auto_values.items()]
-    return [*values, f"auto.fields=[{','.join(config.auto.fields)}]", f"auto.devices={config.auto.devices}"]
+    chosen = [*values, f"auto.fields=[{','.join(config.auto.fields)}]", f"auto.devices={config.auto.devices}"]
+    return chosen if config.lesson is None else [f"{LESSONS}.{config.lesson}.{override}" for override in chosen]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megamem.config.auto import AutoConfig, AutoField, noted, value_at
 from megamem.config.base import ConfigModel
@@ -17,25 +17,20 @@ from megamem.config.evaluation import EvaluationConfig
 from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.optimizer import OptimizerConfig
+from megamem.config.origin import OriginConfig
 from megamem.config.parallel import ParallelConfig
 from megamem.config.parts import check_parts
 from megamem.config.phase import phase_starts
 from megamem.config.training import TrainingConfig
 
-
-class OriginConfig(ConfigModel):
-    """Where the training of a branch comes from. `megamem branch` writes it."""
-
-    run: Path
-    """Folder of the run that the branch was made of."""
-    step: PositiveInt
-    """Step after which it leaves that run."""
+RunName = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
+"""The name of a run, or of a curriculum, and of its folder."""
 
 
 class RunConfig(ConfigModel):
     """Everything about a run. `megamem train` takes a YAML file of it and `section.key=value` overrides."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    name: RunName
     """Name of the run and of its folder."""
     runs_folder: Path = Path("runs")
     """Folder of run folders."""
@@ -57,6 +52,9 @@ class RunConfig(ConfigModel):
     """Metrics and traces."""
     origin: OriginConfig | None = None
     """Where a branch comes from; a run that begins at its first step has none."""
+    lesson: str | None = None
+    """Name of the lesson that the run is, of the curriculum whose folder `runs_folder` is. `megamem train` writes it; a
+    run by itself has none."""
     auto: AutoConfig = AutoConfig()
     """What of it the planner chooses."""
 
@@ -74,6 +72,16 @@ class RunConfig(ConfigModel):
     def run_folder(self) -> Path:
         """The folder that this run writes to."""
         return self.runs_folder / self.name
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights, in the run folder."""
+        return self.run_folder / "model.safetensors"
+
+    @property
+    def full_name(self) -> str:
+        """The run's name where runs of other folders are beside it: that of a lesson begins with its curriculum's."""
+        return self.name if self.lesson is None else f"{self.runs_folder.name}/{self.name}"
 
     @property
     def chunks(self) -> int:

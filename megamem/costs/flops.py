@@ -8,6 +8,7 @@ left out, as is the forward pass that activation checkpointing repeats. Attentio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from megamem.config.adaptive import narrow_width
 from megamem.config.cost import Flops, product
@@ -61,8 +62,8 @@ def flops_by_part(
     """
     layers = range(model.layers)
     insides = [model.layer_model(layer) for layer in layers]
-    rows = [model.rows_through(layer) / model.chunk_size for layer in layers]
-    # per token of the chunk, in each layer
+    # per token, in each layer
+    rows = [sum(chunk_rows(model, layer, sequence_length)) / sequence_length for layer in layers]
     projections = [rows[i] * model.mixer_at(i).projection_parameters(insides[i]) for i in layers]
     mlps = [rows[i] * insides[i].mlp_matrices for i in layers]
     parts: dict[str, Flops] = {
@@ -85,37 +86,49 @@ def flops_by_part(
         layer = kinds.index(kind)
         extra = model.part(layer).extra_flops
         alike = [other for other in layers if kinds[other] == kind]
-        for name, flops in mixing_flops(model, layer, round(rows[layer] * sequence_length), causal).items():
+        for name, flops in mixing_flops(model, layer, sequence_length, causal).items():
             left = sum(share_left(other, backward, name in extra) for other in alike)
-            more = Flops(rows[layer] * count * flops.forward, rows[layer] * left * flops.backward)
+            more = Flops(count * flops.forward, left * flops.backward)
             parts[name] = parts[name] + more if name in parts else more
     return parts
 
 
-def mixing_flops(model: ModelConfig, layer: int, sequence_rows: int, causal: bool = True) -> dict[str, Flops]:
-    """Return the FLOPs per row of a layer besides its projections, by name (`MixerConfig.mixing_flops`)."""
-    part = model.part(layer)
-    mixer, inside = part.mixer, part.model
-    if part.restarts:
-        sequence_rows = min(sequence_rows, inside.chunk_size)
+def chunk_rows(model: ModelConfig, layer: int, sequence_length: int) -> list[int]:
+    """Return the rows that go through a layer with each chunk of a sequence; a last one that is cut has its share."""
+    size, chunks = model.chunk_size, -(-sequence_length // model.chunk_size)
+    rows = [*model.part(layer).growing[:chunks]]
+    rows += [model.rows_through(layer)] * (chunks - len(rows))
+    if rest := sequence_length % size:
+        rows[-1] = round(rows[-1] * rest / size)
+    return rows
+
+
+def mixing_flops(model: ModelConfig, layer: int, sequence_length: int, causal: bool = True) -> dict[str, Flops]:
+    """Return the FLOPs per token of a layer besides its projections, by name, averaged over a sequence."""
+    part, rows = model.part(layer), chunk_rows(model, layer, sequence_length)
+    texts = Counter(rows) if part.restarts else {sum(rows): 1}
+    parts = dict(part.extra_flops)
+    for length, times in texts.items():
+        for name, flops in row_flops(model, layer, length, causal).items():
+            more = flops.times(times * length / sequence_length)
+            parts[name] = parts[name] + more if name in parts else more
+    return parts
+
+
+def row_flops(model: ModelConfig, layer: int, rows: int, causal: bool = True) -> Mapping[str, Flops]:
+    """Return a mixer's FLOPs for each of so many rows of one text, by name (`MixerConfig.mixing_flops`)."""
+    mixer, inside = model.mixer_at(layer), model.layer_model(layer)
     if model.rows_end_at(layer):
-        return mixer.top_mixing_flops(inside, sequence_rows, causal)
-    parts = mixer.mixing_flops(inside, sequence_rows, causal)
+        return mixer.top_mixing_flops(inside, rows, causal)
+    parts = mixer.mixing_flops(inside, rows, causal)
     if model.rows_rise_from(layer) and (rising := mixer.rising_flops(inside)).forward:
-        parts = {**parts, "side_rows": rising}
-    # given per token of the chunk
-    share = model.chunk_size / model.rows_through(layer)
-    extra = {name: Flops(share * flops.forward, share * flops.backward) for name, flops in part.extra_flops.items()}
-    return {**parts, **extra}
+        return {**parts, "side_rows": rising}
+    return parts
 
 
-def _mixing_left(model: ModelConfig, layer: int, sequence_rows: int, backward: BackwardPass | None) -> list[Flops]:
-    """Return `mixing_flops` with what is left of their backward pass."""
-    extra = model.part(layer).extra_flops
-    return [
-        Flops(flops.forward, flops.backward * share_left(layer, backward, name in extra))
-        for name, flops in mixing_flops(model, layer, sequence_rows).items()
-    ]
+def left_of(flops: Flops, share: float) -> Flops:
+    """Return FLOPs of which `share` is left of the backward pass."""
+    return Flops(flops.forward, share * flops.backward)
 
 
 def flops_per_token(
@@ -146,11 +159,14 @@ def flop_costs(model: ModelConfig, sequence_length: int, backward: BackwardPass 
     layers = []
     for layer in range(model.layers):
         mixer, inside = model.mixer_at(layer), model.layer_model(layer)
-        rows = model.rows_through(layer) / model.chunk_size
-        mixing = _mixing_left(model, layer, round(rows * sequence_length), backward)
+        rows = sum(chunk_rows(model, layer, sequence_length)) / sequence_length
+        extra = model.part(layer).extra_flops
+        mixing = [
+            left_of(flops, share_left(layer, backward, name in extra))
+            for name, flops in mixing_flops(model, layer, sequence_length).items()
+        ]
         dense = layer_products(dense_flops(inside, mixer), layer, backward)
-        own = dense.total + sum(flops.total for flops in mixing)
-        layers.append(rows * own)
+        layers.append(rows * dense.total + sum(flops.total for flops in mixing))
     embedding = embedding_products(embedding_flops(model), backward)
     return PartCosts(tuple(layers), embedding.total, head_products(head_flops(model), backward).total)
 
@@ -163,19 +179,19 @@ def layer_chunk_flops(
     A chunk's share is what a sequence that ends with it costs more than one that ends before it.
     backward_pass: what is left of it where parameters are frozen; everything learns if not given.
     """
-    mixer, inside = model.mixer_at(layer), model.layer_model(layer)
-    size = model.rows_through(layer)
-    rows = size / model.chunk_size
-    dense = layer_products(dense_flops(inside, mixer), layer, backward_pass)
+    part, nothing = model.part(layer), Flops(0.0, 0.0)
+    dense = layer_products(dense_flops(part.model, part.mixer), layer, backward_pass)
+    extra = sum(part.extra_flops.values(), nothing).times(model.chunk_size)
+    extra = left_of(extra, share_left(layer, backward_pass, True))
     costs = []
-    # mixing FLOPs of the sequence up to the chunk before, times its chunks
-    forward_before = backward_before = 0.0
-    for chunk in range(chunks):
-        # what mixers declare is an average over the tokens of a sequence, which here is so many chunks long
-        mixing = _mixing_left(model, layer, (chunk + 1) * size, backward_pass)
-        forward = (chunk + 1) * sum(flops.forward for flops in mixing)
-        backward = (chunk + 1) * sum(flops.backward for flops in mixing)
-        chunk_forward, chunk_backward = dense.forward + forward - forward_before, dense.backward + backward
-        costs.append(Flops(rows * chunk_forward, rows * (chunk_backward - backward_before)))
-        forward_before, backward_before = forward, backward
+    # of the layer's text before the chunk
+    rows_before, mixing_before = 0, nothing
+    for rows in chunk_rows(model, layer, chunks * model.chunk_size):
+        # what mixers declare is an average over the rows of a text, which here ends with the chunk
+        length = rows_before + rows
+        mixing = sum(row_flops(model, layer, length).values(), nothing).times(length)
+        own = left_of(mixing + mixing_before.times(-1), share_left(layer, backward_pass, False))
+        costs.append((dense.times(rows) + own + extra).times(1 / model.chunk_size))
+        if not part.restarts:
+            rows_before, mixing_before = length, mixing
     return costs

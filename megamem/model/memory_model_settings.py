@@ -170,10 +170,14 @@ class MemoryModelSettings(ArchitectureConfig):
     def layer_part(self, model: ModelConfig, layer: int) -> LayerPart:
         """See `ArchitectureConfig.layer_part`."""
         if self.encoder is None or layer >= self.encoder.layers:
-            longer = model.model_copy(update={"chunk_size": self.rows_before + model.chunk_size})
+            size = model.chunk_size
+            longer = model.model_copy(update={"chunk_size": self.rows_before + size})
             reads = self.encoder is not None and layer == self.encoder.layers
             slots = {MEMORIES: {MEMORIES: TensorSpec((self.rows_before, "batch", "hidden"))}}
-            part = LayerPart(longer, model.configured_mixer(layer), restarts=self.positions == "variable")
+            part = LayerPart(longer, model.configured_mixer(layer))
+            if self.positions == "variable":
+                growing = range(size, self.rows_before + size, self.memories_per_chunk)
+                part = replace(part, restarts=True, growing=growing)
             return replace(part, role="reads memories", beside=slots) if reads else part
         part = self.encoder.layer_part(model, layer)
         if layer < self.encoder.layers - 1:

@@ -343,6 +343,13 @@ class TrainingEngine(ABC):
             torch._foreach_mul_(gradients, (self.config.optimizer.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def close(self) -> None:
+        """Give the memory of parameters, gradients and moments back; nothing can be called afterwards."""
+        self.engine.destroy()
+        # with ZeRO 3, hooks that autograd holds keep the engine in the process: its tensors are taken out of it
+        for holder in (self.engine.optimizer, self.optimizer, *self.stage.parameters()):
+            vars(holder).clear()
+
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters by global name."""
         return dict(cast(Any, self.stage.named_parameters()))

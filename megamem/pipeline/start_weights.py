@@ -48,8 +48,23 @@ def _whole_model(model_json: str) -> Stage:
     return meta_stage(ModelConfig.model_validate_json(model_json))
 
 
+_expected: dict[Path, tuple[ModelConfig, str | None]] = {}
+"""Model and tokenizer of files that an earlier run of this process will write."""
+
+
+def expect_weights(path: Path, model: ModelConfig, tokenizer: str | None) -> None:
+    """Let `open_weights` answer for a file that a run will write, until it is there.
+
+    tokenizer: the hash of the run's, if it is known.
+    """
+    _expected[path] = model, tokenizer
+
+
 def open_weights(path: Path) -> WeightsFile:
     """Read the header of a weights file. Raises CheckpointError if it cannot be read."""
+    if path in _expected and not path.exists():
+        model, tokenizer = _expected[path]
+        return WeightsFile(path, _shapes(model), frozenset(), tokenizer, model.architecture.parts(model))
     try:
         found = path.stat()
         return _opened(path, found.st_mtime_ns, found.st_size)

@@ -147,6 +147,7 @@ def _branched(
             "checkpoint": {"keep_steps": [], "resume": "auto"},
             "logging": {"profile_steps": None, "record_step": None},
             "origin": {"run": str(run), "step": at},
+            "lesson": None,
         },
     )
     for override in overrides:

@@ -22,8 +22,6 @@ from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, RunFolderError
 from megamem.runs.result import RESULT
 
-RESULTS = (RESULT, "model.safetensors")
-"""Files that a run leaves at its end."""
 FREE_BYTES = 64 * 2**20
 """Bytes that must be free besides those of the weights: for metrics, traces, pictures."""
 
@@ -161,7 +159,7 @@ def can_resume(config: RunConfig) -> bool:
     if resume == "auto" and own:
         return True
     same = (folder / "config.yaml").read_text(encoding="utf-8") == _text(config)
-    return same and not any((folder / result).exists() for result in RESULTS)
+    return same and not any(path.exists() for path in (folder / RESULT, config.weights))  # what a run leaves at its end
 
 
 def _text(config: RunConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,18 +16,20 @@ from rich.text import Text
 
 from checkpoints.folder import MARKER, checkpoints_in, folder_name
 from checkpoints.location import FOLDER
+from megamem.config.curriculum import FILE as CURRICULUM
+from megamem.config.curriculum import lesson_folders
 from megamem.errors import ConfigError
 from megamem.runs.heartbeat import Beat, read_beat
 from megamem.runs.result import RunResult, read_result
 
-Condition = Literal["running", "stale", "stopped", "failed", "done"]
+Condition = Literal["running", "stale", "stopped", "failed", "done", "waiting"]
 STALE_BEATS = 12
 """Intervals without a heartbeat after which a run counts as dead: a minute at 5 s each, which also covers the time that
 network file systems hide changes from other hosts."""
 GONE_BEATS = 3
 """Intervals without a heartbeat after which a run whose process is gone on this host counts as dead."""
 _STYLES: dict[Condition, str] = {
-    "running": "green", "stale": "red", "stopped": "yellow", "failed": "red", "done": "cyan",
+    "running": "green", "stale": "red", "stopped": "yellow", "failed": "red", "done": "cyan", "waiting": "white",
 }  # fmt: skip
 
 
@@ -126,7 +128,10 @@ def read_status(folder: Path) -> RunStatus:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     if not is_run(folder):
-        raise ConfigError(f"{folder}: not a run folder (config.yaml and environment.json of a run); see `megamem runs`")
+        raise ConfigError(
+            f"{folder}: not a run folder (config.yaml and environment.json of a run) or a curriculum's; see "
+            "`megamem runs`"
+        )
     beat, now = read_beat(folder), time.time()
     result = read_result(folder)
     condition: Condition
@@ -143,6 +148,27 @@ def read_status(folder: Path) -> RunStatus:
         result if condition == "done" else None,
         _last_checkpoint(folder / FOLDER, beat, now),
     )
+
+
+def is_curriculum(folder: Path) -> bool:
+    """Return whether a curriculum was started in `folder`."""
+    return (folder / CURRICULUM).is_file()
+
+
+def lesson_statuses(folder: Path) -> list[RunStatus]:
+    """Read the status of each lesson of the curriculum in `folder`, in order; one that has not begun is `waiting`.
+
+    Raises: ConfigError where the curriculum's file cannot be read.
+    """
+    return [
+        read_status(lesson) if is_run(lesson) else RunStatus(lesson, "waiting", None, None, None, None, None)
+        for lesson in lesson_folders(folder)
+    ]
+
+
+def curriculum_condition(lessons: Sequence[RunStatus]) -> Condition:
+    """Return the condition of a curriculum: that of the first lesson that is not done."""
+    return next((lesson.condition for lesson in lessons if lesson.condition != "done"), "done")
 
 
 def _last_checkpoint(folder: Path, beat: Beat | None, now: float) -> tuple[int, float] | None:
@@ -193,7 +219,7 @@ def _condition(run: RunStatus) -> Text:
     return Text(f"{run.condition}{code}", style=_STYLES[run.condition])
 
 
-def runs_table(runs: list[RunStatus], below: Path) -> Table:
+def runs_table(runs: Sequence[RunStatus], below: Path) -> Table:
     """Make a table with a line per run; names are relative to `below`."""
     table = Table()
     table.add_column("run", no_wrap=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megamem.config.load import Tree, load_config, parse_config, with_value
 from megamem.config.logs import WandbConfig
-from megamem.config.recipe import read_recipe
+from megamem.config.recipe import check_single, read_recipe
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.study.config import SEED, Changes, StudyConfig, evaluations_of, matches
@@ -54,7 +54,9 @@ def planned_runs(study: StudyConfig) -> list[PlannedRun]:
 
     Raises: ConfigError naming the combination whose configuration cannot run.
     """
-    shared = _applied(read_recipe(study.run, study.model), [study.change], f"{study.name}: change")
+    recipe = read_recipe(study.run, study.model)
+    check_single(recipe, study.run)
+    shared = _applied(recipe, [study.change], f"{study.name}: change")
     runs = []
     for labels, changes in _combinations(study):
         where = f"{study.name}: {describe(labels)}"

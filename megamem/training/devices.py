@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from pydantic import TypeAdapter
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -21,6 +22,7 @@ from megamem.planning.fit import check_memory
 from megamem.planning.machines import Machine, cuda_machine, machine
 from megamem.training.checks import check_layout
 
+_RUNS = TypeAdapter(list[RunConfig])
 _KEY = "megamem/resolved"
 _stores: list[Store] = []
 """The store of this job, kept for as long as ranks may read what rank 0 chose."""
@@ -90,17 +92,20 @@ def this_machine(config: RunConfig, ranks: int) -> Machine:
     return cuda_machine(per_node) if uses_cuda(config) else machine("cpu", per_node)
 
 
-def from_rank_0(config: RunConfig, work: Callable[[], RunConfig]) -> RunConfig:
-    """Return what `work` gives on rank 0, on all ranks, before they have joined. `work` runs on rank 0 only."""
-    timeout = timedelta(seconds=config.parallel.timeout_s)
+def from_rank_0(timeout_s: float, work: Callable[[], list[RunConfig]]) -> list[RunConfig]:
+    """Return what `work` gives on rank 0, on all ranks, before they have joined. `work` runs on rank 0 only.
+
+    timeout_s: seconds that the others wait for it.
+    """
+    timeout = timedelta(seconds=timeout_s)
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     _stores.append(store)
     if rank == 0:
         found = work()
-        store.set(_KEY, found.model_dump_json())
+        store.set(_KEY, _RUNS.dump_json(found))
         return found
     store.wait([_KEY], timeout)
-    return RunConfig.model_validate_json(store.get(_KEY))
+    return _RUNS.validate_json(store.get(_KEY))
 
 
 def _chosen_before(config: RunConfig, ranks: int) -> RunConfig | None:

@@ -42,6 +42,7 @@ def dry_run(config: RunConfig, console: Console) -> None:
                     f"phase {number + 1}: sequences of {phase.data.sequence_length:,} tokens", highlight=False
                 )
         _mock_step(engine, console)
+    engine.close()
 
 
 def _mock_step(engine: TrainingEngine, console: Console) -> None:

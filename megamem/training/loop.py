@@ -127,6 +127,7 @@ class Trainer:
                 self._train_phase()
             for callback in self.callbacks:
                 callback.finish(self)
+            self._agree()  # a signal that came during the last save is not lost
 
     def _train_phase(self) -> None:
         """Train to the end of the phase that the run is in, or until it is stopped."""

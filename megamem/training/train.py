@@ -58,9 +58,6 @@ from megamem.training.description import describe_learning, describe_phases, des
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
 
-WEIGHTS = "model.safetensors"
-"""The trained weights, in the run folder."""
-
 
 def train(config: RunConfig, console: Console) -> RunResult | None:
     """Run a whole training on this rank.
@@ -87,6 +84,7 @@ def train(config: RunConfig, console: Console) -> RunResult | None:
     if result is None:
         # a launcher that sees one rank end with a failure, or STOPPED, ends the others: none may still be closing then
         dist.barrier(group)
+    dist.destroy_process_group(group)
     return result
 
 
@@ -137,7 +135,9 @@ def _train_in_folder(
             # while all are watched: nobody leaves before rank 0 has written
             dist.barrier(group)
             return None
-        return _evaluate(trainer, throughput, sinks, console)
+        result = _evaluate(trainer, throughput, sinks, console)
+    engine.close()
+    return result
 
 
 def _finished(config: RunConfig, checkpoint: Checkpoint) -> RunResult | None:
@@ -207,7 +207,7 @@ def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -
     def save() -> None:
         trainer.watch("saving the weights")
         header = WeightsHeader.of_model(trainer.config.model, facts["tokenizer_sha256"])
-        save_weights(trainer.engine.parameters(), trainer.topology, trainer.config.run_folder / WEIGHTS, header)
+        save_weights(trainer.engine.parameters(), trainer.topology, trainer.config.weights, header)
 
     try:
         trainer.fit()

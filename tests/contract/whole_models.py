@@ -28,6 +28,7 @@ MEMORY_MODELS: list[tuple[str, int, dict[str, Any], str | dict[str, Any], dict[s
             "encoder": {**ENCODER, "layers": 2},
             "memories_per_chunk": 2,
             "slots": 2,
+            "overflow": "drop_oldest",
             "compressed_size": 5,
             "fill": "zeros",
         },
@@ -36,7 +37,13 @@ MEMORY_MODELS: list[tuple[str, int, dict[str, Any], str | dict[str, Any], dict[s
     ),
     ("variable", 1, {"encoder": {"layers": 1}, "slots": 3, "positions": "variable"}, "local_attention", {}),
     ("control", 1, {"slots": 2}, "local_attention", {}),
-    ("delta_net", 1, {"encoder": {**ENCODER, "mixer": "retnet"}, "slots": 2}, {"kind": "delta_net"}, {}),
+    (
+        "delta_net",
+        1,
+        {"encoder": {**ENCODER, "mixer": "retnet"}, "slots": 2, "overflow": "drop_oldest"},
+        {"kind": "delta_net"},
+        {},
+    ),
 ]
 ALL_ARCHITECTURES = [
     Case("decoder", "rising", {}, inside={**RISING, "summaries": 4}),

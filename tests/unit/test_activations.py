@@ -183,7 +183,7 @@ def test_a_frozen_part_keeps_less(part, tmp_path):
 
     That is counted all the same: hence up to a quarter above."""
     encoder = {"layers": 2, "hidden_size": 96, "heads": 3}  # three heads, which only three ranks could share
-    architecture = {"kind": "memory_model", "encoder": encoder, "slots": 2}
+    architecture = {"kind": "memory_model", "encoder": encoder, "slots": 3}
     free = step_config("local_attention", CHUNKS, architecture=architecture)
     path = tmp_path / "start.safetensors"
     write_weights({}, path)

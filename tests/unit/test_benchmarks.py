@@ -13,6 +13,7 @@ from benchmarks import (
     gpu,
     kv_reconstruction,
     mechanisms,
+    memory_models,
     segments,
     streaming,
     web_text,
@@ -47,6 +48,43 @@ def test_cpu_benchmark(tmp_path, capsys, one_thread):
     assert all(rate["low"] <= rate["median"] <= rate["high"] for rate in result["tokens_per_second"].values())
     assert "| memory update |" in printed
     assert "1 threads" in printed
+
+
+def test_memory_model_benchmark(tmp_path, capsys, one_thread, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory_models, "peak", lambda *of: asked.append(of[:3]) or 3 * 2**20)
+    output = tmp_path / "memory_models.json"
+    memory_models.main(["--quick", "--turns", "1", "--threads", str(one_thread), "--output", str(output)])
+    printed = capsys.readouterr().out
+    record = last_json(printed)
+    assert record == json.loads(output.read_text())
+    forms = list(memory_models.models(64, quick=True))
+    assert asked == [(name, 64, kind) for kind in ("training", "reading") for name in forms]
+    for kind in ("training", "reading"):
+        found = record["contexts"]["64"][kind]
+        assert found["over_transformer"]["transformer"]["median"] == 1
+        rate, ratios = found["tokens_per_second"], found["over_transformer"]
+        for name in forms:
+            assert ratios[name]["median"] == pytest.approx(rate[name]["median"] / rate["transformer"]["median"])
+        # one memory row in half of all chunks instead of in each
+        counted = found["flops_over_transformer"]
+        assert counted["memory model, fixed"] < counted["memory model, variable"] < 1
+    assert [(each["chunks"], each["rows"]) for each in record["encoder"]] == [(2, 1), (2, 2), (4, 1), (4, 2)]
+    assert "| transformer |" in printed
+
+
+def test_memory_that_a_pass_adds():
+    """Two chunks' logits and their gradients at least: so large that no allocator keeps them from pass to pass."""
+    model = memory_models.models(64, quick=True)["memory model, fixed"].model_copy(update={"vocab_size": 400_000})
+    logits = 64 * 400_000 * 4
+    assert 2 * logits < memory_models.added_memory(model, 64, "training") < 10 * logits
+
+
+def test_what_is_encoded_side_by_side_is_what_is_encoded_one_by_one():
+    runs = memory_models.encoder_runs(memory_models.models(64, quick=True)["memory model, fixed"], 2, 3)
+    assert list(runs) == ["training, apart", "training, together", "reading, apart", "reading, together"]
+    for run in runs.values():
+        run()
 
 
 def test_profile_finds_every_part_forward_and_backward():

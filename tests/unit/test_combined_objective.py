@@ -133,10 +133,9 @@ def by_equation(stage: Stage, texts: list[Batch]) -> Tensor:
         for row, label in zip(text.tokens.T.tolist(), text.labels.T.tolist(), strict=True)
     ]
     half, marks = LENGTH // 2, [DELIMITER["token"]] * DELIMITER["count"]
-    kept = half - len(marks)
-    nothing = [IGNORED]
-    copies = [[*row[:kept], *marks] * 2 for row, _ in rows]
-    asked = [nothing * (half - 1) + row[:kept] + nothing * (len(marks) + 1) for row, _ in rows]
+    kept, nothing = half - len(marks), [IGNORED]
+    copies = [row[:half] + marks + row[:kept] for row, _ in rows]
+    asked = [nothing * (half + len(marks) - 1) + row[:kept] + nothing for row, _ in rows]
     next_token = mean_nats(stage, [row for row, _ in rows], [label for _, label in rows])
     return next_token + WEIGHT * mean_nats(stage, copies, asked)
 

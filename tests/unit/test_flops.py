@@ -179,6 +179,15 @@ def test_formula_agrees_with_the_counter(name: str, kv_heads: int) -> None:
             "compressed_size": 7,
         },
         {"kind": "memory_model", "slots": 3},
+        {"kind": "memory_model", "slots": 3, "positions": "variable"},
+        {
+            "kind": "memory_model",
+            "encoder": {"layers": 2, "hidden_size": 48, "heads": 3},
+            "slots": 5,
+            "memories_per_chunk": 2,
+            "positions": "variable",
+        },
+        {"kind": "memory_model", "encoder": {"layers": 1}, "slots": CHUNKS + 3, "positions": "variable"},
     ],
     ids=str,
 )
@@ -195,6 +204,25 @@ def test_formula_agrees_with_the_counter_for_whole_models(architecture: dict[str
     encoder = range(getattr(model.architecture, "encoder_layers", 0))
     unread = sum(encoder_backward(model, layer) for layer in encoder) / CHUNKS
     assert sum(part.backward for part in parts.values()) - unread == pytest.approx(backward, rel=1e-9)
+    # by layer and by chunk as of the whole model
+    length, whole = CHUNKS * CHUNK, flops_per_token(model, CHUNKS * CHUNK)
+    costs = flop_costs(model, length)
+    assert sum(costs.layers) + costs.head == pytest.approx(whole["training"], rel=1e-12)
+    chunks = [layer_chunk_flops(model, layer, CHUNKS) for layer in range(model.layers)]
+    assert [sum(flops.total for flops in layer) / CHUNKS for layer in chunks] == pytest.approx(list(costs.layers))
+
+
+def test_a_chunk_of_a_decoder_costs_more_with_each_memory_that_it_reads() -> None:
+    """Three chunks until all slots are full; products with weights alone, and then attention, are what grows."""
+    architecture = {"kind": "memory_model", "slots": 3, "positions": "variable", "memories_per_chunk": 2}
+    model = small_model("local_attention", layers=2, architecture=architecture)
+    chunks = [flops.forward for flops in layer_chunk_flops(model, 0, CHUNKS)]
+    rows = [CHUNK + 2 * min(chunk, 3) for chunk in range(CHUNKS)]
+    part = model.part(0)
+    dense = 2 * (model.mlp_matrices + part.mixer.projection_parameters(model))
+    pairs = 4 * model.heads * model.resolved_head_dim
+    expected = [(n * dense + pairs * n * (n + 1) / 2) / CHUNK for n in rows]
+    assert chunks == pytest.approx(expected, rel=1e-12)
 
 
 def encoder_backward(model: ModelConfig, layer: int) -> float:

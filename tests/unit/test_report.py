@@ -18,7 +18,7 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
 from megamem.runs.result import RunResult, write_result
-from megamem.study.collect import memory_floats, records
+from megamem.study.collect import mean_training_flops, memory_floats, records
 from megamem.study.config import LawConfig, StudyConfig
 from megamem.study.curves import POINTS, loss_plots, thinned
 from megamem.study.grid import planned_runs
@@ -287,7 +287,13 @@ def test_text_in_plots_is_escaped():
 
 
 def test_curves_are_colored_by_any_axis(study):
-    training, validation = loss_plots(planned_runs(study))
+    runs = planned_runs(study)
+    training, validation, compute = loss_plots(runs)
+    # each run's tokens by what one of them costs
+    for by_tokens, by_flops, run in zip(validation.series, compute.series, runs, strict=True):
+        cost = mean_training_flops(run.config)
+        assert by_flops.x == pytest.approx([cost * tokens for tokens in by_tokens.x])
+        assert by_flops.y == by_tokens.y
     assert (len(training.series), validation.by) == (16, ("size", "memory", "seed"))
     (menu,) = plotly_figure(validation)["layout"]["updatemenus"]
     assert [button["label"] for button in menu["buttons"]] == ["by size", "by memory", "by seed"]
@@ -357,7 +363,7 @@ def test_the_page_says_everything(page):
     assert not any("alert(1)" in text for _, text in page.scripts)
     names = [attrs["id"] for tag, attrs in page.elements if tag == "div" and attrs.get("class") == "plot"]
     assert names[0] == "plot-losses"
-    assert names[-2:] == ["plot-curves-loss", "plot-curves-val-loss"]
+    assert names[-3:] == ["plot-curves-loss", "plot-curves-val-loss", "plot-curves-val-loss-by-flops"]
     assert len(set(names)) == len(names)
 
 

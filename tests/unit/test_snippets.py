@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megamem.config.curriculum import load_runs
 from megamem.config.recipe import load_run
 from megamem.data.tasks.store import read_task
 from megamem.errors import MegamemError
@@ -95,6 +96,9 @@ def load_snippet(text: str, folder: Path) -> None:
         (folder / "study.yaml").write_text(yaml.safe_dump({"name": "study", "run": "small.yaml", "axes": axes}))
         path.write_text(yaml.safe_dump({"base": "study.yaml"}) + text)
         assert planned_runs(load_study(path))
+    elif "lessons" in tree:
+        path.write_text(yaml.safe_dump({"base": "small.yaml"}) + text)
+        assert load_runs(path)
     elif "base" in tree:
         load_run(path, [], None)
     else:

@@ -17,7 +17,7 @@ from megamem.runs.folder import RunLock
 from megamem.runs.result import RunResult, write_result
 from megamem.study import queue
 from megamem.study import tasks as processes
-from megamem.study.collect import records
+from megamem.study.collect import mean_training_flops, records
 from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.journal import read_journal
@@ -122,6 +122,18 @@ def test_the_studies_of_the_repository_can_be_planned():
     assert found
     for path in found:
         assert planned_runs(load_study(path))
+
+
+def test_the_models_of_the_efficiency_study_are_trained_with_equal_compute():
+    folder = Path(__file__).parents[2] / "configs" / "studies" / "memory_models"
+    runs = planned_runs(load_study(folder / "efficiency.yaml"))
+    budgets = {
+        run.labels["model"]: run.config.steps * run.config.training.batch_tokens * mean_training_flops(run.config)
+        for run in runs
+    }
+    assert len(budgets) == 4
+    # whole steps, of which there are a thousand
+    assert max(budgets.values()) <= 1.001 * min(budgets.values())
 
 
 # --- the queue, with a stand-in for megamem ---

@@ -27,8 +27,8 @@ class DelimiterConfig(ConfigModel):
     count: PositiveInt = 3
     """How many times it is read, fewer than a chunk has tokens."""
     placement: Literal["insert", "overwrite"] = "insert"
-    """`insert`: at the end of the first half, whose text is so many tokens shorter; every token of it is copied.
-    `overwrite`: in the place of the first tokens of the copy, which are not predicted."""
+    """`insert`: in front of the copy, which ends so many tokens earlier. `overwrite`: in the place of the first tokens
+    of the copy, which are not predicted."""
 
 
 class CopyingConfig(ObjectiveConfig):
@@ -146,37 +146,26 @@ class Copy(Objective):
         """See `Objective.names`."""
         return ("copy",) if self.blank_token is None else ("blank_copy",)
 
-    @property
-    def _inserted(self) -> int:
-        """The number of delimiters that take places of the first half's text."""
-        return self.delimiter.count if self.delimiter and self.delimiter.placement == "insert" else 0
-
-    @property
-    def _overwritten(self) -> int:
-        """The number of delimiters that take places of the copy."""
-        return self.delimiter.count if self.delimiter and self.delimiter.placement == "overwrite" else 0
-
     def held_out_text(self, length: int) -> int:
-        """See `Objective.held_out_text`: that of the first half; the other one is made of it."""
-        return length // 2 - self._inserted
+        """See `Objective.held_out_text`: the first half; the other one is made of it."""
+        return length // 2
 
     def inputs_and_labels(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Objective.inputs_and_labels`; tokens, labels: [tokens, batch]."""
         half = tokens.shape[0] // 2
         assert tokens.shape[0] == 2 * half, "a sequence has two halves"
-        text, skipped = tokens[: half - self._inserted], self._overwritten
-        delimiters = text.new_full(
-            (self._inserted + skipped, text.shape[1]), self.delimiter.token if self.delimiter else 0
-        )
-        again = text[skipped:]
+        text, count, again = tokens[:half], 0, tokens[:half]
+        delimiters = text[:0]
+        if self.delimiter is not None:
+            count = self.delimiter.count
+            delimiters = text.new_full((count, text.shape[1]), self.delimiter.token)
+            again = text[: half - count] if self.delimiter.placement == "insert" else text[count:]
         copied = torch.full_like(labels, LABEL_IGNORED)
         # the last token before the copy predicts the first one of it; nothing follows the last one of all
-        begin = half - 1 + skipped
+        begin = half - 1 + count
         copied[begin : begin + len(again)] = again
         read = again if self.blank_token is None else torch.full_like(again, self.blank_token)
-        # inserted ones end both halves, which so are equally long; overwriting ones begin the second
-        second = (delimiters, read) if skipped else (delimiters, read, delimiters)
-        return torch.cat((text, *second)), copied
+        return torch.cat((text, delimiters, read)), copied
 
     def losses(self, stage: Stage, hidden: Tensor, labels: Tensor) -> Losses:
         """See `Objective.losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""

@@ -28,7 +28,7 @@ class Wandb(Sink):
             project=config.logging.wandb.project,
             group=config.logging.wandb.group,
             tags=list(config.logging.wandb.tags) or None,
-            name=config.name,
+            name=config.full_name,
             mode=config.logging.wandb.mode,
             dir=str(folder),
             config={**config.model_dump(mode="json"), "config_hash": config_hash(config)},
