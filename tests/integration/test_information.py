@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megamem.config.model import ModelConfig
 from megamem.evaluation.information import encoder_of, entropy_ratio
@@ -62,6 +63,22 @@ def test_start_weights_are_looked_into_for_comparison_and_two_ranks_do_it_too(tr
     # near them, but not them
     moved = max(float((start[name] - own[name]).abs().max()) for name in own)
     assert 1e-5 < moved < 0.1
+
+
+def test_an_imported_model_needs_a_recipe_for_the_decoder(data, tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaConfig(**shape, vocab_size=VOCABULARY, tie_word_embeddings=True)
+    LlamaForCausalLM(llama).save_pretrained(tmp_path / "hf")
+    folder = tmp_path / "llama"
+    run("convert", "from-hf", tmp_path / "hf", folder, f"chunk_size={CHUNK}")
+    assert "llama: has no data to train a decoder on; add --recipe" in run("probe", "information", folder, code=2)
+    recipe = write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", training={"steps": 2}))
+    words = ["--recipe", recipe, "--decoder-layers", 1, "--token", "last_but_one", "--processes", 1, "--json"]
+    report = json.loads(run("probe", "information", folder, *words).splitlines()[-1])
+    assert report["embedding_size"] == 32
+    found = load_file(folder / "probes" / "information" / "model.safetensors")
+    assert torch.equal(found["encoder_embedding.weight"], load_file(folder / "weights.safetensors")["embedding.weight"])
 
 
 @pytest.mark.parametrize(
