@@ -22,13 +22,13 @@ from megamem.parallel.linears import Linears, normal, token_share
 
 
 class Embeddings(Protocol):
-    """Where embeddings of a frozen encoder are kept, [memories, chunks, width], by ids [chunk_size, chunks]."""
+    """Where embeddings of a frozen encoder are kept, [memories, rows, width], by ids [chunk_size, rows]."""
 
     def find(self, ids: Tensor) -> Tensor | None:
-        """Return the embeddings of these chunks [memories, chunks, width]; None if one is not there."""
+        """Return the embeddings of these chunks [memories, rows, width]; None if one is not there."""
 
     def add(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Keep the embeddings of these chunks [memories, chunks, width]."""
+        """Keep the embeddings of these chunks [memories, rows, width]."""
 
 
 class EncoderStage(Decoder):
@@ -90,7 +90,7 @@ class EncoderStage(Decoder):
         return (encoded if self.writer is None else self.writer.memories(encoded)), losses
 
     def memories_of(self, ids: Tensor) -> Tensor:
-        """Return the memories [memories, chunks, hidden_size] of whole chunks of ids [chunk_size, chunks].
+        """Return the memories [memories, rows, hidden_size] of whole chunks of ids [chunk_size, rows], one in each row.
 
         Where embeddings are kept, the encoder runs unless those of all these chunks are there. For stages that hold the
         whole encoder.

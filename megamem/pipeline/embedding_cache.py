@@ -96,7 +96,7 @@ class EmbeddingCache:
         return len(self._places)
 
     def find(self, ids: Tensor) -> Tensor | None:
-        """Return the embeddings [memories, chunks, width] of chunks of ids [chunk_size, chunks].
+        """Return the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows], one in each row.
 
         They lie on the device of the ids. None if those of one chunk are not there. Raises: DataError for damaged ones,
         naming the file.
@@ -112,7 +112,7 @@ class EmbeddingCache:
         return found.transpose(0, 1).to(ids.device)
 
     def add(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Keep the embeddings [memories, chunks, width] of chunks of ids [chunk_size, chunks]. Raises DataError."""
+        """Keep the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows]. Raises DataError."""
         rows = embeddings.detach().transpose(0, 1).contiguous().cpu()
         try:
             entries = b""
@@ -160,6 +160,6 @@ class EmbeddingCache:
 
 
 def _keys_of(ids: Tensor) -> list[bytes]:
-    """Return the key of each chunk of ids [chunk_size, chunks]."""
+    """Return the key of each chunk of ids [chunk_size, rows]."""
     chunks = ids.t().contiguous().cpu().numpy()
     return [hashlib.blake2b(chunk.tobytes(), digest_size=KEY_BYTES).digest() for chunk in chunks]

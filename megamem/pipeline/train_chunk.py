@@ -32,7 +32,7 @@ class MicroBatch(NamedTuple):
     reading: int = 0
     """Number of the reading among the objective's."""
     factor: Tensor | float = 1.0
-    """Of its losses in the sums of the step (scalar): their weight, and what makes a sum that is divided by the
+    """Factor (scalar) of its losses in the sums of the step: their weight, and what makes a sum that is divided by the
     predicted tokens of the first reading a mean over those of its own."""
 
 
