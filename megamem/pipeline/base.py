@@ -346,9 +346,11 @@ class TrainingEngine(ABC):
     def close(self) -> None:
         """Give the memory of parameters, gradients and moments back; nothing can be called afterwards."""
         self.engine.destroy()
-        # with ZeRO 3, hooks that autograd holds keep the engine in the process: its tensors are taken out of it
+        # autograd's nodes may keep hooks, and through them the engine, in the process: its tensors are taken out of it
         for holder in (self.engine.optimizer, self.optimizer, *self.stage.parameters()):
             vars(holder).clear()
+        for parameter in self.stage.parameters():
+            parameter.data, parameter.grad = parameter.new_empty(0), None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters by global name."""
