@@ -70,7 +70,8 @@ def test_what_cannot_be_probed_is_refused_in_one_line(runs, tmp_path):
     assert refused("probe", "information", plain, "--out", blocked).startswith(
         f"{blocked}.encoder.safetensors: cannot be written"
     )
-    (tmp_path / "model.yaml").write_text("model: {layers: 2, hidden_size: 32, heads: 4, vocab_size: 320}\n")
+    sizes = {"layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 320, "chunk_size": 32}
+    write_config(tmp_path / "model.yaml", {"model": sizes})
     assert refused("probe", "information", tmp_path).endswith("weights.safetensors: no such weights file")
     out = ("--out", tmp_path / "decoder")
     assert "data.validation is empty" in refused("probe", "information", plain, "data.validation=[]", *out)

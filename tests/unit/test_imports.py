@@ -33,8 +33,8 @@ ALLOWED = {
     "tokenization": {"megamem.errors", "megamem.files"},
     "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
     "megamem.pipeline": {
-        "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.memory", "megamem.model",
-        "megamem.ops", "megamem.parallel",
+        "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.files", "megamem.memory",
+        "megamem.model", "megamem.ops", "megamem.parallel",
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {
