@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -49,8 +50,7 @@ def information(
     from megamem.config.recipe import read_recipe
     from megamem.config.run import RunConfig
     from megamem.evaluation.information import PICTURE, information_table, probe_tree, write_information
-    from megamem.files import write_bytes
-    from megamem.training.information import open_frozen
+    from megamem.training.information import open_frozen, provide_weights
 
     frozen = open_frozen(model, untrained)
     given = read_recipe(recipe) if recipe else frozen.recipe
@@ -58,21 +58,23 @@ def information(
         raise ConfigError(f"{model}: has no data to train a decoder on; add --recipe FILE of a run")
     folder = out or frozen.folder
     weights = folder.with_name(f"{folder.name}.encoder.safetensors")
-    tree = probe_tree(frozen.model, given, weights, folder, decoder_layers, tokens)
+    tree = probe_tree(str(model), frozen.model, given, weights, folder, decoder_layers, tokens)
     tree["model"]["architecture"] |= {"embedded_token": token, "expansion": expansion}
     config = parse_config(RunConfig, apply_overrides(tree, overrides or []), f"the decoder behind {model}")
+    if not config.data.validation:
+        raise ConfigError(f"{model}: data.validation is empty; name held-out text to measure the decoder on")
     first = os.environ.get("RANK", "0") == "0"
-    if first and not weights.exists():
-        weights.parent.mkdir(parents=True, exist_ok=True)
-        frozen.write(weights)
-    # every rank writes the same, whole
-    written = folder.with_name(f"{folder.name}.yaml")
-    write_bytes(written, dump_yaml(config).encode())
-    try:
-        train(written, processes=processes)
-    except typer.Exit as ended:
-        if ended.exit_code:
-            raise
+    if first:
+        provide_weights(frozen, weights)
+    with TemporaryDirectory() as own:
+        # every rank has a file of its own
+        written = Path(own) / f"{folder.name}.yaml"
+        written.write_text(dump_yaml(config))
+        try:
+            train(written, processes=processes)
+        except typer.Exit as ended:
+            if ended.exit_code:
+                raise
     if not first:
         return
     report = write_information(config)

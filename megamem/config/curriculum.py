@@ -160,8 +160,8 @@ def _with_start(tree: Tree, earlier: Mapping[str, RunConfig], lessons: Sequence[
         raise ConfigError(f"{where}.{_START}: {start!r}, but training.init_from is given too; leave one of them out")
 
     def weights(given: object) -> str:
-        if given in earlier:
-            return str(earlier[str(given)].weights)
+        if isinstance(given, str) and given in earlier:
+            return str(earlier[given].weights)
         if given in lessons:
             raise ConfigError(
                 f"{where}.{_START}: lesson {given!r} is not before this one; valid: "

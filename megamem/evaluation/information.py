@@ -75,6 +75,7 @@ def encoder_of(model: ModelConfig, where: str) -> Tree:
 
 
 def probe_tree(
+    name: str,
     model: ModelConfig,
     recipe: Tree,
     weights: Path,
@@ -85,22 +86,25 @@ def probe_tree(
     """Return the configuration of the run that trains a decoder behind a frozen model.
 
     Args:
+        name: what messages call the model.
         model: the model that is looked into.
         recipe: of a run: its data, optimizer, layout and the length of training are taken.
         weights: the model's, as one safetensors file.
         folder: of the new run.
         decoder_layers: of the decoder, which is as wide as the model; as many as the encoder has if not given.
         tokens: of a chunk, which one embedding stands for; as the model's chunks have if not given.
-    Raises: ConfigError for a model that cannot be taken for an encoder.
+    Raises: ConfigError for a model that cannot be taken for an encoder, or a recipe that is no run's.
     """
-    encoder = encoder_of(model, str(weights))
+    encoder = encoder_of(model, name)
     shape = model.model_dump(mode="json", exclude={"memory", "mup"})
     sizes = {name: encoder[name] for name in ("hidden_size", "heads", "kv_heads", "head_dim", "ffn_size", "mixer")}
     layers = encoder["layers"] + (decoder_layers or encoder["layers"])
     if folder.parent == folder:
         raise ConfigError(f"{folder}: give a folder below another one")
     kept = ("data", "training", "optimizer", "parallel", "evaluation", "checkpoint", "logging")
-    tree = {section: dict(recipe[section]) for section in kept if section in recipe}
+    if wrong := next((section for section in kept if not isinstance(recipe.get(section, {}), dict)), None):
+        raise ConfigError(f"the recipe for {name}: {wrong}: expected a section, got {recipe[wrong]!r}")
+    tree: Tree = {"data": {}, "training": {}, **{section: recipe[section] for section in kept if section in recipe}}
     own = ("objective", "bptt_chunks", "phases", "init_from", "freeze", "tokens")
     training = {name: value for name, value in tree["training"].items() if name not in own}
     return {

@@ -7,8 +7,9 @@ would be computed, bit for bit. In it every process that trains has a part of it
                                 00000.keys  00000.rows   a chunk's key and checksum; its embeddings
                                 00001.keys  00001.rows   another process, or the same after it was started again
 
-A chunk's key is a hash of its tokens. Rows are written before their keys: a process that is killed leaves at most a row
-without a key, or a part of one.
+A chunk's key is a hash of its tokens and of how many chunks were encoded beside each other, as sums of other shapes may
+be of another order. Rows are written before their keys: a process that is killed leaves at most a row without a key, or
+a part of one.
 """
 
 from __future__ import annotations
@@ -17,46 +18,53 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megamem.config.run import RunConfig
 from megamem.errors import DataError
-from megamem.files import sha256_file, write_json
+from megamem.files import write_json
+from megamem.model.encoder_stage import EncoderStage
+from megamem.model.stage import Stage
+from megamem.pipeline.base import TrainingEngine
 
 KEY_BYTES, CHECKSUM_BYTES = 16, 4
 ENTRY_BYTES = KEY_BYTES + CHECKSUM_BYTES
 IDENTITY = "identity.json"
 
 
-def identity_of(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return what the bits of an encoder's embeddings depend on. Raises DataError if its weights cannot be read.
+def identity_of(config: RunConfig, stage: Stage, tp_rank: int, device: torch.device) -> dict[str, Any]:
+    """Return what the bits of an encoder's embeddings depend on.
 
-    device: that it computes on.
+    Args:
+        config: the run.
+        stage: holds the whole encoder, or this tensor-parallel rank's shards of it, with the weights to compute with.
+        tp_rank: this rank among those that hold shards.
+        device: that it computes on.
     """
-    files, model = config.training.init_from, config.model
-    path = files["encoder"] if isinstance(files, dict) else files
-    assert path is not None, "only trained encoders are frozen"
-    try:
-        weights = sha256_file(Path(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    # sums of other shapes may be of another order
-    rows = config.training.micro_batch_size * config.bptt_chunks
+    model, training = config.model, config.training
+    encoder = model.architecture.parts(model)["encoder"]
+    weights = hashlib.sha256()
+    for name, parameter in sorted(stage.named_parameters()):
+        if encoder.plain_name(name) is not None:
+            weights.update(name.encode())
+            weights.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     architecture: Any = model.architecture
     shape = model.layer_model(0).model_dump(mode="json", exclude={"layers", "mixer", "memory", "architecture"})
     return {
-        "weights": weights,
+        "weights": weights.hexdigest(),
         "encoder": [model.mixer_at(layer).model_dump(mode="json") for layer in range(architecture.encoder.layers)],
         "shape": shape,
         "memories_per_chunk": architecture.memories_per_chunk,
-        "chunks_side_by_side": rows,
-        "precision": config.training.precision,
+        "precision": training.precision,
+        "compile": training.compile,
         "tp": config.parallel.tp,
+        "tp_rank": tp_rank,
         "sequence_parallel": config.parallel.sequence_parallel,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
@@ -67,7 +75,14 @@ class EmbeddingCache:
     """The embeddings that one process finds and adds. Several may use a folder at once; each finds what it added itself
     and what was there when it began."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
         """Open a folder, and begin a part in it.
 
         Args:
@@ -75,12 +90,14 @@ class EmbeddingCache:
             identity: what their bits depend on, as plain data.
             shape: of the embeddings of one chunk, [memories, width].
             dtype: of the embeddings.
+            agree: whether all processes that compute these embeddings together have them, given whether this one has.
         Raises: DataError if the folder cannot be written to.
         """
         text = json.dumps(identity, sort_keys=True)
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         self.shape, self.dtype = tuple(shape), dtype
         self.row_bytes = torch.Size(self.shape).numel() * dtype.itemsize
+        self.agree = agree
         self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
         try:
             write_json(self.folder / IDENTITY, dict(identity))
@@ -98,11 +115,11 @@ class EmbeddingCache:
     def find(self, ids: Tensor) -> Tensor | None:
         """Return the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows], one in each row.
 
-        They lie on the device of the ids. None if those of one chunk are not there. Raises: DataError for damaged ones,
-        naming the file.
+        They lie on the device of the ids. None if those of one chunk are not there, here or where `agree` asks.
+        Raises: DataError for damaged ones, naming the file.
         """
         places = [self._places.get(key) for key in _keys_of(ids)]
-        if any(place is None for place in places):
+        if not self.agree(None not in places):
             return None
         data = bytearray()
         for place in places:
@@ -159,7 +176,25 @@ class EmbeddingCache:
             return path.with_suffix(".keys").open("xb"), rows
 
 
+def keep_embeddings(engine: TrainingEngine, folder: Path) -> None:
+    """Let the encoder of an engine whose weights are loaded use the cache in a folder. Raises DataError."""
+    stage, topology = engine.stage, engine.topology
+    assert isinstance(stage, EncoderStage), "only they have frozen encoders"
+
+    def all_know(known: bool) -> bool:
+        """Return whether all tensor-parallel ranks know something: what one has to compute, all compute together."""
+        if topology.tp_size == 1:
+            return known
+        flag = torch.tensor(known, dtype=torch.int32, device=topology.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=topology.tp_group)
+        return bool(flag)
+
+    identity = identity_of(engine.config, stage, topology.tp_rank, topology.device)
+    stage.kept_embeddings = EmbeddingCache(folder, identity, stage.embeddings_shape, engine.dtype, all_know)
+
+
 def _keys_of(ids: Tensor) -> list[bytes]:
     """Return the key of each chunk of ids [chunk_size, rows]."""
     chunks = ids.t().contiguous().cpu().numpy()
-    return [hashlib.blake2b(chunk.tobytes(), digest_size=KEY_BYTES).digest() for chunk in chunks]
+    beside = len(chunks).to_bytes(8, "little")
+    return [hashlib.blake2b(chunk.tobytes(), digest_size=KEY_BYTES, salt=beside).digest() for chunk in chunks]

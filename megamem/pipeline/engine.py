@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import shared_parameters
 from megamem.memory.base import States
-from megamem.model.encoder_stage import EncoderStage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
 from megamem.pipeline.channels import Borders, warm_up
-from megamem.pipeline.embedding_cache import EmbeddingCache, identity_of
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.freezing import check_stages_learn
 from megamem.pipeline.placement import contiguous
@@ -43,9 +41,6 @@ class WindowEngine(TrainingEngine):
 
     def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
         super().__init__(config, topology, None, draw)
-        if (folder := config.training.embedding_cache) is not None and isinstance(self.stage, EncoderStage):
-            identity = identity_of(config, topology.device)
-            self.stage.kept_embeddings = EmbeddingCache(folder, identity, self.stage.embeddings_shape, self.dtype)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""

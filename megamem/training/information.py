@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +11,11 @@ from pathlib import Path
 from checkpoints.folder import verify
 from checkpoints.read import merge_weights
 from checkpoints.trained import open_run
-from checkpoints.weights import write_weights
+from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.load import Tree, parse_config, read_yaml
 from megamem.config.model import ModelConfig
-from megamem.errors import ConfigError
+from megamem.errors import CheckpointError, ConfigError
+from megamem.files import read_json, sha256_file, write_json
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
@@ -29,6 +32,8 @@ class FrozenModel:
     """The configuration of its own run; None where there is none."""
     folder: Path
     """Where probes of it go if nothing else is said."""
+    source: str
+    """What the weights are, so that others can be told from them."""
     write: Callable[[Path], None]
     """Writes its weights as one file."""
 
@@ -44,7 +49,10 @@ def open_frozen(path: Path, untrained: bool = False) -> FrozenModel:
         model = parse_config(ModelConfig, tree.get("model", {}), str(path / MODEL))
         if untrained:
             raise ConfigError(f"--untrained: {path} was not trained from random weights here; give a run")
-        return FrozenModel(model, None, path / "probes" / "information", lambda file: _link(path / WEIGHTS, file))
+        if not (path / WEIGHTS).is_file():
+            raise CheckpointError(f"{path / WEIGHTS}: no such weights file")
+        folder, source = path / "probes" / "information", f"weights {sha256_file(path / WEIGHTS)}"
+        return FrozenModel(model, None, folder, source, lambda file: _link(path / WEIGHTS, file))
     run = open_run(path)
     config = run.config
     name = "untrained" if untrained else f"step-{run.checkpoint.step}"
@@ -56,11 +64,34 @@ def open_frozen(path: Path, untrained: bool = False) -> FrozenModel:
     def draw(file: Path) -> None:
         stage = build_stage(config.model, PlainLinears())
         initialize_parameters(stage, config.training.seed)
-        write_weights({key: value.detach() for key, value in stage.named_parameters()}, file)
+        weights = {key: value.detach() for key, value in stage.named_parameters()}
+        write_weights(weights, file, WeightsHeader.of_model(config.model, run.checkpoint.run()["tokenizer_sha256"]))
 
     recipe = config.model_dump(mode="json", exclude={"auto"})
     folder = config.run_folder / "probes" / f"information-{name}"
-    return FrozenModel(config.model, recipe, folder, draw if untrained else merge)
+    if untrained:
+        drawn = config.model.model_dump_json() + str(config.training.seed)
+        return FrozenModel(config.model, recipe, folder, f"drawn {hashlib.sha256(drawn.encode()).hexdigest()}", draw)
+    manifest = json.dumps(run.checkpoint.manifest(), sort_keys=True)
+    source = f"checkpoint {hashlib.sha256(manifest.encode()).hexdigest()}"
+    return FrozenModel(config.model, recipe, folder, source, merge)
+
+
+def provide_weights(frozen: FrozenModel, file: Path) -> None:
+    """Write a model's weights for a probe, unless they are there, and beside them what they are.
+
+    Raises: ConfigError where the file, or the probe that it was written for, is of other weights; CheckpointError if it
+    cannot be written.
+    """
+    note = file.with_suffix(".json")
+    try:
+        if (file.exists() or note.exists()) and read_json(note).get("source") != frozen.source:
+            raise ConfigError(f"{file}: holds the weights of another model; choose another --out")
+        if not file.exists():
+            write_json(note, {"source": frozen.source})
+            frozen.write(file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written ({error.strerror}); choose another --out") from None
 
 
 def _link(weights: Path, file: Path) -> None:

@@ -23,6 +23,7 @@ from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import final_evaluation
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
+from megamem.pipeline.embedding_cache import keep_embeddings
 from megamem.pipeline.engine import build_engine
 from megamem.pipeline.start_weights import shown_files
 from megamem.planning.arithmetic import describe
@@ -199,6 +200,8 @@ def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadS
     elif files is not None:
         trainer.watch(f"loading {shown_files(files)}")
         load_initial_weights(trainer.engine, group)
+    if trainer.config.training.embedding_cache is not None:
+        keep_embeddings(trainer.engine, trainer.config.training.embedding_cache)
 
 
 def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -> None:

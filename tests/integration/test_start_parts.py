@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def config_file(data, start, folder, **sections):
 def trained(folder, config, *overrides, code=0):
     """The output of a run of its own process."""
     with Job(folder / f"job-{len(list(folder.iterdir()))}", 1, command, "train", str(config), *overrides) as job:
-        assert job.codes(90) == [code], job.output(0)
+        assert job.codes(90) == [code], job.output(0) + job.output(0, "err")
         return " ".join(job.output(0, "out").split())
 
 
@@ -158,3 +159,19 @@ def test_it_is_evaluated_before_and_after(data, start, runs, tmp_path):
     ]
     assert scores[0]["megamem_rolling/bits_per_byte,none"] > 1
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+
+
+def test_a_cache_of_embeddings_is_of_the_weights_that_are_computed_with(data, start, tmp_path):
+    """A dry run, whose weights are random, leaves nothing in it; a run that goes on does not ask the file again."""
+    kept, encoder = tmp_path / "kept", tmp_path / "encoder.safetensors"
+    shutil.copy(start / "narrow.safetensors", encoder)
+    files = {"encoder": str(encoder), "decoder": str(start / "llama" / "weights.safetensors")}
+    training = {"embedding_cache": str(kept), "init_from": files}
+    config = config_file(data, start, tmp_path, training=training, checkpoint={"every": 2})
+    trained(tmp_path, config, "--dry-run")
+    assert not kept.exists()
+    trained(tmp_path, config, "training.stop_after=2", code=STOPPED)
+    changed = {name: value + 1 for name, value in load_file(encoder).items()}
+    write_weights(changed, encoder)
+    trained(tmp_path, config)
+    assert len(list(kept.iterdir())) == 1

@@ -131,6 +131,7 @@ class TestLessons:
         (changed(0, start="blank"), "lessons.language.start: lesson 'blank' is not before this one; valid: a"),
         (changed(1, start={"encoder": "langage"}), "lessons.blank.start: no lesson 'langage'; did you mean"),
         (changed(1, start=3), "lessons.blank.start: no lesson 3; valid: language"),
+        (changed(1, start=["language"]), "lessons.blank.start: no lesson ['language']"),
         (changed(1, runs_folder="x"), "lessons.blank.runs_folder: a lesson has none of its own"),
         (changed(1, origin={}), "lessons.blank.origin: a lesson has none of its own"),
         (changed(1, trainin={}), "lessons.blank.trainin: unknown key; did you mean 'training'? valid keys here: auto,"),

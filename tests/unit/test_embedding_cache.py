@@ -50,14 +50,16 @@ def test_what_was_added_is_found_again_by_this_process_and_the_next(tmp_path: Pa
     first = cache(tmp_path, dtype=dtype)
     assert first.find(x) is None
     first.add(x, made)
-    order = torch.tensor([3, 0, 3, 4])
+    order = torch.tensor([3, 0, 3, 4, 0])
     for known in (first, cache(tmp_path, dtype=dtype)):
         found = known.find(x[:, order])
         assert found is not None
         assert found.dtype == dtype
         assert torch.equal(found, made[:, order])
         # one that is not there, and all would have to be made
-        assert known.find(torch.cat((x, ids(1, seed=5)), 1)) is None
+        assert known.find(torch.cat((x[:, 1:], ids(1, seed=5)), 1)) is None
+        # another number side by side may be summed in another order
+        assert known.find(x[:, :4]) is None
     other = cache(tmp_path, "another encoder", dtype)
     assert len(other) == 0
     assert other.folder != first.folder
@@ -67,10 +69,10 @@ def test_two_processes_write_side_by_side(tmp_path: Path) -> None:
     one, two = cache(tmp_path), cache(tmp_path)
     x, made = ids(4), embeddings(4)
     one.add(x[:, :2], made[:, :2])
-    two.add(x[:, 1:], made[:, 1:])
-    found = cache(tmp_path).find(x)
+    two.add(x[:, 1:3], made[:, 1:3])
+    found = cache(tmp_path).find(x[:, [2, 0]])
     assert found is not None
-    assert torch.equal(found, made)
+    assert torch.equal(found, made[:, [2, 0]])
 
 
 @pytest.mark.parametrize(("suffix", "lost"), [(".keys", ENTRY_BYTES + 3), (".rows", 5)])
@@ -179,19 +181,39 @@ def test_where_it_cannot_be_used_it_is_refused(sections: dict[str, Any], message
     assert message in str(caught.value)
 
 
-def test_what_bits_depend_on_is_told_apart(tmp_path: Path) -> None:
-    """Another encoder, precision or batch has embeddings of its own; another decoder or learning rate has not."""
-    weights = tmp_path / "weights"
-    weights.write_bytes(b"some")
+def test_what_bits_depend_on_is_told_apart() -> None:
+    """Another encoder, precision or way of computing has embeddings of its own; another decoder or rate has not."""
 
-    def identity(**sections: Any) -> dict[str, Any]:
-        tree = merge(merge(TREE, {"training": {"init_from": {"encoder": str(weights)}}}), sections)
-        return identity_of(parse_config(RunConfig, tree, "file"), torch.device("cpu"))
+    def identity(stage: EncoderStage, rank: int = 0, **sections: Any) -> dict[str, Any]:
+        return identity_of(parse_config(RunConfig, merge(TREE, sections), "file"), stage, rank, torch.device("cpu"))
 
-    same = identity()
-    assert identity(model={"layers": 5}, optimizer={"lr": 1e-5}, training={"steps": 7}) == same
-    assert identity(training={"micro_batch_size": 2}) != same
-    assert identity(training={"precision": "bf16"}) != same
-    assert identity(model={"architecture": {"encoder": {"mixer": "local_attention"}}}) != same
-    weights.write_bytes(b"others")
-    assert identity() != same
+    stage, changed = frozen(torch.float32), frozen(torch.float32)
+    same = identity(stage)
+    with torch.no_grad():
+        changed.layer(2).get_parameter("mlp.up.weight").add_(1)
+        changed.layer(1).get_parameter("writer.projections.0.weight").add_(1)
+    assert identity(changed, model={"layers": 5}, optimizer={"lr": 1e-5}, training={"steps": 7}) == same
+    assert identity(stage, training={"precision": "bf16"}) != same
+    assert identity(stage, training={"compile": True}) != same
+    assert identity(stage, rank=1) != same
+    assert identity(stage, model={"architecture": {"encoder": {"mixer": "local_attention"}}}) != same
+    with torch.no_grad():
+        changed.layer(1).get_parameter("writer.norm.weight")[0] += 1
+    assert identity(changed) != same
+    assert identity(frozen(torch.bfloat16)) != same
+
+
+def test_what_one_rank_lacks_all_make(tmp_path: Path) -> None:
+    """Tensor-parallel ranks encode together: one that has not got a chunk makes the others encode it too."""
+    known: list[bool] = []
+
+    def asks(found: bool) -> bool:
+        known.append(found)
+        return False
+
+    x = ids(2)
+    shared = EmbeddingCache(tmp_path, {}, SHAPE, torch.float32, asks)
+    assert shared.find(x) is None
+    shared.add(x, embeddings(2))
+    assert shared.find(x) is None
+    assert known == [False, True]
