@@ -17,6 +17,7 @@ from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
+from megamem.pipeline.start_weights import open_weights
 
 
 def write(folder, tensors, ranks=1, step=4):
@@ -125,10 +126,13 @@ def test_bits_are_compared_and_not_numbers(tmp_path, shape):
 
 def test_weights_are_merged_into_one_file(tmp_path):
     checkpoint = write(tmp_path, TENSORS, 4)
+    model = {"layers": 1, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
+    (checkpoint.path / "run.json").write_text(json.dumps({"model": model, "tokenizer_sha256": "abc"}))
     assert merge_weights(checkpoint, tmp_path / "new" / "weights.safetensors") == 2
     merged = load_file(tmp_path / "new" / "weights.safetensors")
     assert sorted(merged) == ["gate", "weight"]
     assert all(torch.equal(value, TENSORS[MASTER + name]) for name, value in merged.items())
+    assert open_weights(tmp_path / "new" / "weights.safetensors").tokenizer == "abc"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights.safetensors"], "nothing temporary"
 
 
