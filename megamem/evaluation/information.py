@@ -117,6 +117,9 @@ def probe_tree(
             "layers": layers,
             "chunk_size": tokens or model.chunk_size,
             "tie_embeddings": False,
+            # what is frozen is read as it is, and so is what is made of it
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
             "architecture": {"kind": "autoencoder", "encoder": encoder},
         },
         "data": {

@@ -19,8 +19,9 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,16 @@ def identity_of(config: RunConfig, stage: Stage, tp_rank: int, device: torch.dev
     }
 
 
+class _Place(NamedTuple):
+    """Where the embeddings of a chunk lie."""
+
+    file: Path
+    row: int
+    """Number of its row in the file."""
+    checksum: int
+    """CRC-32 of the row."""
+
+
 class EmbeddingCache:
     """The embeddings that one process finds and adds. Several may use a folder at once; each finds what it added itself
     and what was there when it began."""
@@ -98,7 +109,7 @@ class EmbeddingCache:
         self.shape, self.dtype = tuple(shape), dtype
         self.row_bytes = torch.Size(self.shape).numel() * dtype.itemsize
         self.agree = agree
-        self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
+        self._places: dict[bytes, _Place] = {}
         try:
             write_json(self.folder / IDENTITY, dict(identity))
             for keys in sorted(self.folder.glob("*.keys")):
@@ -121,10 +132,7 @@ class EmbeddingCache:
         places = [self._places.get(key) for key in _keys_of(ids)]
         if not self.agree(None not in places):
             return None
-        data = bytearray()
-        for place in places:
-            assert place is not None
-            data += self._row(*place)
+        data = self._read([place for place in places if place is not None])
         found = torch.frombuffer(data, dtype=self.dtype).view(len(places), *self.shape)
         return found.transpose(0, 1).to(ids.device)
 
@@ -139,7 +147,7 @@ class EmbeddingCache:
                 data = row.contiguous().view(torch.uint8).numpy().tobytes()
                 checksum = zlib.crc32(data)
                 self._rows.write(data)
-                self._places[key] = self._rows, self._count, checksum
+                self._places[key] = _Place(Path(self._rows.name), self._count, checksum)
                 self._count += 1
                 entries += key + checksum.to_bytes(CHECKSUM_BYTES, "little")
             self._rows.flush()
@@ -148,20 +156,31 @@ class EmbeddingCache:
         except OSError as error:
             raise DataError(f"{self._rows.name}: cannot be written ({error.strerror})") from None
 
-    def _row(self, file: BinaryIO, number: int, checksum: int) -> bytes:
-        data = os.pread(file.fileno(), self.row_bytes, number * self.row_bytes)
-        if zlib.crc32(data) != checksum:
-            raise DataError(f"{file.name}: the embeddings of chunk {number} are damaged; remove the folder")
+    def _read(self, places: Sequence[_Place]) -> bytearray:
+        """Return the rows at some places, one behind the other. Raises DataError for damaged ones, naming the file."""
+        data, files = bytearray(), dict[Path, BinaryIO]()
+        # opened anew: there may be more parts than a process may have open files
+        with ExitStack() as stack:
+            for place in places:
+                try:
+                    if place.file not in files:
+                        files[place.file] = stack.enter_context(place.file.open("rb"))
+                    row = os.pread(files[place.file].fileno(), self.row_bytes, place.row * self.row_bytes)
+                except OSError as error:
+                    raise DataError(f"{place.file}: cannot be read ({error.strerror})") from None
+                if zlib.crc32(row) != place.checksum:
+                    raise DataError(f"{place.file}: the embeddings of chunk {place.row} are damaged; remove the folder")
+                data += row
         return data
 
     def _read_part(self, keys: Path) -> None:
         """Note what a part holds, as far as both of its files were written."""
-        rows = keys.with_suffix(".rows").open("rb")
+        rows = keys.with_suffix(".rows")
         entries = keys.read_bytes()
-        whole = min(len(entries) // ENTRY_BYTES, os.fstat(rows.fileno()).st_size // self.row_bytes)
+        whole = min(len(entries) // ENTRY_BYTES, rows.stat().st_size // self.row_bytes)
         for number in range(whole):
             entry = entries[number * ENTRY_BYTES : (number + 1) * ENTRY_BYTES]
-            self._places[entry[:KEY_BYTES]] = rows, number, int.from_bytes(entry[KEY_BYTES:], "little")
+            self._places[entry[:KEY_BYTES]] = _Place(rows, number, int.from_bytes(entry[KEY_BYTES:], "little"))
 
     def _new_part(self) -> tuple[BinaryIO, BinaryIO]:
         """Return the two files of a part that no other process has."""
