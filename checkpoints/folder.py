@@ -83,6 +83,8 @@ class RunFacts(RunIdentity):
 
     config: dict[str, Any]
     """The resolved configuration."""
+    vocabulary_sha256: NotRequired[str | None]
+    """Hash of what each token stands for (`Tokenizer.vocabulary_hash`); None without a tokenizer."""
     megamem: str
     """Version that wrote it."""
 

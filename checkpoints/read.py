@@ -105,4 +105,4 @@ def _header(checkpoint: Checkpoint) -> WeightsHeader:
     """Return what the weights of a checkpoint are of, as its run says."""
     run = checkpoint.run()
     model = parse_config(ModelConfig, run["model"], f"{checkpoint.path / 'run.json'}: model")
-    return WeightsHeader.of_model(model, run["tokenizer_sha256"])
+    return WeightsHeader.of_model(model, run.get("vocabulary_sha256"))

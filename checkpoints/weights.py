@@ -28,7 +28,7 @@ class WeightsHeader:
     new_parameters: Sequence[str] = ()
     """Parameters of the model that the file does not hold and that start as in a new run."""
     tokenizer: str | None = None
-    """SHA-256 of the tokenizer that the weights were trained with."""
+    """`Tokenizer.vocabulary_hash` of what the weights were trained with."""
     parts: Mapping[str, ModelPart] = field(default_factory=dict)
     """Parts of the model that can start another model's (`ArchitectureConfig.parts`)."""
 

@@ -3,9 +3,11 @@
 `Tokenizer` encodes documents only: text that spells a special token is plain text, and no token is added.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -140,6 +142,14 @@ class Tokenizer:
     def hash(self) -> str:
         """SHA-256 of the tokenizer's file."""
         return self.meta.sha256
+
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """SHA-256 of what each token stands for: the same for a tokenizer and its copy in another form of file."""
+        digest = hashlib.sha256(str(self.eos_id).encode())
+        for spelt in self.token_bytes():
+            digest.update(len(spelt).to_bytes(4, "little") + spelt)
+        return digest.hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the token ids of a text, [tokens], without eos."""

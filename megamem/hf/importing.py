@@ -60,7 +60,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         words = None if tokenizer is None else tokenizer.vocab_size
         if words is not None and words > model.vocab_size:
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
-        header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.hash, new_parameters)
+        header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.vocabulary_hash, new_parameters)
         write_weights(weights, partial / WEIGHTS, header)
         text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
         (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")

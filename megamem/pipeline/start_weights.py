@@ -32,7 +32,7 @@ class WeightsFile:
     new_parameters: frozenset[str]
     """Parameters of the model that the file does not hold and that start as in a new run."""
     tokenizer: str | None
-    """SHA-256 of the tokenizer that the weights were trained with; None if the file does not say."""
+    """`Tokenizer.vocabulary_hash` of what the weights were trained with; None if the file does not say."""
     parts: Mapping[str, ModelPart]
     """The parts of the model that they are of; none of a plain decoder."""
 
@@ -55,7 +55,7 @@ _expected: dict[Path, tuple[ModelConfig, str | None]] = {}
 def expect_weights(path: Path, model: ModelConfig, tokenizer: str | None) -> None:
     """Let `open_weights` answer for a file that a run will write, until it is there.
 
-    tokenizer: the hash of the run's, if it is known.
+    tokenizer: the hash of its vocabulary, if it is known.
     """
     _expected[path] = model, tokenizer
 
@@ -120,7 +120,7 @@ def weight_sources(config: RunConfig) -> Sources:
 def check_start(config: RunConfig, tokenizer: str | None) -> None:
     """Refuse weights to start from that do not fit the run's model, its tokenizer, or each other's.
 
-    tokenizer: the hash of the run's, if it has one. Raises: CheckpointError in one line.
+    tokenizer: the hash of the vocabulary of the run's, if it has one. Raises: CheckpointError in one line.
     """
     weight_sources(config)
     files = config.training.init_from

@@ -31,6 +31,7 @@ from megamem.pipeline.start_weights import check_start
 from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.loop import Callback, Trainer
 from megamem.training.phases import samples_after
+from tokenization.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ def resume_point(config: RunConfig, facts: RunFacts, group: ProcessGroup) -> tup
                 "checkpoint to begin with; make it again with megamem branch"
             )
         elif config.training.init_from is not None:
-            check_start(config, facts["tokenizer_sha256"])
+            check_start(config, facts.get("vocabulary_sha256"))
         return checkpoint, skipped
 
     return on_rank_0(chosen, group)
@@ -113,14 +114,15 @@ def placed_as_before(config: RunConfig, checkpoint: Checkpoint | None) -> RunCon
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"placement": placement})})
 
 
-def run_facts(config: RunConfig, data_fingerprints: Sequence[str], tokenizer_sha256: str | None) -> RunFacts:
+def run_facts(config: RunConfig, data_fingerprints: Sequence[str], tokenizer: Tokenizer | None) -> RunFacts:
     """Return what every checkpoint of the run says in run.json besides its counters.
 
     data_fingerprints: of the data of each phase.
     """
     return {
-        **run_identity(config, data_fingerprints, tokenizer_sha256),
+        **run_identity(config, data_fingerprints, tokenizer.hash if tokenizer else None),
         "config": config.model_dump(mode="json"),
+        "vocabulary_sha256": tokenizer.vocabulary_hash if tokenizer else None,
         "megamem": version("megamem"),
     }
 

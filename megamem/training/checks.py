@@ -66,7 +66,7 @@ def check_run(config: RunConfig, processes: int) -> None:
         feeder.check_files()
     check_learns(config)
     if config.training.init_from is not None and _begins(config):
-        check_start(config, Tokenizer.load(config.data.tokenizer).hash if config.data.tokenizer else None)
+        check_start(config, Tokenizer.load(config.data.tokenizer).vocabulary_hash if config.data.tokenizer else None)
     config = with_steps(config, feeders)
     check_run_folder(config, checkpoint_bytes(config))
 

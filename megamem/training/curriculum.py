@@ -41,7 +41,7 @@ def expect_lessons(runs: Sequence[RunConfig]) -> None:
     """Let what looks at the weights that a lesson starts from know of those that earlier lessons will write."""
     for run in runs:
         path = run.data.tokenizer
-        expect_weights(run.weights, run.model, Tokenizer.load(path).hash if path and path.exists() else None)
+        expect_weights(run.weights, run.model, Tokenizer.load(path).vocabulary_hash if path and path.exists() else None)
 
 
 def train_lessons(runs: Sequence[RunConfig], console: Console) -> Iterator[RunResult | None]:

@@ -65,7 +65,9 @@ def open_frozen(path: Path, untrained: bool = False) -> FrozenModel:
         stage = build_stage(config.model, PlainLinears())
         initialize_parameters(stage, config.training.seed)
         weights = {key: value.detach() for key, value in stage.named_parameters()}
-        write_weights(weights, file, WeightsHeader.of_model(config.model, run.checkpoint.run()["tokenizer_sha256"]))
+        write_weights(
+            weights, file, WeightsHeader.of_model(config.model, run.checkpoint.run().get("vocabulary_sha256"))
+        )
 
     recipe = config.model_dump(mode="json", exclude={"auto"})
     folder = config.run_folder / "probes" / f"information-{name}"

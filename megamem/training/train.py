@@ -98,7 +98,7 @@ def _train_in_folder(
     config = with_steps(config, feeders)
     tokenizer = open_tokenizer(config)
     fingerprints = [feeder.fingerprint() for feeder in feeders]
-    facts = run_facts(config, fingerprints, tokenizer.hash if tokenizer else None)
+    facts = run_facts(config, fingerprints, tokenizer)
 
     check_folder_everywhere(config, group)
     checkpoint, skipped = resume_point(config, facts, group)
@@ -209,7 +209,7 @@ def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -
 
     def save() -> None:
         trainer.watch("saving the weights")
-        header = WeightsHeader.of_model(trainer.config.model, facts["tokenizer_sha256"])
+        header = WeightsHeader.of_model(trainer.config.model, facts.get("vocabulary_sha256"))
         save_weights(trainer.engine.parameters(), trainer.topology, trainer.config.weights, header)
 
     try:

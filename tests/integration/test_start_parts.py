@@ -47,7 +47,7 @@ def start(data, tmp_path_factory):
     narrow = build_stage(model, PlainLinears())
     initialize_parameters(narrow, 7)
     weights = {name: parameter.detach() for name, parameter in narrow.named_parameters()}
-    tokenizer = Tokenizer.load(data / "tokenizer").hash
+    tokenizer = Tokenizer.load(data / "tokenizer").vocabulary_hash
     write_weights(weights, folder / "narrow.safetensors", WeightsHeader.of_model(model, tokenizer))
     return folder
 
@@ -120,7 +120,7 @@ def test_its_parts_start_other_models(data, start, runs, tmp_path):
     one, other = open_weights(runs[0] / "whole" / "model.safetensors"), open_weights(tmp_path / "merged.safetensors")
     assert one.parts == other.parts
     assert {name: part.first_layer for name, part in one.parts.items()} == {"encoder": 0, "decoder": 2}
-    assert one.tokenizer == other.tokenizer == Tokenizer.load(data / "tokenizer").hash
+    assert one.tokenizer == other.tokenizer == Tokenizer.load(data / "tokenizer").vocabulary_hash
     file = tmp_path / "merged.safetensors"
     config = config_file(data, start, tmp_path, training={"freeze": "decoder", "init_from": {"decoder": str(file)}})
     assert set(weight_sources(load_config(RunConfig, config))) >= {"layers.2.mlp.up.weight", "norm.weight"}
