@@ -20,6 +20,9 @@ from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
 
+IMPORTED_MODEL, IMPORTED_WEIGHTS = "model.yaml", "weights.safetensors"
+"""Names of the files that `megamem convert from-hf` writes of a model."""
+
 
 @dataclass(frozen=True)
 class WeightsHeader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -45,7 +44,7 @@ def information(
 
     The decoder's run can be stopped and goes on by the same command, as `megamem train`.
     """
-    from megamem.cli.train import train
+    from megamem.cli.train import is_rank_0, train
     from megamem.config.load import apply_overrides, dump_yaml, parse_config
     from megamem.config.recipe import read_recipe
     from megamem.config.run import RunConfig
@@ -63,8 +62,7 @@ def information(
     config = parse_config(RunConfig, apply_overrides(tree, overrides or []), f"the decoder behind {model}")
     if not config.data.validation:
         raise ConfigError(f"{model}: data.validation is empty; name held-out text to measure the decoder on")
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
+    if is_rank_0():
         provide_weights(frozen, weights)
     with TemporaryDirectory() as own:
         # every rank has a file of its own
@@ -75,7 +73,7 @@ def information(
         except typer.Exit as ended:
             if ended.exit_code:
                 raise
-    if not first:
+    if not is_rank_0():
         return
     report = write_information(config)
     if as_json:

@@ -62,7 +62,7 @@ def train(
 
     if inside_job() and count > 1 and any(is_open(run, count) for run in runs):
         runs = from_rank_0(runs[0].parallel.timeout_s, settled)
-    elif _is_rank_0():  # the others wait for rank 0 to join, and end with it
+    elif is_rank_0():  # the others wait for rank 0 to join, and end with it
         runs = settled()
     _prepare_processor(runs)
     if inside_job() or count == 1:
@@ -93,7 +93,8 @@ def start_from(
     train(config, [*named, *(overrides or []), f"training.init_from={weights}"], model, processes=processes)
 
 
-def _is_rank_0() -> bool:
+def is_rank_0() -> bool:
+    """Return whether this process is the first rank of its job, or alone."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -128,10 +129,10 @@ def _run_rank(runs: Sequence[RunConfig], dry_run: bool) -> None:
         return
     for run, result in zip(runs, train_lessons(runs, console), strict=False):  # fewer results where one was stopped
         if result is None:
-            if _is_rank_0():
+            if is_rank_0():
                 write_line(_stopped(run))
             raise typer.Exit(STOPPED)
-        if _is_rank_0():
+        if is_rank_0():
             write_json(result.to_dict())
 
 

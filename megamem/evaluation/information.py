@@ -28,7 +28,7 @@ from megamem.config.run import RunConfig
 from megamem.errors import ConfigError
 from megamem.evaluation.metrics import read_points
 from megamem.evaluation.picture import BLUE, ORANGE, add_grid, new_figure, png
-from megamem.evaluation.report import finite
+from megamem.evaluation.report import METRICS, finite
 from megamem.files import read_json, write_bytes, write_json
 
 NUMBERS, PICTURE = "information.json", "information.png"
@@ -166,7 +166,7 @@ def entropy_ratio(loss: float, vocabulary: int) -> float:
 
 def information_report(config: RunConfig, figures: Mapping[str, Any]) -> InformationReport:
     """Return the report of a run of an autoencoder. figures: of its final evaluation, as result.json has them."""
-    model, metrics = config.model, config.run_folder / "metrics.jsonl"
+    model, metrics = config.model, config.run_folder / METRICS
     architecture: Any = model.architecture
     losses, accuracies = (dict(read_points(metrics, name)) for name in ("val_loss", "val_accuracy"))
     size = model.vocab_size

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from checkpoints.weights import WeightsHeader, write_weights
+from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS, WeightsHeader, write_weights
 from megamem.config.load import apply_overrides, parse_config
 from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.errors import ConversionError
@@ -30,7 +30,7 @@ from tokenization.importing import import_tokenizer
 CLOSED = -6.0
 """A memory's gate before its sigmoid, when it lets 0.25 % of the memory through."""
 KNOWN = ("gpt2", "llama", "megamem")
-WEIGHTS, MODEL, TOKENIZER = "weights.safetensors", "model.yaml", "tokenizer"
+WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, "tokenizer"
 
 
 def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multiple: int = 128) -> dict[str, Any]:

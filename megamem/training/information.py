@@ -11,16 +11,13 @@ from pathlib import Path
 from checkpoints.folder import verify
 from checkpoints.read import merge_weights
 from checkpoints.trained import open_run
-from checkpoints.weights import WeightsHeader, write_weights
+from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS, WeightsHeader, write_weights
 from megamem.config.load import Tree, parse_config, read_yaml
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError, ConfigError
 from megamem.files import read_json, sha256_file, write_json
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-
-MODEL, WEIGHTS = "model.yaml", "weights.safetensors"
-"""What `megamem convert from-hf` writes."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,15 @@ def open_frozen(path: Path, untrained: bool = False) -> FrozenModel:
     untrained: the random weights that it was trained from, in the place of its own.
     Raises: CheckpointError or ConfigError for what cannot be read.
     """
-    if (path / MODEL).is_file():
-        tree = read_yaml(path / MODEL)
-        model = parse_config(ModelConfig, tree.get("model", {}), str(path / MODEL))
+    if (path / IMPORTED_MODEL).is_file():
+        tree = read_yaml(path / IMPORTED_MODEL)
+        model = parse_config(ModelConfig, tree.get("model", {}), str(path / IMPORTED_MODEL))
         if untrained:
             raise ConfigError(f"--untrained: {path} was not trained from random weights here; give a run")
-        if not (path / WEIGHTS).is_file():
-            raise CheckpointError(f"{path / WEIGHTS}: no such weights file")
-        folder, source = path / "probes" / "information", f"weights {sha256_file(path / WEIGHTS)}"
-        return FrozenModel(model, None, folder, source, lambda file: _link(path / WEIGHTS, file))
+        if not (path / IMPORTED_WEIGHTS).is_file():
+            raise CheckpointError(f"{path / IMPORTED_WEIGHTS}: no such weights file")
+        folder, source = path / "probes" / "information", f"weights {sha256_file(path / IMPORTED_WEIGHTS)}"
+        return FrozenModel(model, None, folder, source, lambda file: _link(path / IMPORTED_WEIGHTS, file))
     run = open_run(path)
     config = run.config
     name = "untrained" if untrained else f"step-{run.checkpoint.step}"
