@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import time
 
 import typer
 
 from launchers.local_ranks import inside_job
+from launchers.signals import not_ignored
 from megamem.cli.attention import attention
 from megamem.cli.branch import branch
 from megamem.cli.checkpoint import checkpoint_app
@@ -53,6 +56,12 @@ for verb in (
     app.command()(verb)
 app.command(hidden=True)(agent)
 
+FOUND_BY_ALL = (ConfigError, NonFiniteError, CheckpointError, RunFolderError)
+"""Errors that all ranks of a job find, and that the first rank of each node reports for them."""
+
+FIRST_RANK_S = 20
+"""Seconds in which the first rank of a node has found what another of its ranks has, in a job whose ranks keep step."""
+
 
 def main() -> None:
     """Run the command; a MegamemError becomes one line on standard error and its exit code."""
@@ -60,9 +69,10 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except MegamemError as error:
-        if line := _line(error):
-            sys.stderr.write(line)
-            sys.stderr.flush()
+        if isinstance(error, FOUND_BY_ALL) and not _is_first_of_node():
+            _wait_to_be_ended()
+        sys.stderr.write(_line(error))
+        sys.stderr.flush()
         _leave(error.exit_code)
     except RuntimeError as error:
         if not inside_job() or "by peer" not in str(error):
@@ -71,12 +81,27 @@ def main() -> None:
         _leave(MegamemError.exit_code)
 
 
-def _line(error: MegamemError) -> str | None:
-    """Return the line that this process prints of an error; of what all ranks of a job find, rank 0 prints one."""
-    rank = os.environ.get("RANK", "0") if inside_job() else "0"
-    if isinstance(error, ConfigError | NonFiniteError | CheckpointError | RunFolderError):
-        return f"megamem: {error}\n" if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    named = rank == "0" or str(error).startswith("rank ")
+def _is_first_of_node() -> bool:
+    """Return whether this is the first rank of its node, or no rank of a job."""
+    return not inside_job() or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _wait_to_be_ended() -> None:
+    """Wait until the launcher ends this rank, as it does once the first rank has ended with the error that it reports.
+
+    A launcher ends all ranks when one has ended: if this one were faster, nobody would have said why. Returns where the
+    first rank has not ended in time, since it has not found what this rank has.
+    """
+    for number in not_ignored():
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(FIRST_RANK_S)
+
+
+def _line(error: MegamemError) -> str:
+    """Return the line that this process prints of an error: which rank it comes from, unless it is of them all."""
+    rank = os.environ["RANK"] if inside_job() else "0"
+    of_all = isinstance(error, FOUND_BY_ALL) and _is_first_of_node()
+    named = rank == "0" or of_all or str(error).startswith("rank ")
     return f"megamem: {error}\n" if named else f"megamem: rank {rank}: {error}\n"
 
 

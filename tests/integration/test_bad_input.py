@@ -254,6 +254,29 @@ class TestRealCommand:
         assert "exitcode  : 2" in err
         assert contents(tmp_path) == before
 
+    @pytest.mark.distributed
+    @pytest.mark.parametrize(("slow_s", "line"), [(3, "megamem: a: wrong"), (60, "megamem: rank 1: a: wrong")])
+    def test_a_faster_rank_lets_the_first_speak(self, tmp_path, slow_s, line):
+        """Rank 1 finds the error first. It speaks itself only where rank 0 has not found it in time (here 9 s)."""
+        script = tmp_path / "rank.py"
+        script.write_text(f"""
+import os, time
+from megamem.cli import main as cli
+from megamem.errors import ConfigError
+
+def command(**_):
+    time.sleep({slow_s} if os.environ["RANK"] == "0" else 0)
+    raise ConfigError("a: wrong")
+
+cli.app, cli.FIRST_RANK_S = command, 9
+cli.main()
+""")
+        process = subprocess.run(
+            [sys.executable, "-m", *torchrun(2), str(script)], capture_output=True, text=True, timeout=60, check=False
+        )
+        said = [line for line in process.stderr.splitlines() if line.startswith("megamem: ")]
+        assert (process.returncode, said) == (1, [line])
+
     def test_help_is_quick_and_complete(self):
         """Without torch, whose import takes seconds; each verb says what it does."""
         code = "import megamem.cli.main, sys; assert not {'torch', 'deepspeed', 'megatron'} & set(sys.modules)"
