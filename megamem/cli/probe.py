@@ -44,11 +44,12 @@ def information(
 
     The decoder's run can be stopped and goes on by the same command, as `megamem train`.
     """
-    from megamem.cli.train import is_rank_0, train
+    from megamem.cli.train import train
     from megamem.config.load import apply_overrides, dump_yaml, parse_config
     from megamem.config.recipe import read_recipe
     from megamem.config.run import RunConfig
     from megamem.evaluation.information import PICTURE, information_table, probe_tree, write_information
+    from megamem.training.devices import is_rank_0
     from megamem.training.information import open_frozen, provide_weights
 
     frozen = open_frozen(model, untrained)

@@ -45,7 +45,7 @@ def train(
     from megamem.config.recipe import auto_overrides
     from megamem.planning.auto import is_open
     from megamem.training.curriculum import expect_lessons
-    from megamem.training.devices import from_rank_0, local_processes
+    from megamem.training.devices import from_rank_0, is_rank_0, local_processes
 
     overrides = [
         *(overrides or []),
@@ -93,11 +93,6 @@ def start_from(
     train(config, [*named, *(overrides or []), f"training.init_from={weights}"], model, processes=processes)
 
 
-def is_rank_0() -> bool:
-    """Return whether this process is the first rank of its job, or alone."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _settled(run: RunConfig, ranks: int, dry_run: bool, check_memory: bool) -> RunConfig:
     """Return a run or lesson with numbers for `auto`, once everything that can be checked before it starts has been."""
     from megamem.training.checks import check_kernels, check_layout, check_run
@@ -123,6 +118,7 @@ def _prepare_processor(runs: Sequence[RunConfig]) -> None:
 def _run_rank(runs: Sequence[RunConfig], dry_run: bool) -> None:
     """Train as this rank. Rank 0 prints each result as JSON; a run that was stopped exits with STOPPED."""
     from megamem.training.curriculum import dry_run_lessons, train_lessons
+    from megamem.training.devices import is_rank_0
 
     if dry_run:
         dry_run_lessons(runs, console)

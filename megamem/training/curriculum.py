@@ -6,7 +6,6 @@ A run by itself is treated as a curriculum of one lesson.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from megamem.errors import MegamemError, RunFolderError
 from megamem.files import write_bytes
 from megamem.pipeline.start_weights import expect_weights
 from megamem.runs.result import RunResult
+from megamem.training.devices import is_rank_0
 from megamem.training.dry_run import dry_run
 from megamem.training.train import train
 from tokenization.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def train_lessons(runs: Sequence[RunConfig], console: Console) -> Iterator[RunRe
 
     Raises: MegamemError as `train`; later runs are not begun.
     """
-    if runs[0].lesson is not None and _is_rank_0():
+    if runs[0].lesson is not None and is_rank_0():
         _write_curriculum(runs)
     for number, run in enumerate(runs, 1):
         _announce(run, number, len(runs), console)
@@ -70,10 +70,6 @@ def dry_run_lessons(runs: Sequence[RunConfig], console: Console) -> None:
         _forget()
 
 
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _write_curriculum(runs: Sequence[RunConfig]) -> None:
     """Write the file that trains the curriculum again into its folder. Raises RunFolderError."""
     folder = runs[0].runs_folder
@@ -87,7 +83,7 @@ def _write_curriculum(runs: Sequence[RunConfig]) -> None:
 
 def _announce(run: RunConfig, number: int, total: int, console: Console) -> None:
     """Print which lesson begins."""
-    if run.lesson is not None and _is_rank_0():
+    if run.lesson is not None and is_rank_0():
         console.print(f"lesson {number} of {total}: {run.lesson}", highlight=False)
 
 

@@ -33,6 +33,11 @@ def uses_cuda(config: RunConfig) -> bool:
     return config.parallel.device != "cpu" and torch.cuda.device_count() > 0
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is the first rank of its job, or alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_processes(config: RunConfig) -> int:
     """Return the ranks of a run on this machine if nobody says how many: PP x TP x DP.
 
