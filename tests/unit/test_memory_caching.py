@@ -21,8 +21,8 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 CHUNK, TOKENS, ROWS = 16, 48, 2
 LINEAR = {"kind": "linear_attention", "inner_chunk": 4}
 MATRIX = {
-    "kind": "dla", "network": "linear", "start": "zero", "residual": False, "rate": "fixed", "max_rate": 1.0,
-    "normalize": False, "inner_chunk": 4,
+    "kind": "dla", "network": "linear", "start": "zero", "residual": False, "layer_norm": False, "rate": "fixed",
+    "max_rate": 1.0, "normalize": False, "inner_chunk": 4,
 }  # fmt: skip
 TITANS = {"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.02}
 EXACT = 1e-10

@@ -82,6 +82,10 @@ def memory(mixer, layers=(1,)):
             "start zero does not go with network mlp, whose gradients would be zero for ever",
         ),
         (
+            memory({"kind": "dla", "inner_chunk": 8, "network": "linear", "start": "zero"}),
+            "start zero does not go with layer_norm true, which would divide by zero; use false",
+        ),
+        (
             memory({"kind": "memora", "inner_chunk": 8, "network": "linear", "start": "zero"}),
             "start zero is not for memora, whose rows would be alike for ever; use learned",
         ),

@@ -304,7 +304,8 @@ class MemoryCaching(Mixer):
             return query.new_zeros(())
         query = query.to(shares[0].dtype)
         if self.config.combine == "ssc":
-            return selected_answer(self.memory.answer_rows, query, [part.weights for part in kept], shares)
+            made = selected_answer(self.memory.answer_rows, query, [part.weights for part in kept], shares)
+            return self.memory.answered(made, query, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
         answers = (self.memory.answer(query, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, query.new_zeros(()))
 

@@ -322,10 +322,17 @@ class RecurrentMixer(Mixer):
 
     @abstractmethod
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
-        """Return M(x) of each row's own memory, [rows, V].
+        """Return what each row's own memory makes of it, [rows, V]: what `answered` makes M(x) of.
 
         x: [rows, D]; kept: the matrices of `snapshot`, each as lists of memories; rows: which memory a row reads.
         """
+
+    def answered(self, made: Tensor, query: Tensor, total: Tensor) -> Tensor:
+        """Return sum_n shares_n M_n(q), given the same sum of what `answer_rows` returns for each memory.
+
+        made: [B, H, G, T, V]; query: [B, H, G, T, D]; total: the sum of each query's shares, [B, H, G, T, 1].
+        """
+        return made
 
     def renewed(self) -> list[str]:
         """Name the state tensors that begin anew where a segment does; the convolutions go on across its border."""

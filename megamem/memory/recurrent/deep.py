@@ -1,7 +1,7 @@
 """Deep memories: a small network per head, trained on the text's keys and values while it is read.
 
-    M(x) = x + W1 gelu(W2 x), or x + W x;   S_t = e_t S_{t-1} - b_t grad l(M; k_t, v_t),   M_t = a_t M_{t-1} + S_t
-    y_t = M_t(q_t)
+    M(x) = x + LN(W1 gelu(W2 x)), or x + LN(W x)
+    S_t = e_t S_{t-1} - b_t grad l(M; k_t, v_t),   M_t = a_t M_{t-1} + S_t,   y_t = M_t(q_t)
 
 The base of deep linear attention (`dla.py`), Titans (`titans.py`) and Memora (`memora.py`), which name their papers.
 `megamem/ops/deep_memory/` computes one inner chunk; the mixer here makes its inputs, keeps the tokens of an unfinished
@@ -26,12 +26,14 @@ from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, TokenGate
+from megamem.memory.recurrent.network_parameters import NetworkNorm, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
-from megamem.ops.deep_memory.kept import Matrix, Rows, shared_networks, shared_product
-from megamem.ops.deep_memory.network import InnerRates, Join, Loss, Weights, deep_memory
+from megamem.ops.deep_memory.error import Loss, OutputNorm
+from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
+from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
-from megamem.parallel.linears import Linears, declare, normal
+from megamem.parallel.linears import Linears
 
 FIRST_DECAY = 4.6
 """Start value of the decay gate before its sigmoid: a memory fades by 1 % per token."""
@@ -47,6 +49,9 @@ class DeepConfig(RecurrentConfig):
     """Inner width of an `mlp` over the width of a head."""
     residual: bool = True
     """Whether the memory adds its input to its output."""
+    layer_norm: bool = True
+    """Normalize what the network's last matrix makes, by LayerNorm with a learned weight per channel, before the memory
+    adds its input. Without it a memory may grow with the text until it overflows."""
     inner_chunk: PositiveInt = 64
     """Tokens whose gradients are taken at the same weights. Divides model.chunk_size."""
     rate: Literal["token", "fixed"] = "token"
@@ -67,6 +72,8 @@ class DeepConfig(RecurrentConfig):
             raise ValueError(f"inner_chunk {self.inner_chunk} does not divide model.chunk_size {model.chunk_size}")
         if self.start == "zero" and self.network == "mlp":
             raise ValueError("start zero does not go with network mlp, whose gradients would be zero for ever")
+        if self.start == "zero" and self.layer_norm:
+            raise ValueError("start zero does not go with layer_norm true, which would divide by zero; use false")
 
     def gate_starts(self) -> dict[str, float]:
         """Name the gates that each token has by projection, with their start values before the sigmoid."""
@@ -123,9 +130,10 @@ class DeepConfig(RecurrentConfig):
         return self.inner_chunk
 
     def extra_parameters(self, model: ModelConfig) -> int:
-        """Count convolutions and norm, start values of the gates, and the weights that documents start from."""
+        """Count convolutions and norms, start values of the gates, and the weights that documents start from."""
         start = sum(rows * columns for rows, columns in self.matrices(model).values())
-        learned = model.resolved_kv_heads * (self.token_gates() + (start if self.start == "learned" else 0))
+        norm = model.resolved_head_dim if self.layer_norm else 0
+        learned = model.resolved_kv_heads * (self.token_gates() + (start if self.start == "learned" else 0) + norm)
         return super().extra_parameters(model) + learned
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
@@ -155,9 +163,10 @@ def deep_flops(
     sides = [rows + columns for rows, columns in config.matrices(model).values()]
     through = 2 * model.heads * sum(sizes)
     within = 2 * model.heads * seen * sum(sides)
-    # each key passes all layers but the last, the last one too for the error of l2, and back through it for the slope
-    last = len(sizes) - 1
-    gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * ((config.loss == "l2") + last))
+    # each key passes all layers but the last, the last one too where the error is made of its answer, and back through
+    # it for the slope
+    last, answered = len(sizes) - 1, config.loss == "l2" or config.layer_norm
+    gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * (answered + last))
     write = 2 * model.resolved_kv_heads * sum(sizes)
     # weights that begin as zeros have no gradient
     taught = 2.0 if config.start == "learned" else 1 + momentum
@@ -170,22 +179,6 @@ def deep_flops(
         coefficients = 2 * model.resolved_kv_heads * (seen * inner + seen)
         attention += Flops(coefficients, coefficients * (1 + config.decay))
     return {"memory_attention": attention, "memory_retrieval": read, "memory_update": update}
-
-
-class StartWeights(nn.Module):
-    """The learned weights of each head's network before a document's first token."""
-
-    def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
-        super().__init__()
-        local = model.resolved_kv_heads // linears.tp_size
-        for name, (rows, columns) in config.matrices(model).items():
-            # each layer keeps the variance of its input
-            start = nn.Parameter(torch.empty(local, rows, columns))
-            self.register_parameter(name, declare(start, normal(columns**-0.5), shard_axis=0, fan_in=2))
-
-    def forward(self) -> dict[str, Tensor]:
-        """Return each matrix by name, [H, outputs, inputs]."""
-        return dict(self.named_parameters())
 
 
 @dataclass(frozen=True)
@@ -226,11 +219,12 @@ class DeepMemory(RecurrentMixer):
         self.unit_keys = config.normalize
         self.names = list(config.matrices(model))
         self.max_rate = config.max_rate or 1 / model.resolved_head_dim
-        self.start = StartWeights(config, model, linears) if config.start == "learned" else None
+        self.start = StartWeights(config.matrices(model), model, linears) if config.start == "learned" else None
         self.token_gates = nn.ModuleDict(
             {name: self.make_gate(model, linears, value) for name, value in config.gate_starts().items()}
         )
         self.gate_shape = config.gate_shape(model)
+        self.network_norm = NetworkNorm(model, linears) if config.layer_norm else None
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -287,20 +281,36 @@ class DeepMemory(RecurrentMixer):
         weights = self.weights(memory)
         return weights if len(weights) == 1 else (weights[0], weights[1].mT)
 
+    def output_norm(self, dtype: torch.dtype) -> OutputNorm | None:
+        """Return the layer norm inside the memory in `dtype`; None if there is none."""
+        return None if self.network_norm is None else self.network_norm(dtype)
+
     def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.answer`."""
         query = query.to(kept[0].dtype)
-        read = (
-            self.product(0, query, kept, shares) if len(kept) == 1 else shared_networks(query, kept[0], kept[1], shares)
-        )
-        return read + shares.sum(-1, keepdim=True) * query if self.config.residual else read
+        norm = self.output_norm(query.dtype)
+        if norm is not None:
+            # each memory has a norm of its own, before the shares
+            made = (shares[..., None] * norm.standardized(each_network(query, kept))).sum(-2)
+        elif len(kept) == 1:
+            made = self.product(0, query, kept, shares)
+        else:
+            made = shared_networks(query, kept[0], kept[1], shares)
+        return self.answered(made, query, shares.sum(-1, keepdim=True))
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
-        """See `RecurrentMixer.answer_rows`."""
-        read = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
+        """See `RecurrentMixer.answer_rows`: what the network makes, normalized."""
+        made = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
         if len(kept) == 2:
-            read = rows.times(nn.functional.gelu(read), kept[1])
-        return x + read if self.config.residual else read
+            made = rows.times(nn.functional.gelu(made), kept[1])
+        norm = self.output_norm(made.dtype)
+        return made if norm is None else norm.standardized(made)
+
+    def answered(self, made: Tensor, query: Tensor, total: Tensor) -> Tensor:
+        """See `RecurrentMixer.answered` ([B, H, G, T, D]): the norm's weight, and the query itself."""
+        norm = self.output_norm(made.dtype)
+        made = made if norm is None else norm.weighted(made)
+        return made + total * query if self.config.residual else made
 
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.product`."""
@@ -344,7 +354,7 @@ class DeepMemory(RecurrentMixer):
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
         read, after, last_momentum = deep_memory(
             inner.query, inner.tokens["key"], inner.tokens["value"], weights, momentum, _rates(inner),
-            self.config.loss, self.config.residual, join,
+            self.config.loss, self.config.residual, self.output_norm(weights[0].dtype), join,
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         return read, {

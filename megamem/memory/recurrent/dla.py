@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from megamem.config.model import MIXERS
 from megamem.memory.recurrent.deep import DeepConfig
-from megamem.ops.deep_memory.network import Loss
+from megamem.ops.deep_memory.error import Loss
 
 
 @MIXERS.register

@@ -18,7 +18,8 @@ from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import State, state_dtype, to_device
 from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, InnerChunk
-from megamem.ops.deep_memory.network import Join, Loss, Weights
+from megamem.ops.deep_memory.error import Loss
+from megamem.ops.deep_memory.network import Join, Weights
 from megamem.ops.deep_memory.simplex import ChannelRates, on_simplex, simplex_memory
 from megamem.parallel.linears import Linears, constant, declare, normal
 
@@ -39,9 +40,9 @@ class MemoraConfig(DeepConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
-        super().check(model)
         if self.start == "zero":
             raise ValueError("start zero is not for memora, whose rows would be alike for ever; use learned")
+        super().check(model)
 
     def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
         """See `DeepConfig.gate_shape`: one number per channel."""
@@ -117,6 +118,6 @@ class Memora(DeepMemory):
         logs = self.learned(memory)
         read, after = simplex_memory(
             inner.query, inner.tokens["key"], inner.tokens["value"], logs, ChannelRates(rate, decay, first),
-            self.config.scale, self.config.residual, join,
+            self.config.scale, self.config.residual, self.output_norm(logs[0].dtype), join,
         )  # fmt: skip
         return read, self.added(memory, logs, after)

@@ -98,6 +98,20 @@ def shared_networks(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tens
     return (shares[..., None] * hidden).flatten(-2) @ down.flatten(2, 3)[:, :, None]
 
 
+def each_network(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return what each kept network makes: gelu(x U_n^T) V_n, or x A_n^T of single matrices.
+
+    Args:
+        x: [B, H, G, T, D].
+        matrices: U and V [B, H, N, inner width, D], or A [B, H, N, out, D].
+    Returns: [B, H, G, T, N, out].
+    """
+    made = x.flatten(2, 3)[:, :, None] @ matrices[0].mT
+    if len(matrices) == 2:
+        made = F.gelu(made) @ matrices[1]
+    return made.movedim(2, 3).unflatten(2, x.shape[2:4])
+
+
 def selected_answer(
     answer: AnswerRows, query: Tensor, kept: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]
 ) -> Tensor:

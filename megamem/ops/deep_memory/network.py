@@ -1,9 +1,9 @@
 """A memory that is a small network, trained on keys and values as they come: one inner chunk in matrix products.
 
 Titans (Behrouz et al., "Titans: Learning to Memorize at Test Time", 2024, equations 11 to 17) and deep linear attention
-(Behrouz et al., "Memory Caching: RNNs with Growing Memory", equation 10), for M(x) = x + W1 s(W2 x) with s = GELU, or
-for a single matrix, M(x) = x + W x; the term x may be left out. All gradients of an inner chunk are taken at the
-weights M_0 that it starts from; with rate b, decay a and momentum e of each token
+(Behrouz et al., "Memory Caching: RNNs with Growing Memory", equation 10), for M(x) = x + LN(W1 s(W2 x)) with s = GELU,
+or for a single matrix, M(x) = x + LN(W x). The layer norm LN and the term x may be left out. All gradients of an inner
+chunk are taken at the weights M_0 that it starts from; with rate b, decay a and momentum e of each token
 
     S_t = e_t S_{t-1} - b_t grad l(M_0; k_t, v_t),   M_t = a_t M_{t-1} + S_t,   y_t = M_t(q_t)
     l = |M(k) - v|^2 (Titans), or -<M(k), v> (deep linear attention)
@@ -11,7 +11,7 @@ weights M_0 that it starts from; with rate b, decay a and momentum e of each tok
 The gradient of each matrix is a sum of outer products, one per token, so that no weights are made per token. With
 
     z_i = W2 k_i, h_i = s(z_i)                  hidden layer of token i's key, before and after the GELU
-    r_i = dl/dM(k_i)                            error at the output
+    r_i = dl/d(W1 h_i)                          error at the last matrix, see `error.py`
     d_i = (W1^T r_i) s'(z_i)                    error at the hidden layer
     d_i k_i^T, r_i h_i^T; r_i k_i^T             gradients of W2 and W1; of the single matrix W
     C[t, i]                                     weight of token i's gradient in M_t
@@ -20,7 +20,7 @@ The gradient of each matrix is a sum of outer products, one per token, so that n
 a query is answered by
 
     u_t = (beta_t W2 + m_t S2) q_t - sum_i C[t, i] b_i (k_i . q_t) d_i
-    y_t = q_t + (beta_t W1 + m_t S1) s(u_t) - sum_i C[t, i] b_i (h_i . s(u_t)) r_i
+    y_t = q_t + LN((beta_t W1 + m_t S1) s(u_t) - sum_i C[t, i] b_i (h_i . s(u_t)) r_i)
 
 Letters of shapes: B batch rows, H key/value heads, G query heads that share one of them, T tokens of the inner chunk so
 far, Q the last tokens of them, which have queries, D width of a head, I inner width of the network.
@@ -29,16 +29,14 @@ far, Q the last tokens of them, which have queries, D width of a head, I inner w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.deep_memory.error import Loss, OutputNorm, output_error
 from megamem.ops.linear_recurrence.torch import decay_ratios
-
-Loss = Literal["l2", "dot"]
-"""The inner loss l: the squared error, or the negative dot product."""
 
 Weights = tuple[Tensor, ...]
 """W2 [B, H, I, D] and W1 [B, H, D, I]; or W alone, [B, H, D, D]."""
@@ -128,7 +126,7 @@ class _Reader(NamedTuple):
 
 def deep_memory(
     query: Tensor, key: Tensor, value: Tensor, weights: Weights, momentum: Weights | None, rates: InnerRates,
-    loss: Loss, residual: bool = True, join: Join | None = None,
+    loss: Loss, residual: bool = True, norm: OutputNorm | None = None, join: Join | None = None,
 ) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
     """Read and write the tokens of one inner chunk, in the dtype of `weights`.
 
@@ -137,6 +135,7 @@ def deep_memory(
         key, value: [B, H, T, D], of all tokens since the inner chunk's start.
         weights, momentum: M_0 and S_0, as the inner chunk starts; momentum None: there is none, as `rates` says too.
         residual: whether M(x) has the term x.
+        norm: the layer norm of what the last matrix makes; None: there is none.
         join: lets other memories take part in what each matrix answers.
     Returns: y [B, H, G, Q, D]; weights and momentum after the last token.
     """
@@ -148,11 +147,10 @@ def deep_memory(
     reader = _Reader(shares, rated, reading)
 
     def error(active: Tensor) -> Tensor:
-        """Return r = dl/dM(k) [B, H, T, D] from what the last matrix reads of each key, [B, H, T, in]."""
-        if loss == "dot":
-            return -value
-        predicted = active @ weights[-1].mT
-        return 2 * ((predicted + key if residual else predicted) - value)
+        """Return r [B, H, T, D] from what the last matrix reads of each key, [B, H, T, in]."""
+        if loss == "dot" and norm is None:
+            return -value  # whatever the memory answers
+        return output_error(active @ weights[-1].mT, key, value, loss, residual, norm)
 
     # gradients: the two factors of each matrix's gradient, (change, inputs)
     if len(weights) == 1:
@@ -170,6 +168,7 @@ def deep_memory(
     change, inputs = gradients[-1]
     read = reader.product(last_inputs, weights[-1], carried[-1], inputs, change)
     read = read if join is None else join(len(weights) - 1, last_inputs, read)
+    read = read if norm is None else norm(read)
     after, last_momentum = _after(weights, momentum, shares, rates.rate, gradients)
     return (query + read if residual else read), after, last_momentum
 

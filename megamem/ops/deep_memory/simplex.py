@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.deep_memory.error import OutputNorm, output_error
 from megamem.ops.deep_memory.network import Join, Weights, gelu_slope
 
 
@@ -50,7 +51,7 @@ def on_simplex(logs: Weights, scale: float | None) -> Weights:
 
 def simplex_memory(
     query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, scale: float | None,
-    residual: bool = True, join: Join | None = None,
+    residual: bool = True, norm: OutputNorm | None = None, join: Join | None = None,
 ) -> tuple[Tensor, Weights]:  # fmt: skip
     """Read and write the tokens of one inner chunk, in the dtype of `logs`.
 
@@ -61,6 +62,7 @@ def simplex_memory(
         rates: of the channels of a head, which are the inputs of the first matrix and the outputs of the last one.
         scale: c, see `on_simplex`.
         residual: whether M(x) has the term x.
+        norm: the layer norm of what the last matrix makes; None: there is none.
         join: lets other memories take part in what each matrix answers.
     Returns: y [B, H, G, Q, D]; L after the last token.
     """
@@ -72,8 +74,7 @@ def simplex_memory(
     if len(logs) == 2:
         hidden = key @ up.mT
         active = F.gelu(hidden)
-    predicted = active @ down.mT
-    wrong = 2 * ((predicted + key if residual else predicted) - value)
+    wrong = output_error(active @ down.mT, key, value, "l2", residual, norm)
     # the two factors of each matrix's gradient change_i inputs_i^T; the head's channels are on one side of each
     changes, inputs = [wrong], [active]
     if len(logs) == 2:
@@ -103,6 +104,7 @@ def simplex_memory(
 
     last_inputs = query if len(logs) == 1 else F.gelu(product(0, query))
     read = product(len(logs) - 1, last_inputs)
+    read = read if norm is None else norm(read)
     # L after the last token: each step fades by the decays of the tokens after it
     total = rates.log_decay.cumsum(-2)
     until_end = (total[..., -1:, :] - total).exp()

@@ -1,6 +1,6 @@
 """Deep memories, one token and one head at a time, the inner gradients by autograd.
 
-M(x) = x + W1 gelu(W2 x) or x + W x. Gradients are taken at the weights of the inner chunk's start.
+M(x) = x + LN(W1 gelu(W2 x)) or x + LN(W x). Gradients are taken at the weights of the inner chunk's start.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ def gelu(vector: Tensor) -> Tensor:
     return vector * 0.5 * (1 + torch.erf(vector / math.sqrt(2)))
 
 
+def layer_norm(vector: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the layer norm of a vector [width]; weight [width]."""
+    mean = sum(vector) / len(vector)
+    variance = sum((x - mean) ** 2 for x in vector) / len(vector)
+    return weight * (vector - mean) / torch.sqrt(variance + eps)
+
+
 @dataclass
 class Network:
     """A head's matrices and their momentum, now and at the start of the open inner chunk."""
 
+    head: int
     now: list[Tensor]
     carried: list[Tensor]
     first: list[Tensor]
@@ -55,7 +63,7 @@ class Memory:
     def begin(self, h: int) -> Network:
         """Return the network of head h before the first token."""
         start, zero = [w[h] for w in self.starts], [w[h] for w in self.zeros]
-        return Network(start, zero, start, zero)
+        return Network(h, start, zero, start, zero)
 
     def token_gates(self, t: int, h: int) -> dict[str, float]:
         """Return rate, decay and momentum of a token and head."""
@@ -71,9 +79,13 @@ class Memory:
             "momentum": gate("log_momentum") if self.momentum else 0.0,
         }
 
-    def answer(self, weights: list[Tensor], x: Tensor) -> Tensor:
-        """Return M(x) of a vector x [width]."""
+    def answer(self, weights: list[Tensor], x: Tensor, h: int) -> Tensor:
+        """Return M(x) of a vector x [width] for head h."""
         read = weights[0] @ x if len(weights) == 1 else weights[1] @ gelu(weights[0] @ x)
+        if self.mixer.layer_norm:
+            width = self.model.resolved_head_dim
+            weight = self.weights["network_norm.weight"][h * width : (h + 1) * width]
+            read = layer_norm(read, weight, self.model.norm_eps)
         return x + read if self.mixer.residual else read
 
     def write(self, memory: Network, t: int, h: int, key: Tensor, value: Tensor) -> Network:
@@ -81,7 +93,7 @@ class Memory:
         if t % self.mixer.inner_chunk == 0:
             memory = replace(memory, first=memory.now, first_carried=memory.carried)
         start = [w.clone().requires_grad_() for w in memory.first]
-        predicted = self.answer(start, key)
+        predicted = self.answer(start, key, h)
         loss = -(predicted @ value) if self.mixer.kind == "dla" else (predicted - value).square().sum()
         rates = self.gates[t, h] = self.token_gates(t, h)
         steps = torch.autograd.grad(loss, start)
@@ -91,7 +103,7 @@ class Memory:
 
     def read(self, memory: Network, query: Tensor) -> Tensor:
         """Return M(query) of a query [width]."""
-        return self.answer(memory.now, query)
+        return self.answer(memory.now, query, memory.head)
 
     def beside(self, value: Tensor, h: int) -> float:
         """Return what passes by the memory; value [width]."""
@@ -100,7 +112,7 @@ class Memory:
     def mixture(self, parts: list[tuple[float, Network]]) -> Network:
         """Return the network whose matrices are the weighted sums of these."""
         mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
-        return Network(mixed, [], [], [])
+        return Network(parts[0][1].head, mixed, [], [], [])
 
     def closed(self, memory: Network) -> Network:
         """Return the network as it is read once its segment has ended."""

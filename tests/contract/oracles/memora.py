@@ -19,6 +19,7 @@ from tests.contract.oracles.common import Answer, columns
 class Network:
     """A head's weights and logarithms, and the logarithms at the start of the open inner chunk."""
 
+    head: int
     now: list[Tensor]
     logs: list[Tensor]
     first: list[Tensor]
@@ -39,7 +40,7 @@ class Memory(deep.Memory):
     def begin(self, h: int) -> Network:
         """See `deep.Memory.begin`."""
         logs = [w[h] for w in self.starts]
-        return Network(self.on_simplex(logs), logs, logs)
+        return Network(h, self.on_simplex(logs), logs, logs)
 
     def token_gates(self, t: int, h: int) -> dict[str, Tensor]:
         """Return rate and decay of each channel of a token and head."""
@@ -64,7 +65,7 @@ class Memory(deep.Memory):
         starting = t % self.mixer.inner_chunk == 0
         first = memory.logs if starting else memory.first
         weights = [w.clone().requires_grad_() for w in self.on_simplex(first)]
-        steps = torch.autograd.grad((self.answer(weights, key) - value).square().sum(), weights)
+        steps = torch.autograd.grad((self.answer(weights, key, h) - value).square().sum(), weights)
         rates = self.gates[t, h] = self.token_gates(t, h)
 
         def of(gate: str, i: int) -> Tensor:
@@ -74,15 +75,16 @@ class Memory(deep.Memory):
         taken = [of("rate", i) * step for i, step in enumerate(steps)]
         logs = [of("decay", i) * w - step for i, (w, step) in enumerate(zip(memory.logs, taken, strict=True))]
         now = self.on_simplex(logs) if starting else [w - step for w, step in zip(memory.now, taken, strict=True)]
-        return Network(now, logs, first)
+        return Network(h, now, logs, first)
 
     def mixture(self, parts: list[tuple[float, Network]]) -> Network:
         """See `deep.Memory.mixture`."""
-        return Network([sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))], [], [])
+        mixed = [sum(share * memory.now[i] for share, memory in parts) for i in range(len(self.names))]
+        return Network(parts[0][1].head, mixed, [], [])
 
     def closed(self, memory: Network) -> Network:
         """Return the network as every inner chunk that follows would see it."""
-        return Network(self.on_simplex(memory.logs), memory.logs, memory.logs)
+        return Network(memory.head, self.on_simplex(memory.logs), memory.logs, memory.logs)
 
     def kept(self, memory: Network) -> dict[str, Tensor]:
         """See `deep.Memory.kept`."""
