@@ -63,7 +63,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
         header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.vocabulary_hash, new_parameters)
         write_weights(weights, partial / WEIGHTS, header)
         text = to_yaml({"model": model.model_dump(mode="json")})
-        (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
+        (partial / MODEL).write_text(f"# from {' '.join(str(source).split())}\n{text}", encoding="utf-8")
     return {
         "architecture": kind,
         "parameters": sum(value.numel() for value in weights.values()),
