@@ -16,7 +16,7 @@ import pytest
 
 from launchers import agent as agents
 from launchers.agent import run_agent
-from launchers.node import Node
+from launchers.node import TOKEN, Node
 from megamem.errors import (
     STOPPED,
     CheckpointError,
@@ -45,7 +45,8 @@ class Nodes:
         self.folder, self.more = folder, (ignored, failed_s)
         self.node = Node(
             **{
-                "processes": 1, "job": "test", "node_counts": (2,), "head": "127.0.0.2", "port": free_port(),
+                "processes": 1, "job": "test", "token": "known to both", "node_counts": (2,), "head": "127.0.0.2",
+                "port": free_port(),
                 "join_s": 60, "stop_s": 20, **settings,
             }
         )  # fmt: skip
@@ -241,7 +242,8 @@ def test_nohup_holds_before_ranks_are_there(tmp_path):
     """The command of a node, which waits for another."""
     words = ["-m", "megamem", "agent", "--nodes", "2", "--port", str(free_port()), "--", "doctor"]
     command = ["nohup", sys.executable, *words]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    variables = {**environment(), TOKEN: "known to both"}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not caught(process.pid, signal.SIGTERM):
             assert time.monotonic() < deadline, process.poll()
