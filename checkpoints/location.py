@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 from uuid import uuid4
 
-import yaml
-
+from megamem.config.load import read_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError
+from megamem.errors import CheckpointError, ConfigError
 from megamem.files import sha256_file
 
 FOLDER = "checkpoints"
@@ -193,8 +192,8 @@ def run_checkpoints(config: RunConfig) -> Location:
 
 def recorded_checkpoints(run_folder: Path) -> Location:
     """Return the folder of checkpoints that the configuration in a run folder names."""
-    with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
-        tree = yaml.safe_load((run_folder / "config.yaml").read_text(encoding="utf-8"))
+    with contextlib.suppress(ConfigError, KeyError, TypeError):
+        tree: Any = read_yaml(run_folder / "config.yaml")
         if folder := tree["checkpoint"]["folder"]:
             parent = location(folder)
             if tree.get("lesson"):

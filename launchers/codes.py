@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megamem.errors import STOPPED, MegamemError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from megamem.parallel.control import Messages
 
 
 def code_of_ranks(codes: Mapping[int, int]) -> int:
@@ -59,18 +59,18 @@ def report_killed_rank(codes: Mapping[int, int], code: int, host: str = "", reas
             return
 
 
-def first_reported_code(store: Store, own_code: Callable[[], tuple[int, float]]) -> int:
-    """Return the first code that any node writes to `store`.
+def first_reported_code(messages: Messages, own_code: Callable[[], tuple[int, float]]) -> int:
+    """Return the first code that any node writes as the message `code`.
 
     own_code: gives this node's code as far as it is known, and for how many seconds to wait for one that says more.
     """
     begun = time.monotonic()
-    while not store.check(["code"]):
+    while (reported := messages.read("code")) is None:
         code, patience = own_code()
         if time.monotonic() - begun >= patience:
-            return int(store.compare_set("code", "", str(code)))
+            return int(messages.write_first("code", str(code)))
         time.sleep(0.05)
-    return int(store.get("code"))
+    return int(reported)
 
 
 def _error_classes() -> Iterator[type[MegamemError]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launchers.config import ClusterConfig
@@ -31,6 +32,8 @@ class Job:
     already, this is all that is run."""
     result: Path | None = None
     """The file that a finished run leaves."""
+    token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """What the nodes of this start sign with what they tell one another; see `launchers.node.Node`."""
 
     @property
     def run_folder(self) -> Path:

@@ -42,7 +42,8 @@ class Launch:
 
     def write(self, more: Mapping[str, str] | None = None) -> None:
         """Write the job's folder: its files and `more`, code version and environment. Raises RunFolderError."""
-        write_snapshot(self.job.folder, {**self.files, **(more or {})})
+        files = {**self.files, **(more or {})}
+        write_snapshot(self.job.folder, files, [name for name, text in files.items() if self.job.token in text])
 
     def start(self, submit: bool, report: Report) -> int:
         """Start the job once it is written, and return the exit code; see `Target.start`."""

@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from launchers.node import Node
 from launchers.signals import STOPS, not_ignored
@@ -38,7 +39,7 @@ def run_node(node: Node, arguments: Sequence[str], listen: bool) -> int:
     """Run `megamem ARGUMENTS` on this node's ranks, with the other nodes of the job, and return the exit code.
 
     Args:
-        listen: take names of signals from standard input, and its end for SIGTERM.
+        listen: take from standard input the job's token, then names of signals, and its end for SIGTERM.
 
     Raises: see `run_agent`.
     """
@@ -46,6 +47,7 @@ def run_node(node: Node, arguments: Sequence[str], listen: bool) -> int:
     for number in not_ignored():
         signal.signal(number, lambda *_: sys.exit(STOPPED))
     if listen:
+        node = replace(node, token=sys.stdin.readline().strip())
         threading.Thread(target=_listen, name="signals", daemon=True).start()
     return _run_agent(node, arguments)
 

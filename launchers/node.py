@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megamem.errors import ConfigError
+
+TOKEN = "MEGAMEM_JOB_TOKEN"
+"""The environment variable with the token of a job of several nodes; see `Node.token`."""
 
 
 @dataclass(frozen=True)
@@ -15,9 +18,12 @@ class Node:
     """Ranks on this node."""
     job: str
     """A name that the nodes of one job share."""
+    token: str = field(default="", repr=False)
+    """Random text that the nodes of the job alone know, with which they sign what they tell one another. One that is
+    alone needs none."""
     node_counts: tuple[int, ...] = (1,)
     """Numbers of nodes that batch and layout fit, ascending. The last is how many are expected."""
-    head: str = "localhost"
+    head: str = "127.0.0.1"
     """Name or address of the head node."""
     port: int = 0
     """Port of the rendezvous on the head node; any free one if 0."""

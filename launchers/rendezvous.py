@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from launchers.backend import SignedBackend
 from launchers.codes import first_reported_code
-from launchers.node import Node
+from launchers.node import TOKEN, Node
 from launchers.process import result_within, run_interruptibly
 from megamem.errors import ConfigError, NodesMissingError
+from megamem.parallel.control import LOOPBACK, Messages, Signer, new_token, serve_store
 
 REPORT_S = 5.0
 """Seconds within which ranks and nodes that fail together report what was wrong."""
@@ -31,14 +32,17 @@ _LATE_S = 60.0
 """Seconds beyond `join_s`: nodes that joined in time are waited for, and torchrun looks every second."""
 _STORE_S = 30.0
 """Seconds that the store has to answer."""
+_RANKS_STORE_S = 300.0
+"""Seconds that the store of the ranks has to answer; torchrun's value."""
 
 
 class Rendezvous(DynamicRendezvousHandler):
     """torchrun's rendezvous, through which the nodes also report what their ranks ended with in each round."""
 
-    def prepare(self, node: Node) -> None:
+    def prepare(self, node: Node, signer: Signer) -> None:
         """Add what torchrun's constructor does not know; called once, before anything else."""
-        self.node = node
+        self.node, self._signer = node, signer
+        self._rank = 0
         self.reported_code: int | None = None
         """The exit code that another node has reported for this round."""
         self.reported_at = 0.0
@@ -58,7 +62,7 @@ class Rendezvous(DynamicRendezvousHandler):
     def failures(self) -> int:
         """The number of those rounds in which ranks failed; the others made room for a node that joined."""
         failed = result_within(
-            _STORE_S, lambda: sum(self._round_store(number).check(["code"]) for number in range(self.round))
+            _STORE_S, lambda: sum(self._messages(number).read("code") is not None for number in range(self.round))
         )
         return self.round if failed is None else failed
 
@@ -83,7 +87,7 @@ class Rendezvous(DynamicRendezvousHandler):
                     f"nodes: the job needs {_alternatives(node.node_counts)}, but within {node.join_s} s "
                     f"(join_seconds) only {', '.join(sorted(joined))} joined at {node.head}:{node.port}"
                 ) from None
-            self.reported_code, self._waiting, self.lost_at = None, 0, None
+            self.reported_code, self._waiting, self.lost_at, self._rank = None, 0, None, met.rank
         finally:
             self._busy.release()
         if met.world_size not in node.node_counts:
@@ -109,7 +113,7 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def agree(self, own_code: Callable[[], tuple[int, float]]) -> int:
         """Return the exit code of the round, the same on all nodes. own_code: see `first_reported_code`."""
-        code = result_within(REPORT_S + 1, lambda: first_reported_code(self._round_store(), own_code))
+        code = result_within(REPORT_S + 1, lambda: first_reported_code(self._messages(), own_code))
         if code is None:
             return own_code()[0]
         self._acknowledge()
@@ -117,18 +121,18 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def announce_joining(self) -> None:
         """Tell all nodes that ranks are about to be stopped because a node joins, so that this counts as no stop."""
-        result_within(REPORT_S, lambda: self._round_store().set("joined", "yes"))
+        result_within(REPORT_S, lambda: self._messages().write("joined", "yes"))
 
     def is_joining(self) -> bool:
         """Return whether some node has announced in this round that another joins."""
-        return not self.node.is_alone and bool(result_within(REPORT_S, lambda: self._round_store().check(["joined"])))
+        return not self.node.is_alone and result_within(REPORT_S, lambda: self._messages().read("joined")) is not None
 
     def hold_store(self, nodes: int) -> None:
         """Keep the store alive, on the head node, until the `nodes` of the round have read how it ended."""
         deadline = time.monotonic() + END_S
         if self.node.is_head:
             with contextlib.suppress(Exception):  # of a store: nodes that cannot be reached are not waited for
-                while self._round_store().add("heard", 0) < nodes - 1 and time.monotonic() < deadline:
+                while self._messages().count("heard", nodes) < nodes - 1 and time.monotonic() < deadline:
                     time.sleep(0.05)
 
     def shutdown(self) -> bool:
@@ -139,15 +143,20 @@ class Rendezvous(DynamicRendezvousHandler):
     def _acknowledge(self) -> None:
         """Tell the head node that it need not hold the store for this one."""
         if not self.node.is_head:
-            result_within(1, lambda: self._round_store().add("heard", 1))
+            result_within(1, lambda: self._messages().write(f"heard/{self._rank}", "yes"))
 
     def _is_redundant(self) -> bool:
         """Return whether the job has all the nodes it takes, and this one waits for as long as it may."""
         return self._this_node in self._state_holder.state.redundancy_list
 
-    def _round_store(self, number: int | None = None) -> Store:
-        """Return the store of what the nodes have reported in a round, the present one if not given."""
-        return PrefixStore(f"megamem/{self._settings.run_id}/{self.round if number is None else number}", self._store)
+    def _messages(self, number: int | None = None) -> Messages:
+        """Return what the nodes have reported in a round, the present one if not given."""
+        number = self.round if number is None else number
+        return Messages(self._store, self._signer, f"megamem/{self._settings.run_id}/{number}")
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        """Serve the store of the ranks; torchrun's listens on all networks."""
+        return serve_store(master_port, timedelta(seconds=_RANKS_STORE_S), self.node.is_alone)
 
     def _listen(self) -> None:
         """Read every second whether nodes wait to join, what another has reported, and whether the store answers."""
@@ -155,11 +164,10 @@ class Rendezvous(DynamicRendezvousHandler):
             with self._busy:
                 try:
                     self._waiting = super().num_nodes_waiting()
-                    store = self._round_store()
-                    if self.reported_code is None and store.check(["code"]):
-                        self.reported_code, self.reported_at = int(store.get("code")), time.monotonic()
+                    if self.reported_code is None and (code := self._messages().read("code")) is not None:
+                        self.reported_code, self.reported_at = int(code), time.monotonic()
                         if not self.node.is_head:
-                            store.add("heard", 1)
+                            self._messages().write(f"heard/{self._rank}", "yes")
                     self.lost_at = None
                 except Exception:  # of the store's connection
                     self.lost_at = self.lost_at or time.monotonic()
@@ -168,17 +176,19 @@ class Rendezvous(DynamicRendezvousHandler):
 def join(node: Node) -> Rendezvous:
     """Join the rendezvous, which the head node hosts.
 
-    Raises: NodesMissingError if the head node does not answer, ConfigError if the port is taken.
+    Raises: NodesMissingError if the head node does not answer, ConfigError if the port is taken or nodes have no token.
     """
-    try:
-        store = TCPStore(
-            node.head,
-            node.port,
-            is_master=node.is_head,
-            multi_tenant=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=node.join_s),
+    token = node.token or (new_token() if node.is_alone else "")
+    if not token:
+        raise ConfigError(
+            f"{TOKEN}: not set, and a job of several nodes needs it; give all of them the same random text"
         )
+    timeout = timedelta(seconds=node.join_s)
+    try:
+        if node.is_head:
+            store = serve_store(node.port, timeout, node.is_alone)
+        else:
+            store = TCPStore(node.head, node.port, is_master=False, multi_tenant=True, timeout=timeout)
     except SignalException:
         raise
     except Exception as error:
@@ -188,16 +198,17 @@ def join(node: Node) -> Rendezvous:
             f"{node.head}:{node.port}: no answer from the head node within {node.join_s} s (join_seconds)"
         ) from None
     store.set_timeout(timedelta(seconds=_STORE_S))
+    signer = Signer(token)
     rendezvous: Rendezvous = Rendezvous.from_backend(
         node.job,
         store,
-        C10dRendezvousBackend(store, node.job),
+        SignedBackend(store, node.job, signer),
         node.node_counts[0],
         node.node_counts[-1],
-        local_addr=node.address or ("localhost" if node.is_alone else None),
+        local_addr=LOOPBACK if node.is_alone else node.address,
         timeout=RendezvousTimeout(join=timedelta(seconds=node.join_s)),
     )
-    rendezvous.prepare(node)
+    rendezvous.prepare(node, signer)
     return rendezvous
 
 

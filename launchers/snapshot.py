@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -28,8 +28,11 @@ def snapshot_folder(run_folder: Path) -> Path:
     return run_folder / FOLDER / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
 
 
-def write_snapshot(folder: Path, files: Mapping[str, str]) -> None:
-    """Make `folder` with `files`, the code's version, packages and environment. Raises RunFolderError."""
+def write_snapshot(folder: Path, files: Mapping[str, str], private: Sequence[str] = ()) -> None:
+    """Make `folder` with `files`, the code's version, packages and environment. Raises RunFolderError.
+
+    private: names of those that only their owner may read.
+    """
     try:
         folder.mkdir(parents=True)
         (folder / "snapshot.json").write_text(json.dumps(facts(), indent=2) + "\n", encoding="utf-8")
@@ -37,6 +40,7 @@ def write_snapshot(folder: Path, files: Mapping[str, str]) -> None:
         if (diff := _git("diff", "HEAD")) is not None and diff.strip():
             (folder / "changes.diff").write_text(diff, encoding="utf-8")
         for name, text in files.items():
+            (folder / name).touch(0o600 if name in private else 0o666)
             (folder / name).write_text(text, encoding="utf-8")
     except FileExistsError:
         raise RunFolderError(f"{folder}: another launch of this run began in the same second; try again") from None

@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: missing") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: not a JSON object")

@@ -89,7 +89,8 @@ def _decoded(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}; convert it first") from None
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}, on line {line}; convert it first") from None
 
 
 def _wikitext(file: InputFile) -> Iterator[Document]:
@@ -126,7 +127,7 @@ def _is_title(line: bytes) -> bool:
 def _json_lines(file: InputFile) -> Iterator[Document]:
     """Yield the text field of each line."""
     with file.open() as raw, _decompressed(raw, file.path) as stream:
-        consumed = 0
+        consumed = number = 0
         try:
             for number, line in enumerate(stream, start=1):
                 position = raw.tell()
@@ -135,7 +136,7 @@ def _json_lines(file: InputFile) -> Iterator[Document]:
                     yield Document(f"{file.name}:{number}", text, position - consumed)
                     consumed = position
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise DataError(f"{file.path}: damaged ({error})") from None
+            raise DataError(f"{file.path}: damaged{_after('line', number)} ({error})") from None
 
 
 def _decompressed(raw: BinaryIO, path: str) -> BinaryIO:
@@ -180,6 +181,8 @@ def _text_field(line: bytes, field: str, where: str) -> str:
     """Return a field of an object in JSON. Raises DataError naming `where`."""
     try:
         record = json.loads(line)
+    except RecursionError:
+        raise DataError(f"{where}: JSON that is nested too deeply to be read") from None
     except ValueError:
         raise DataError(f"{where}: not valid JSON") from None
     text = record.get(field) if isinstance(record, dict) else None
@@ -203,8 +206,7 @@ def _parquet(file: InputFile) -> Iterator[Document]:
         _check_column(table.schema_arrow, file)
         share = file.size // max(table.metadata.num_rows, 1)
         batches = table.iter_batches(batch_size=PARQUET_ROWS, columns=[file.field])
-        texts = (text for batch in _undamaged(batches, file) for text in _texts(batch, file))
-        for row, text in enumerate(texts, start=1):
+        for row, text in _rows(batches, file):
             yield Document(f"{file.name}:{row}", text, share)
 
 
@@ -219,36 +221,44 @@ def _arrow(file: InputFile) -> Iterator[Document]:
             raise DataError(f"{file.path}: not a readable Arrow file ({str(error).splitlines()[0]})") from None
         _check_column(reader.schema, file)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
-        row, consumed = 0, 0
-        for batch in _undamaged(batches, file):
-            for text in _texts(batch.select([file.field]), file):
-                row, position = row + 1, max(raw.tell(), consumed)
-                yield Document(f"{file.name}:{row}", text, position - consumed)
-                consumed = position
+        consumed = 0
+        for row, text in _rows((batch.select([file.field]) for batch in batches), file):
+            position = max(raw.tell(), consumed)
+            yield Document(f"{file.name}:{row}", text, position - consumed)
+            consumed = position
 
 
 def _check_column(schema: pa.Schema, file: InputFile) -> None:
-    """Raise DataError unless a table has the text column, and it holds strings."""
+    """Raise DataError unless a table has the text column, once, and it holds strings."""
     if file.field not in schema.names:
         raise DataError(f"{file.path}: no column {file.field!r} (columns: {', '.join(schema.names)})")
+    if schema.names.count(file.field) > 1:
+        raise DataError(f"{file.path}: has {schema.names.count(file.field)} columns {file.field!r}; rename all but one")
     if (kind := schema.field(file.field).type) not in TEXT_TYPES:
         raise DataError(f"{file.path}: column {file.field!r} holds {kind}, not strings")
 
 
-def _undamaged(batches: Iterable[Any], file: InputFile) -> Iterator[Any]:  # pyarrow ships no types
-    """Yield the batches of a table. Raises DataError where the file is damaged."""
+def _rows(batches: Iterable[Any], file: InputFile) -> Iterator[tuple[int, str]]:  # pyarrow ships no types
+    """Yield each row's number and text of batches of one column; an empty text where there is none.
+
+    Raises: DataError naming the row from which on the file is damaged, or that is not UTF-8.
+    """
+    row = 0
     try:
-        yield from batches
+        for batch in batches:
+            for value in batch.column(0):
+                text = value.as_py()
+                row += 1
+                yield row, text or ""
+    except UnicodeDecodeError:
+        raise DataError(f"{file.path}:{row + 1}: column {file.field!r} holds bytes that are not UTF-8") from None
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file.path}: damaged ({str(error).splitlines()[0]})") from None
+        raise DataError(f"{file.path}: damaged{_after('row', row)} ({str(error).splitlines()[0]})") from None
 
 
-def _texts(batch: Any, file: InputFile) -> list[str]:
-    """Return the texts of a batch of one column; an empty one where there is none."""
-    try:
-        return [text or "" for text in batch.column(0).to_pylist()]
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{file.path}: damaged ({str(error).splitlines()[0]})") from None
+def _after(what: str, number: int) -> str:
+    """Return words for the last line or row that could be read; none where there is none."""
+    return f" after {what} {number}" if number else ""
 
 
 def _webdataset(file: InputFile) -> Iterator[Document]:

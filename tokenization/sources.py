@@ -44,11 +44,20 @@ def documents(files: Sequence[InputFile]) -> Iterator[Document]:
         try:
             for document in reader(file):
                 if document.text:
+                    _require_writable(document.name)
                     yield document
         except MegamemError:
             raise
         except Exception as error:  # file systems raise errors of their own libraries
             raise DataError(f"{file.path}: cannot be read ({_reason(error)})") from None
+
+
+def _require_writable(name: str) -> None:
+    """Raise DataError for the name of a document that the index of shards cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{name!a}: a name that is not UTF-8; rename the file") from None
 
 
 def _local_sizes(given: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt
 from launchers.commands import call_if
 from launchers.config import ClusterConfig, Word
 from launchers.job import Job
+from launchers.node import TOKEN
 from launchers.target import Report, Target, register
 from megamem.errors import FINAL, STOPPED, ConfigError
 
@@ -72,8 +73,14 @@ class KubernetesTarget(Target):
             "metadata": self._metadata(name),
             "data": {"config.yaml": config},
         }
+        token: Manifest = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": self._metadata(name),
+            "stringData": {"token": job.token},
+        }
         if self.kind == "PyTorchJob":
-            return [settings, self._pytorch_job(job, name)]
+            return [settings, token, self._pytorch_job(job, name)]
         service: Manifest = {
             "apiVersion": "v1",
             "kind": "Service",
@@ -85,7 +92,7 @@ class KubernetesTarget(Target):
                 "selector": {"batch.kubernetes.io/job-name": name},
             },
         }
-        return [settings, service, self._indexed_job(job, name)]
+        return [settings, token, service, self._indexed_job(job, name)]
 
     def _metadata(self, name: str) -> Manifest:
         """Return the metadata of every object of a job."""
@@ -182,6 +189,7 @@ class KubernetesTarget(Target):
             "command": command,
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}},
                 *({"name": key, "value": value} for key, value in job.environment.items()),
             ],
             "volumeMounts": mounts,

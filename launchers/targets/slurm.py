@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from launchers.commands import how_to_start
 from launchers.config import ClusterConfig, Word
 from launchers.job import Job
+from launchers.node import TOKEN
 from launchers.slurm_jobs import ENDED, SCRIPT, submit_job
 from launchers.target import Report, Target, register
 from megamem.config.run import RunConfig
@@ -157,6 +158,7 @@ class SlurmTarget(Target):
             prepare="\n".join(self._prepare(job)) or "# the environment is that of sbatch",
             folder=shlex.quote(str(job.folder)),
             port=job.cluster.port,
+            token=TOKEN,
             newest=newest,
             ended=ENDED,
             unless_done=unless_done,
@@ -211,6 +213,9 @@ cd {work} || exit 1
 {prepare}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MEGAMEM_HEAD="$head" MEGAMEM_PORT=$(({port} + SLURM_JOB_ID % 1000))
+# what the nodes tell one another is signed with it; srun passes it on
+{token}=$(od -A n -t x1 -N 32 /dev/urandom | tr -d ' \n')
+export {token}
 
 # srun does not take this one from the job by itself
 [ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"

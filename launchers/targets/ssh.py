@@ -72,7 +72,7 @@ class SshTarget(Target):
         return folder, self.folder or here
 
     def files(self, job: Job, config: str) -> dict[str, str]:
-        """Return one ssh command per host, to be read; `start` runs them with a token of its own."""
+        """Return one ssh command per host, to be read; `start` runs them with a name of its own for the job."""
         lines = [shlex.join(command) for command in self.commands(job, "JOB").values()]
         return {"commands.txt": "\n".join(lines) + "\n"}
 
@@ -80,13 +80,13 @@ class SshTarget(Target):
         """Start an agent on every host and wait for all; see `run_hosts`."""
         return run_hosts(job, self.commands(job, str(uuid.uuid4())))
 
-    def commands(self, job: Job, token: str) -> dict[str, list[str]]:
-        """Return the ssh command of each host. token: the same for the nodes of one start, and for no other."""
+    def commands(self, job: Job, name: str) -> dict[str, list[str]]:
+        """Return the ssh command of each host. name: of the job, the same for all nodes of a start and for no other."""
         commands = {}
         for rank, host in enumerate(self.hosts):
             agent = [
                 *job.agent_command(self.python), "--listen",
-                "--job", token, "--head", self.hosts[0], "--port", str(job.cluster.port),
+                "--job", name, "--head", self.hosts[0], "--port", str(job.cluster.port),
                 "--node-rank", str(rank), "--address", host, "--", *job.train_arguments(),
             ]  # fmt: skip
             variables = [f"{name}={value}" for name, value in job.environment.items()]
@@ -100,8 +100,8 @@ class SshTarget(Target):
 class _Host:
     """One ssh process and the two threads that pass its output on."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        """Start `command`. name: what its output is labelled with."""
+    def __init__(self, name: str, command: Sequence[str], token: str) -> None:
+        """Start `command`. name: what its output is labelled with; token: that of the job."""
         self.name = name
         pipe = subprocess.PIPE
         # a session of its own: a terminal's Ctrl-C reaches the hosts through this process only
@@ -112,6 +112,7 @@ class _Host:
         self.threads = [threading.Thread(target=self._pass_on, args=pair, daemon=True) for pair in streams]
         for thread in self.threads:
             thread.start()
+        self.send(token)  # by its input, as everybody on a machine may see commands
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
         """Copy lines from the host to this process's output until they end."""
@@ -148,7 +149,7 @@ def run_hosts(job: Job, commands: Mapping[str, Sequence[str]]) -> int:
     ended: list[int] = []
     lost: list[str] = []
     with signals_passed_on(hosts):
-        hosts += [_Host(name, command) for name, command in commands.items()]
+        hosts += [_Host(name, command, job.token) for name, command in commands.items()]
         deadline: float | None = None
         running = list(hosts)
         while running:

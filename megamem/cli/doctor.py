@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from megamem.cli.options import Json
 from megamem.cli.output import console, write_json
@@ -35,12 +36,12 @@ def doctor(as_json: Json = False) -> None:
 def _print(findings: list[Finding]) -> None:
     """Print findings by section, and what keeps megamem from working."""
     for section in dict.fromkeys(finding.section for finding in findings):
-        console.print(f"[bold]{section}[/bold]", highlight=False)
+        console.print(section, style="bold", highlight=False)
         console.print(_table(finding for finding in findings if finding.section == section))
     failed = [finding for finding in findings if finding.status == "failed"]
     if failed:
         names = ", ".join(f"{finding.section}/{finding.name}" for finding in failed)
-        console.print(f"megamem cannot work here: {names}", style="red", markup=False, highlight=False)
+        console.print(f"megamem cannot work here: {names}", style="red", highlight=False)
     else:
         console.print("megamem can work here", style="green", highlight=False)
 
@@ -52,5 +53,5 @@ def _table(findings: Iterable[Finding]) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column("detail", overflow="fold")
     for finding in findings:
-        table.add_row(f"  [{_STYLES[finding.status]}]{finding.status}[/]", finding.name, finding.detail)
+        table.add_row(Text(f"  {finding.status}", _STYLES[finding.status]), finding.name, finding.detail)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -54,16 +55,20 @@ def agent(
     join_seconds: Annotated[int, typer.Option(min=1, help="how long nodes wait for one another")] = 600,
     stop_seconds: Annotated[int, typer.Option(min=1, help="how long ranks have to end after a signal")] = 120,
     listen: Annotated[
-        bool, typer.Option("--listen", help="take names of signals from standard input, its end for SIGTERM")
+        bool,
+        typer.Option(
+            "--listen", help="take the job's token, then names of signals, from standard input, its end for SIGTERM"
+        ),
     ] = False,
 ) -> None:
     """Run one node of a job: start its ranks together with the other nodes. `megamem launch` writes this command."""
     from launchers.local_ranks import run_node
-    from launchers.node import Node, parse_node_counts
+    from launchers.node import TOKEN, Node, parse_node_counts
 
     node = Node(
         processes=processes,
         job=job,
+        token=os.environ.get(TOKEN, ""),
         node_counts=parse_node_counts(nodes),
         head=head,
         port=port,

@@ -102,7 +102,8 @@ def _line(error: MegamemError) -> str:
     rank = os.environ["RANK"] if inside_job() else "0"
     of_all = isinstance(error, FOUND_BY_ALL) and _is_first_of_node()
     named = rank == "0" or of_all or str(error).startswith("rank ")
-    return f"megamem: {error}\n" if named else f"megamem: rank {rank}: {error}\n"
+    text = str(error).replace("\n", "\\n")  # a path may hold a line break
+    return f"megamem: {text}\n" if named else f"megamem: rank {rank}: {text}\n"
 
 
 def _leave(code: int) -> None:

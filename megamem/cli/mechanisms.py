@@ -13,7 +13,8 @@ def mechanisms() -> None:
     for registry in (MIXERS, ARCHITECTURES, OBJECTIVES):
         write_line(f"{registry.noun}s")
         for kind, config in registry.kinds().items():
-            console.print(f"  [bold]{kind}[/bold]  {(config.__doc__ or '').splitlines()[0]}", highlight=False)
+            console.print(f"  {kind}", style="bold", highlight=False, end="  ")
+            write_line((config.__doc__ or "").splitlines()[0])
             for name, field in config.__pydantic_fields__.items():
                 if name != "kind":
                     write_line(f"    {name} = {field.default}: {field.description}")

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from megamem.errors import DataError
 
-console = Console(soft_wrap=True)
+console = Console(soft_wrap=True, markup=False, emoji=False)
+"""Standard output. Brackets and colons are printed as they are: paths may hold them."""
 
 
 def read_text(path: Path) -> str:
@@ -31,8 +32,8 @@ def write_json(value: object, indent: int | None = None) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write one line as it is, without colors or markup."""
-    console.print(text, highlight=False, markup=False)
+    """Write one line as it is, without colors."""
+    console.print(text, highlight=False)
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
@@ -48,7 +49,7 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar over `total` bytes, and give the function that advances it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(label, total=total)
         yield lambda done: progress.advance(task, done)

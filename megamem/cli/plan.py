@@ -192,4 +192,4 @@ def _report(
 def _print(parts: Iterable[Table | str]) -> None:
     """Print tables and lines."""
     for part in parts:
-        console.print(part, highlight=False, markup=False)  # a path may hold brackets
+        console.print(part, highlight=False)

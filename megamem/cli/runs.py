@@ -32,4 +32,5 @@ def runs(
         return
     # names whole, whatever the width: half a name is none
     longest = max(len(str(run.folder)) for run in found)
-    Console(width=max(console.width, longest + OTHER_COLUMNS)).print(runs_table(found, folder))
+    width = max(console.width, longest + OTHER_COLUMNS)
+    Console(width=width, markup=False, emoji=False).print(runs_table(found, folder))

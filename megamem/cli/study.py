@@ -41,7 +41,7 @@ def run(
     from megamem.study.queue import Queue
 
     settings, runs = _planned(study, overrides)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         item = bar.add_task(settings.name, total=None)
         progress = lambda done, total: bar.update(item, completed=done, total=total)  # noqa: E731

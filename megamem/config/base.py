@@ -1,11 +1,52 @@
 """The base class of every configuration model."""
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 
 class ConfigModel(BaseModel):
-    """A frozen configuration section. Unknown keys are refused; the docstring under a field is its help text."""
+    """A frozen configuration section. Unknown keys are refused; the docstring under a field is its help text.
+
+    Numbers are finite, and true or false is none.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
-    )
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=(),
+        allow_inf_nan=False,
+    )  # fmt: skip
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_true_for_1(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse true and false where a number belongs; Python takes them for 1 and 0."""
+        assert info.field_name is not None
+        types = _types_in(cls, info.field_name)
+        if bool not in types and not types.isdisjoint((int, float)) and _holds_truth(value):
+            raise PydanticKnownError("int_type" if int in types else "float_type")
+        return value
+
+
+@cache
+def _types_in(model: type[BaseModel], field: str) -> frozenset[object]:
+    """Return the types that a field's type is made of."""
+
+    def parts(annotation: Any) -> Iterator[object]:
+        arguments = get_args(annotation)
+        if not arguments:
+            yield annotation
+        for argument in arguments:
+            yield from parts(argument)
+
+    found = parts(model.__pydantic_fields__[field].annotation)
+    return frozenset(part if isinstance(part, type) else type(part) for part in found)  # of a Literal, its values'
+
+
+def _holds_truth(value: object) -> bool:
+    """Return whether a value is true or false, or holds either in its lists and mappings."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_truth, value.values()))
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(_holds_truth, value)))

@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
 from megamem.config.base import ConfigModel
 from megamem.config.load import Tree, merge, parse_config, read_yaml, unknown_key, with_value
 from megamem.config.recipe import LESSONS, overridden, read_recipe, validated_run
 from megamem.config.run import RunConfig, RunName
+from megamem.config.yaml_text import to_yaml
 from megamem.errors import ConfigError
 
 FILE = "curriculum.yaml"
@@ -80,7 +79,7 @@ def dump_curriculum(runs: Sequence[RunConfig]) -> str:
         for run in runs
     ]
     tree = {"name": folder.name, "runs_folder": str(folder.parent), LESSONS: trees}
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return to_yaml(tree)
 
 
 def lesson_folders(folder: Path) -> list[Path]:

@@ -27,7 +27,8 @@ _HEAD = """\
 `megamem train CONFIG.yaml [section.key=value ...]` reads a YAML file of the keys below. `base: other.yaml` (or a list
 of files) is read first and the file merged over it, mapping by mapping; paths of bases are relative to the file.
 Overrides are applied last; their values are YAML, and a number picks from a list:
-`model.memory.0.mixer.order=64`. Unknown keys are refused. `--dry-run` prints the resolved configuration.
+`model.memory.0.mixer.order=64`. Unknown keys, and those given twice, are refused; so are numbers that begin with 0
+(`010`), infinite ones, and true or false for a number. `--dry-run` prints the resolved configuration.
 """
 _MAPPING = "mapping, see below"
 _WITH_KIND = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -25,24 +23,13 @@ from megamem.config.model import (
 )
 from megamem.config.objective import OBJECTIVES, ObjectiveConfig
 from megamem.config.registry import Registry
+from megamem.config.yaml_text import DEEPEST, parse_yaml, to_yaml
 from megamem.errors import ConfigError
 
 C = TypeVar("C", bound=ConfigModel)
 Tree = dict[str, Any]
 """A mapping as YAML has it."""
 
-
-class _Loader(yaml.SafeLoader):
-    """A loader that reads 2e-3 as a number and 24:00:00 as text; YAML 1.1 has it the other way round."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
-for digit in "0123456789":  # the first pattern that matches counts
-    _Loader.yaml_implicit_resolvers[digit].insert(0, ("tag:yaml.org,2002:str", re.compile(r"^\d+(:\d+)+$")))
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -71,7 +58,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
         raise ConfigError(f"{path}: no such configuration file{origin}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read{origin}: {error}") from None
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -84,16 +71,6 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     for base in bases:
         merged = merge(merged, _read((path.parent / base).resolve(), (*above, path)))
     return merge(merged, tree)
-
-
-def _parse(text: str, where: str) -> object:
-    """Return the value of a YAML text. Raises ConfigError naming `where` and the line."""
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader with other forms of numbers)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
 def merge(below: Tree, above: Tree) -> Tree:
@@ -123,12 +100,15 @@ def apply_override(tree: Tree, override: str) -> Tree:
     path, equals, text = override.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"override {override!r}: expected key.path=value")
-    return with_value(tree, path.strip(), _parse(text, f"override {override!r}"))
+    return with_value(tree, path.strip(), parse_yaml(text, f"override {override!r}"))
 
 
 def with_value(tree: Tree, path: str, value: object) -> Tree:
     """Return `tree` with `value` at a dotted path, in which a number picks from a list. Raises ConfigError."""
-    changed = _set(tree, path.split("."), value, path)
+    keys = path.split(".")
+    if len(keys) > DEEPEST:
+        raise ConfigError(f"{path[:40]}...: {len(keys)} keys; a path has at most {DEEPEST}")
+    changed = _set(tree, keys, value, path)
     assert isinstance(changed, dict)  # a path has at least one key
     return changed
 
@@ -239,7 +219,7 @@ def _models(annotation: object) -> list[type[BaseModel]]:
 
 def dump_yaml(config: ConfigModel) -> str:
     """Return the resolved configuration as YAML that loads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(config.model_dump(mode="json"))
 
 
 def config_hash(config: ConfigModel) -> str:

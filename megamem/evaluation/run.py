@@ -158,7 +158,8 @@ class Passes:
 
     def __init__(self, console: Console | None, watch: Watch | None = None) -> None:
         """Show bars on `console`, tell `watch`; nothing is shown or told where they are None."""
-        columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        named = TextColumn("{task.description:<15}", markup=False)
+        columns = (named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.bar = Bar(*columns, console=console) if console else None
         self.watch = watch
 

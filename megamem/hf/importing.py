@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS, WeightsHeader, write_weights
 from megamem.config.load import apply_overrides, parse_config
 from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
+from megamem.config.yaml_text import to_yaml
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, renamed
@@ -62,8 +62,8 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
             raise ConversionError(f"{source}: its tokenizer has {words:,} tokens, the model {model.vocab_size:,}")
         header = WeightsHeader.of_model(model, None if tokenizer is None else tokenizer.vocabulary_hash, new_parameters)
         write_weights(weights, partial / WEIGHTS, header)
-        text = yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False)
-        (partial / MODEL).write_text(f"# from {source}\n{text}", encoding="utf-8")
+        text = to_yaml({"model": model.model_dump(mode="json")})
+        (partial / MODEL).write_text(f"# from {' '.join(str(source).split())}\n{text}", encoding="utf-8")
     return {
         "architecture": kind,
         "parameters": sum(value.numel() for value in weights.values()),

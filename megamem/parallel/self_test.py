@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from megamem.parallel.control import LOOPBACK, serve_store
+
 PROCESSES = 2
 ELEMENTS = 2**18
 """Of each rank's float32 tensor: 1 MiB."""
@@ -39,7 +41,7 @@ def run_self_test(backend: str, timeout_s: float = 120) -> dict[str, float]:
         timeout_s: after so many seconds the processes are killed.
     Raises: SelfTestError naming what failed.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store(0, timedelta(seconds=timeout_s), loopback=True)
     with tempfile.TemporaryDirectory(prefix="megamem-self-test-") as name:
         outputs = [Path(name) / f"rank-{rank}" for rank in range(PROCESSES)]
         processes = [_start(rank, backend, store.port, timeout_s, outputs[rank]) for rank in range(PROCESSES)]
@@ -140,7 +142,7 @@ def main(backend: str, rank: int, port: int, timeout_s: float) -> dict[str, floa
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=PROCESSES, timeout=timeout, **options)
     timings = {}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import yaml
-
 from launchers.config import ClusterConfig
 from launchers.launch import Launch, plan_launch
 from launchers.slurm_jobs import submit_job
@@ -16,6 +14,7 @@ from launchers.target import find_target
 from launchers.targets.slurm import SlurmTarget
 from megamem.config.load import load_config, read_yaml
 from megamem.config.run import RunConfig
+from megamem.config.yaml_text import to_yaml
 from megamem.errors import FINAL, MegamemError
 from megamem.runs.result import RESULT
 from megamem.study import tasks as processes
@@ -69,7 +68,7 @@ def submit_runs(
             else:
                 ready.append((status, run_launch(study, cluster, status, one_after_another(study, status.run, number))))
         for status, launch in ready:
-            launch.write({EVALUATIONS: yaml.safe_dump(plain(changes_of(study, status.run)), sort_keys=False)})
+            launch.write({EVALUATIONS: to_yaml(plain(changes_of(study, status.run)))})
             report(f"{status.run.name}: {submit_job(launch.job.folder)}")
             found.submitted.append(status)
     return found

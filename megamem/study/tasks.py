@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import yaml
-
 from megamem.config.load import read_yaml
+from megamem.config.yaml_text import to_yaml
 from megamem.errors import RunFolderError
 from megamem.runs.folder import held, locked
 from megamem.runs.result import RESULT, read_result
@@ -116,7 +115,7 @@ def tasks(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[tuple[Task, li
     for run in runs:
         config = config_file(study, run)
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(yaml.safe_dump(plain(run.tree), sort_keys=False), encoding="utf-8")
+        config.write_text(to_yaml(plain(run.tree)), encoding="utf-8")
         training = Task(run, TRAINED, ["train", str(config)], log_file(study, run, TRAINED))
         after = [
             Task(run, name, evaluation_command(run, change), log_file(study, run, name), change)

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
+from megamem.parallel.control import LOOPBACK, Messages, Signer, new_token, serve_store
 from megamem.parallel.topology import Topology
 from megamem.training.slow_rank import POLLS_PER_BEAT, WaitShares, slow_rank
 
@@ -127,30 +128,33 @@ class Watchdog:
         self._others = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._states: dict[int, str] = {}
         self._store_lost = False
-        self._failed = False
+        self._failed = self._said_defect = False
         self._done = threading.Event()
         # a store whose process is stopped may never answer: one thread talks to it, another watches the clock
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        self._store = self._open() if topology.world_size > 1 else None
-        if self._store is not None:
-            self._store.set(f"rank/{topology.rank}", self._state())
+        self._messages = self._open() if topology.world_size > 1 else None
+        if self._messages is not None:
+            self._messages.write(f"rank/{topology.rank}", self._state())
             # from here on each rank finds the state of every other
             dist.barrier()
-            self._states = {rank: self._store.get(f"rank/{rank}").decode() for rank in self._others}
+            self._read_states(self._messages)
             self._threads.append(threading.Thread(target=self._exchange, name="watchdog-store", daemon=True))
 
-    def _open(self) -> TCPStore:
-        """Open the store on rank 0, and connect the other ranks to it."""
-        host = os.environ.get("MASTER_ADDR", "localhost")
+    def _open(self) -> Messages:
+        """Open the store on rank 0, connect the other ranks to it, and give all of them a token to sign with."""
+        on_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == self.topology.world_size
         # longer than it takes to find a silent rank: a store that gives up complains on stderr
         timeout = timedelta(seconds=4 * self.timeout)
-        store = None
-        port = torch.zeros((), dtype=torch.int64)
+        store, token = None, bytes.fromhex(new_token())
+        told = torch.zeros(1 + len(token), dtype=torch.int64)
         if self.topology.rank == 0:
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            port += store.port
-        dist.broadcast(port, src=0)
-        return store or TCPStore(host, int(port), is_master=False, timeout=timeout)
+            store = serve_store(0, timeout, on_one_machine)
+            told = torch.tensor([store.port, *token])
+        dist.broadcast(told, src=0)
+        if store is None:
+            host = LOOPBACK if on_one_machine else os.environ.get("MASTER_ADDR", "localhost")
+            store = TCPStore(host, int(told[0]), is_master=False, timeout=timeout)
+        return Messages(store, Signer(bytes(told[1:].tolist()).hex()), "watchdog")
 
     def progress(self, action: str) -> None:
         """Note that this rank begins an action, described in a few words. Costs two assignments."""
@@ -177,48 +181,71 @@ class Watchdog:
             raise MegamemError(
                 f"{name} lost its connection to another rank, which has ended, at: {self._action}"
             ) from error
-        if self._store is not None and self.topology.rank == 0 and error is None:
+        if self._messages is not None and self.topology.rank == 0 and error is None:
             self._hold_store()
 
     def _hold_store(self) -> None:
         """Keep rank 0's store open until the others have left it."""
-        deadline = time.monotonic() + self.interval * 4
-        assert self._store is not None
-        while time.monotonic() < deadline and self._store.add("left", 0) < self.topology.world_size - 1:
+        deadline, world = time.monotonic() + self.interval * 4, self.topology.world_size
+        assert self._messages is not None
+        while time.monotonic() < deadline and self._messages.count("left", world) < world - 1:
             time.sleep(0.02)
 
     def _exchange(self) -> None:
         """Publish this rank's state and read the others', once a beat: the body of the store's thread."""
-        assert self._store is not None
+        assert self._messages is not None
         requested_at = time.monotonic()
         try:
             while not self._done.wait(self.interval):
                 requested_at = time.monotonic()
-                self._store.set(f"rank/{self.topology.rank}", self._state())
-                for rank in self._others:
-                    self._states[rank] = self._store.get(f"rank/{rank}").decode()
+                self._messages.write(f"rank/{self.topology.rank}", self._state())
+                self._read_states(self._messages)
             if self.topology.rank != 0 and not self._failed:
-                self._store.add("left", 1)
+                self._messages.write(f"left/{self.topology.rank}", "yes")
         except Exception:
             # refused at once: rank 0 has ended, and its store with it; no answer: it is silent, as `diagnose` will see
             self._store_lost = time.monotonic() - requested_at < self.timeout / 2
 
+    def _read_states(self, messages: Messages) -> None:
+        """Read what the other ranks have published; what no rank has signed is left out."""
+        for rank in self._others:
+            if (state := messages.awaited(f"rank/{rank}")) is not None:
+                self._states[rank] = state
+
     def _watch(self) -> None:
-        """Look for a rank that is stuck, once a beat: the body of the watching thread."""
+        """Look for a rank that is stuck, once a beat: the body of the watching thread, which goes on whatever fails."""
         for seen in self.statuses.values():
             seen.beat_at = seen.progress_at = time.monotonic()
-        while not self._pause():
-            self._beats += 1
-            self._observe()
-            self._find_slow()
-            found = diagnose(self.statuses, time.monotonic(), self.timeout)
-            if found is None and self._store_lost:
-                # rank 0 reports what ended it, and the launcher ends this rank
-                self._done.wait(_GRACE_S)
-                found = 0, ENDED
-            if found is not None and not self._done.is_set():
-                self._report(*found)
-                return
+        while not self._done.is_set():
+            try:
+                if self._pause():
+                    return
+                self._look()
+            except Exception as error:
+                self._say_defect(error)
+                self._done.wait(self.interval)
+
+    def _look(self) -> None:
+        """Take in what the ranks have published, and end the job if one of them is stuck."""
+        self._beats += 1
+        self._observe()
+        self._find_slow()
+        found = diagnose(self.statuses, time.monotonic(), self.timeout)
+        if found is None and self._store_lost:
+            # rank 0 reports what ended it, and the launcher ends this rank
+            self._done.wait(_GRACE_S)
+            found = 0, ENDED
+        if found is not None and not self._done.is_set():
+            self._report(*found)
+            self._done.set()
+
+    def _say_defect(self, error: Exception) -> None:
+        """Say, once, that the watchdog itself fails."""
+        if not self._said_defect:
+            self._said_defect = True
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(f"megamem: {self.topology.name()}: the watchdog fails, and tries again ({reason})\n")
+            sys.stderr.flush()
 
     def _pause(self) -> bool:
         """Wait for the next beat, polling whether this rank waits while it trains; return whether the watch is over."""
@@ -282,7 +309,10 @@ class Watchdog:
         if self._first_to_report(rank, reason, message):
             sys.stderr.write(f"megamem: {message}; the job ends\n")
             sys.stderr.flush()
-        self._on_end(StuckRankError.exit_code, message)
+        try:
+            self._on_end(StuckRankError.exit_code, message)
+        except Exception as error:  # of what is to be written at the end; the job ends none the less
+            self._say_defect(error)
         host, _, pid = seen.process.rpartition(":")
         if reason == SILENT and host == socket.gethostname():
             # a launcher would ask it to end and wait for that
@@ -302,17 +332,17 @@ class Watchdog:
         """Return the message by which a rank named a stuck one and ended, if one did."""
         # the store may be gone
         with contextlib.suppress(Exception):
-            if self._store is not None and self._store.add("reported", 0) > 0:
-                return self._store.get("message").decode()
+            if self._messages is not None and (text := self._messages.read("message")) is not None:
+                return text.partition("|")[2]
         return None
 
     def _first_to_report(self, rank: int, reason: str, message: str) -> bool:
         """Return whether this rank reports what all find. Where rank 0 and its store are lost, each does."""
-        if self._store is None or (rank == 0 and reason != STUCK):
+        if self._messages is None or (rank == 0 and reason != STUCK):
             return True
+        mine = f"{self.topology.rank}|{message}"
         try:
-            self._store.set("message", message)
-            return self._store.add("reported", 1) == 1
+            return self._messages.write_first("message", mine) == mine
         except Exception:
             # the store is gone
             return True

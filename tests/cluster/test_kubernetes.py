@@ -48,7 +48,7 @@ def kube(kind, **fields):
 @pytest.mark.parametrize("case", CASES)
 def test_an_indexed_job(data, tmp_path, case, version):
     found = manifests(data, tmp_path, *CASES[case])
-    assert [manifest["kind"] for manifest in found] == ["ConfigMap", "Service", "Job"]
+    assert [manifest["kind"] for manifest in found] == ["ConfigMap", "Secret", "Service", "Job"]
     for manifest in found:
         kubernetes_validate.validate(manifest, version, strict=True)
         # what the schema does not say: a Service's name begins with a letter; names become host names, with an index
@@ -58,8 +58,9 @@ def test_an_indexed_job(data, tmp_path, case, version):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_pytorch_job(data, tmp_path, case):
-    settings, job = manifests(data, tmp_path, "kubernetes.kind=PyTorchJob", *CASES[case])
+    settings, secret, job = manifests(data, tmp_path, "kubernetes.kind=PyTorchJob", *CASES[case])
     kubernetes_validate.validate(settings, VERSIONS[-1], strict=True)
+    kubernetes_validate.validate(secret, VERSIONS[-1], strict=True)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     check_fields(job, models.KubeflowOrgV1PyTorchJob)
     check_fields(job["spec"], models.KubeflowOrgV1PyTorchJobSpec)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launchers.node import TOKEN
 from megamem.errors import STOPPED, NodesMissingError, StuckRankError
 from tests.cluster.hosts import Network
 from tests.cluster.machine import skip_if_refused
@@ -60,6 +61,7 @@ class Hosts:
         folder.mkdir()
         port, self.folder = free_port(), folder
         variables = {**environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "GLOO_SOCKET_IFNAME": "cable0"}
+        variables[TOKEN] = "known to both"
         self.agents = []
         for host, address in enumerate(network.ADDRESSES):
             words = [

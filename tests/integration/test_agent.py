@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from launchers import agent as agents
 from launchers.agent import run_agent
-from launchers.node import Node
+from launchers.node import TOKEN, Node
 from megamem.errors import (
     STOPPED,
     CheckpointError,
@@ -45,7 +47,8 @@ class Nodes:
         self.folder, self.more = folder, (ignored, failed_s)
         self.node = Node(
             **{
-                "processes": 1, "job": "test", "node_counts": (2,), "head": "127.0.0.2", "port": free_port(),
+                "processes": 1, "job": "test", "token": "known to both", "node_counts": (2,), "head": "127.0.0.2",
+                "port": free_port(),
                 "join_s": 60, "stop_s": 20, **settings,
             }
         )  # fmt: skip
@@ -112,6 +115,22 @@ def test_ranks_know_their_world(tmp_path):
     ranks = re.findall(r"^(\d) (.*)$", said, re.MULTILINE)
     assert dict(ranks) == {str(rank): f"4 {rank % 2} 2 127.0.0.2" for rank in range(4)}
     assert "megamem: 2 node(s) x 2 rank(s) start\n" in said
+
+
+def test_a_stranger_at_the_port_of_the_rendezvous_ends_nothing(tmp_path):
+    """It writes wherever the nodes have written, and the code of an end where they will look for one."""
+    done = tmp_path / "done"
+    line = f"print('begun', flush=True)\nwhile not os.path.exists({str(done)!r}): time.sleep(0.1)"
+    with Nodes(tmp_path, line) as nodes:
+        nodes.wait_for("begun\n(.*\n)*.*begun")
+        stranger = TCPStore(nodes.node.head, nodes.node.port, is_master=False, timeout=timedelta(seconds=10))
+        for key in {*stranger.list_keys(), "megamem/test/0/code", "megamem/test/0/joined"}:
+            stranger.set(key, "3")
+        time.sleep(4)  # the agents look each second, and torchrun every five
+        done.touch()
+        assert nodes.codes() == [0, 0], nodes.output()
+        ignored = re.findall(r"megamem: ignored what stands at '(.*)' in the job's store", nodes.output())
+        assert len(ignored) == 2, nodes.output()
 
 
 def test_what_trying_again_does_not_mend_ends_all_at_once(tmp_path):
@@ -241,7 +260,8 @@ def test_nohup_holds_before_ranks_are_there(tmp_path):
     """The command of a node, which waits for another."""
     words = ["-m", "megamem", "agent", "--nodes", "2", "--port", str(free_port()), "--", "doctor"]
     command = ["nohup", sys.executable, *words]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    variables = {**environment(), TOKEN: "known to both"}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not caught(process.pid, signal.SIGTERM):
             assert time.monotonic() < deadline, process.poll()

@@ -7,9 +7,11 @@ import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from checkpoints.saver import THREAD, WAITING
 from megamem.errors import MegamemError, StuckRankError
@@ -92,6 +94,68 @@ def test_a_killed_stage_takes_the_others_along(config, tmp_path, killed):
         lost = rf"megamem: {STAGES[survivor]} lost its connection to another rank, which has ended, at: step \d+: .*\n"
         # where rank 0 has ended, c10d may complain about its store first
         assert re.search(rf"(?:^|\n){lost}$", said), said
+
+
+def meddled_with(*arguments: str) -> None:
+    """On a rank: the command, with a stranger at the watchdog's port who writes to all of its keys after step 3."""
+    from megamem.training import watchdog
+
+    serve = watchdog.serve_store
+
+    def serve_to_all(*given):
+        store = serve(*given)
+
+        def meddle() -> None:
+            time.sleep(2)
+            stranger = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+            for key in {*stranger.list_keys(), "watchdog/message", "watchdog/left/1"}:
+                stranger.set(key, b"1|2|\xff")
+
+        threading.Thread(target=meddle, daemon=True).start()
+        return store
+
+    watchdog.serve_store = serve_to_all
+    command(*arguments)
+
+
+@pytest.mark.distributed
+def test_a_stranger_at_the_watchdogs_port_ends_nothing(config, tmp_path):
+    """Before, the threads that read died of what it wrote: the run went on unwatched."""
+    with Job(tmp_path / "job", 2, meddled_with, "train", str(config)) as job:
+        job.wait_for("ignored what stands at 'watchdog/rank/1'", stream="err")
+        time.sleep(STALL_S)
+        job.send(1, signal.SIGSTOP)
+        codes = job.codes(STALL_S + SLACK_S)
+        assert codes[0] == StuckRankError.exit_code
+        assert re.search(rf"megamem: {NAMES[1]} stopped responding .*; the job ends\n", job.output(0)), job.output(0)
+
+
+def test_a_watchdog_that_fails_says_so_and_goes_on(capsys):
+    """The end of a job is written to a full disk, say; and a look that fails is one look."""
+    ended, looks = [], []
+
+    def full(code, message):
+        raise OSError("No space left on device")
+
+    topology = SimpleNamespace(rank=0, world_size=1, tp_size=1, dp_size=1, name=lambda rank=0: "rank 0")
+    dog = Watchdog(topology, 1.0, ended.append, full)
+    observe = dog._observe
+
+    def observe_from_the_second_look_on() -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            raise ValueError("a defect")
+        observe()
+
+    dog._observe = observe_from_the_second_look_on
+    with dog:
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert ended == [StuckRankError.exit_code]
+    said = capsys.readouterr().err
+    assert "megamem: rank 0: the watchdog fails, and tries again (ValueError: a defect)\n" in said
+    assert "rank 0 makes no progress for" in said
 
 
 def asleep_in_a_chunk(*arguments: str) -> None:

@@ -47,6 +47,16 @@ def test_from_text_to_shards(tmp_path, corpus):
     assert f"{index['text_bytes']:,} bytes" in run("shards", "info", shards)
 
 
+def test_paths_with_brackets_and_colons_are_printed_as_they_are(tmp_path, corpus, monkeypatch):
+    """Neither `[b]` is markup, nor `:smile:` a face, in tables and lines."""
+    monkeypatch.chdir(tmp_path)  # longer paths would be folded
+    corpus.rename("[text]")
+    assert "│ to[b] :smile: [/i] │" in run("tokenizer", "train", "[text]", "-o", "to[b] :smile: [/i]").replace("  ", "")
+    output = run("shards", "write", "[text]", "-t", "to[b] :smile: [/i]", "-o", "shards[red]", "--workers", 1)
+    assert "│ shards[red]" in output
+    assert json.loads((tmp_path / "shards[red]" / "index.json").read_text())["documents"] == 3
+
+
 def test_parts_are_written_and_merged(tmp_path, corpus):
     tokenizer, shards = tmp_path / "tokenizer", tmp_path / "shards"
     make_tokenizer(tokenizer)

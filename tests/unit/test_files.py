@@ -47,6 +47,7 @@ def test_hashes_are_sha256(tmp_path):
     [
         (None, "a.json: missing"),
         (b"{", "a.json: not valid JSON ("),
+        (b"[" * 10**5, "a.json: not valid JSON (maximum recursion depth exceeded"),
         (b"\xff{}", "a.json: not valid JSON ("),
         (b"[1]", "a.json: not a JSON object"),
         ("folder", "a.json: cannot be read (Is a directory)"),

@@ -59,7 +59,10 @@ ALLOWED = {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
         "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization", "megamem.pipeline",
     },
-    "launchers": {"megamem.config", "megamem.errors", "megamem.hardware", "megamem.planning", "megamem.training"},
+    "launchers": {
+        "megamem.config", "megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning",
+        "megamem.training",
+    },
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {

@@ -14,6 +14,7 @@ import yaml
 
 from launchers import target, target_names
 from launchers.launch import load_cluster, load_launch
+from launchers.node import TOKEN
 from launchers.snapshot import environment
 from launchers.target import Target, cluster_config_type, registered_targets
 from launchers.targets.ssh import SshTarget
@@ -211,6 +212,14 @@ class TestSsh:
         assert option(there, "--address") == "10.0.0.2"
         assert "--listen" in there
 
+    def test_the_token_comes_by_the_input_and_stands_in_no_command(self, config, monkeypatch, capfd):
+        assert self.run(config, monkeypatch, ["read token; echo $token", "read token; echo $token"]) == 0
+        tokens = {line.rpartition(" ")[2] for line in capfd.readouterr().out.splitlines()}
+        assert len(tokens) == 1
+        assert re.fullmatch("[0-9a-f]{64}", tokens.pop())
+        planned = load_launch(config, self.OVERRIDES, None, "ssh")
+        assert not [text for text in planned.files.values() if planned.job.token in text]
+
     @pytest.mark.parametrize(
         ("scripts", "code"),
         [
@@ -234,7 +243,7 @@ class TestSsh:
     def run(self, config, monkeypatch, scripts):
         planned = load_launch(config, self.OVERRIDES, None, "ssh")
         played = {host: ["sh", "-c", text] for host, text in zip(planned.target.hosts, scripts, strict=True)}
-        monkeypatch.setattr(SshTarget, "commands", lambda self, job, token: played)
+        monkeypatch.setattr(SshTarget, "commands", lambda self, job, name: played)
         return planned.start(False, print)
 
 
@@ -242,7 +251,7 @@ class TestKubernetes:
     FULL = ("kubernetes.image=i", "nodes=2", "processes_per_node=2")
 
     def test_an_indexed_job(self, config):
-        settings, service, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "max_restarts=2"))
+        settings, secret, service, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "max_restarts=2"))
         assert RunConfig.model_validate(yaml.safe_load(settings["data"]["config.yaml"])).name == "run"
         spec, pod = job["spec"], job["spec"]["template"]["spec"]
         name = job["metadata"]["name"]
@@ -253,11 +262,14 @@ class TestKubernetes:
         assert option(container["command"], "--head") == f"{name}-0.{name}"
         assert option(container["command"], "--node-rank") == "$(JOB_COMPLETION_INDEX)"
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+        assert {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}} in container["env"]
+        assert (secret["kind"], secret["metadata"]["name"]) == ("Secret", name)
+        assert re.fullmatch("[0-9a-f]{64}", secret["stringData"]["token"])
         fails = spec["podFailurePolicy"]["rules"][0]
         assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", sorted(FINAL))
 
     def test_a_service_begins_with_a_letter(self, config):
-        _, service, _ = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, f"name=760m-{'elastic' * 6}"))
+        _, _, service, _ = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, f"name=760m-{'elastic' * 6}"))
         name = service["metadata"]["name"]
         assert re.fullmatch(r"run-760m-[-a-z0-9]*[a-z0-9]", name)
         assert len(name) <= 60
@@ -269,12 +281,13 @@ class TestKubernetes:
         assert all(STOPPED not in rule.get("onExitCodes", {}).get("values", []) for rule in rules[1:])
 
     def test_a_pytorch_job(self, config):
-        _, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "kubernetes.kind=PyTorchJob"))
+        _, secret, job = yaml.safe_load_all(script(config, "kubernetes", *self.FULL, "kubernetes.kind=PyTorchJob"))
         replicas = job["spec"]["pytorchReplicaSpecs"]
         assert {kind: replica["replicas"] for kind, replica in replicas.items()} == {"Master": 1, "Worker": 1}
         (container,) = replicas["Worker"]["template"]["spec"]["containers"]
         assert option(container["command"], "--head") == f"{job['metadata']['name']}-master-0"
         assert option(container["command"], "--node-rank") == "$(RANK)"
+        assert container["env"][1]["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
 
 
 class TestSnapshot:
@@ -305,6 +318,13 @@ class TestSnapshot:
         assert not [path for path in folder.iterdir() if value in path.read_text()]
         packages = dict(line.split("==", 1) for line in (folder / "packages.txt").read_text().splitlines())
         assert {"torch", "deepspeed", "megamem"} <= set(packages)
+
+    def test_what_holds_the_token_is_for_its_owner_alone(self, config, tmp_path):
+        planned = load_launch(config, TestKubernetes.FULL, None, "kubernetes")
+        planned.write()
+        modes = {path.name: path.stat().st_mode & 0o077 for path in planned.job.folder.iterdir()}
+        assert modes["job.yaml"] == 0
+        assert modes["config.yaml"] != 0
 
     def test_environment_is_an_allow_list(self):
         given = {"NCCL_A": "1", "OMP_NUM_THREADS": "2", "HOME": "/root", "SLURM_JWT": "x", "CUDA_API_KEY": "x"}

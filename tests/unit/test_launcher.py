@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from launchers.codes import code_of_nodes, code_of_ranks, code_of_stopped_ranks, first_reported_code, report_killed_rank
 from launchers.targets.ssh import signals_passed_on
 from megamem.errors import STOPPED, CheckpointError, ConfigError, DataError, NonFiniteError, StuckRankError
+from megamem.parallel.control import Messages, Signer
 
 KILLED = 128 + signal.SIGKILL
 
@@ -76,24 +77,28 @@ def test_a_rank_killed_by_a_signal_is_named(capsys):
     assert capsys.readouterr().err == ""
 
 
+def messages():
+    return Messages(HashStore(), Signer("token"), "round")
+
+
 class TestWhatNodesTell:
     def test_a_code_that_says_why_is_told_at_once(self):
-        store = HashStore()
-        assert first_reported_code(store, lambda: (5, 0.0)) == 5
-        assert first_reported_code(store, lambda: (6, 0.0)) == 5, "the first is that of all"
+        told = messages()
+        assert first_reported_code(told, lambda: (5, 0.0)) == 5
+        assert first_reported_code(told, lambda: (6, 0.0)) == 5, "the first is that of all"
 
     def test_another_is_kept_back_for_a_better_one(self):
         """Of another node, or of another rank here that ends a little later."""
-        store = HashStore()
-        threading.Timer(0.3, lambda: store.set("code", "5")).start()
-        assert first_reported_code(store, lambda: (1, 10.0)) == 5
+        told = messages()
+        threading.Timer(0.3, lambda: told.write("code", "5")).start()
+        assert first_reported_code(told, lambda: (1, 10.0)) == 5
         begun = time.monotonic()
-        found = first_reported_code(HashStore(), lambda: (5, 0.0) if time.monotonic() > begun + 0.3 else (1, 10.0))
+        found = first_reported_code(messages(), lambda: (5, 0.0) if time.monotonic() > begun + 0.3 else (1, 10.0))
         assert found == 5
         assert time.monotonic() < begun + 5
 
     def test_but_not_for_ever(self):
-        assert first_reported_code(HashStore(), lambda: (1, 0.2)) == 1
+        assert first_reported_code(messages(), lambda: (1, 0.2)) == 1
 
 
 @pytest.mark.parametrize(("handler", "told"), [(signal.SIG_IGN, []), (signal.SIG_DFL, ["SIGHUP"])])

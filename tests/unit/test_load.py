@@ -103,6 +103,56 @@ class TestFiles:
         """YAML 1.1 reads them as text."""
         assert read_yaml(write("float.yaml", f"x: {text}\n")) == {"x": value}
 
+    def test_dates_and_times_are_text(self, write):
+        assert read_yaml(write("text.yaml", "day: 2024-01-31\nno_day: 2024-99-99\nlimit: 24:00:00\n")) == {
+            "day": "2024-01-31",
+            "no_day": "2024-99-99",
+            "limit": "24:00:00",
+        }
+
+    @pytest.mark.parametrize(
+        ("text", "line", "said"),
+        [
+            ("training: {a: 1}\nname: x\ntraining: {b: 2}\n", 3, "'training' is given on line 1 already; keep one"),
+            ("a:\n  b: 1\n  'b': 1\n", 3, "'b' is given on line 2 already; keep one"),
+            ("a: {<<: {b: 1}, <<: {c: 2}}\n", 1, "'<<' is given on line 1 already; keep one"),
+            ("name: x\nsteps: 010\n", 2, "010 begins with 0; write 10, or '010' for text"),
+            ("steps: -08\n", 1, "-08 begins with 0; write -8, or '-08' for text"),
+            ("steps: 0_0\n", 1, "0_0 begins with 0; write 0, or '0_0' for text"),
+            ("a: " + "[" * 5000 + "]" * 5000, 1, "nested more than 64 levels deep"),
+            ("a: " + "{a: " * 5000 + "}" * 5000, 1, "nested more than 64 levels deep"),
+            ("a: &a [1, *a]\n", 1, "*a stands within what it stands for"),
+            ("x: 1\na: &a {b: *a}\n", 2, "*a stands within what it stands for"),
+            ("name: x\npath: \"\\ud800\"\n", 2, "text with half a character (\\ud800)"),
+        ],
+    )  # fmt: skip
+    def test_what_is_most_likely_a_slip_names_the_line(self, write, text, line, said):
+        with pytest.raises(ConfigError) as caught:
+            read_yaml(write("slip.yaml", text))
+        assert str(caught.value).endswith(f"slip.yaml line {line}: not valid YAML: {said}")
+
+    def test_a_zero_and_hexadecimal_numbers_stay_numbers(self, write):
+        assert read_yaml(write("zero.yaml", "a: 0\nb: 0.5\nc: 0x10\nd: '010'\n")) == {
+            "a": 0, "b": 0.5, "c": 16, "d": "010",
+        }  # fmt: skip
+
+    def test_the_same_key_in_several_sections_and_in_what_is_merged_in(self, write):
+        text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, x: 3}\n"
+        assert read_yaml(write("merged.yaml", text)) == {
+            "a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 3, "y": 1},
+        }  # fmt: skip
+
+    def test_aliases_that_stand_for_billions_of_values(self, write):
+        lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+        lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
+        with pytest.raises(ConfigError, match=r"bomb.yaml line 5: .*: its aliases stand for more than 100,000 values"):
+            read_yaml(write("bomb.yaml", "\n".join(lines)))
+
+    def test_a_control_character_is_one_line(self, write):
+        with pytest.raises(ConfigError, match="unacceptable character #x0000: special characters") as caught:
+            read_yaml(write("zero.yaml", "name: x\0\n"))
+        assert "\n" not in str(caught.value)
+
 
 class TestMerge:
     def test_a_mixer_of_another_kind_is_replaced(self):
@@ -150,6 +200,16 @@ class TestOverrides:
     @pytest.mark.parametrize("index", ["1", "-1", "first", "²"])
     def test_an_index_that_is_none(self, run_file, index):
         assert f"{index!r} is no index of a list of 1" in refusal(run_file, f"model.memory.{index}.layers=[0]")
+
+    def test_a_path_of_too_many_keys(self, run_file):
+        message = refusal(run_file, ".".join(["a"] * 5000) + "=1")
+        assert message == "a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a....: 5000 keys; a path has at most 64"
+
+    def test_slips_in_a_value(self, run_file):
+        assert refusal(run_file, "training={steps: 1, steps: 2}").endswith(
+            "'steps' is given on line 1 already; keep one"
+        )
+        assert refusal(run_file, "training.steps=010").endswith("010 begins with 0; write 10, or '010' for text")
 
     def test_broken_yaml(self, run_file):
         assert "override 'model.layers=['" in refusal(run_file, "model.layers=[")
@@ -205,6 +265,14 @@ class TestRefusals:
         [
             ("training.steps=many", "training.steps: expected an integer (got 'many')"),
             ("training.steps=1.5", "training.steps: expected an integer (got 1.5)"),
+            ("training.steps=true", "training.steps: expected an integer (got True)"),
+            ("parallel.zero_stage=true", "parallel.zero_stage: expected an integer (got True)"),
+            ("logging.profile_steps=[true, 3]", "logging.profile_steps: expected an integer"),
+            ("model.memory.0.mixer.order=yes", "model.memory.0.mixer.order: expected an integer (got True)"),
+            ("optimizer.lr=false", "optimizer.lr: expected a number (got False)"),
+            ("optimizer.lr=.inf", "optimizer.lr: should be a finite number (got inf)"),
+            ("optimizer.lr=1e400", "optimizer.lr: should be a finite number (got inf)"),
+            ("optimizer.grad_clip=.nan", "optimizer.grad_clip: should be a finite number (got nan)"),
             ("optimizer.lr=fast", "optimizer.lr: expected a number (got 'fast')"),
             ("training.compile=perhaps", "training.compile: expected true or false (got 'perhaps')"),
             ("name=2024", "name: expected text (got 2024)"),
@@ -240,6 +308,11 @@ class TestDump:
         assert again == config
         assert again.model.memory[0].mixer.order == 8
         assert config_hash(again) == config_hash(config)
+
+    @pytest.mark.parametrize("name", ["1e5", "010", "true", "2024-01-31", "12e+3", "0x1f", "null"])
+    def test_a_name_that_looks_like_something_else(self, write, name):
+        config = parse_config(RunConfig, {**TREE, "name": name}, "test")
+        assert load_config(RunConfig, write("again.yaml", dump_yaml(config))).name == name
 
     def test_the_hash_is_of_the_resolved_values(self, run_file, write):
         config = load_config(RunConfig, run_file)

@@ -57,14 +57,16 @@ def test_python_of_every_page_is_run() -> None:
 
 
 def configurations() -> Iterator[object]:
-    """Each YAML block, and once more with each key that it shows behind a comment sign."""
+    """Each YAML block, and once more with each key that it shows behind a comment sign, instead of one of its name."""
     for page in PAGES:
         for snippet in snippets(page, "yaml"):
             yield pytest.param(snippet, id=f"{page}:{snippet.line}")
             lines = snippet.text.splitlines(keepends=True)
             for index, line in enumerate(lines):
                 if re.match(r"\s*# \w+: ", line):
-                    shown = [*lines[:index], line.replace("# ", "", 1), *lines[index + 1 :]]
+                    key = line.replace("# ", "", 1)
+                    name = key[: key.index(":") + 1]
+                    shown = [key if other == line else other for other in lines if not other.startswith(name)]
                     yield pytest.param(Snippet(snippet.line, "".join(shown)), id=f"{page}:{snippet.line + index}")
 
 

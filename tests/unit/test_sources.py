@@ -6,11 +6,13 @@ import hashlib
 import http.server
 import io
 import json
+import os
 import sys
 import tarfile
 import threading
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -93,7 +95,9 @@ def test_empty_documents_and_blank_lines_are_left_out(tmp_path):
             b'{"text": "x"}\n{"text": "a\\ud83d"}\n',
             r"""a\.jsonl:2: field 'text' holds "\\ud83d", half a char""",
         ),
-        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: damaged"),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 10**5, r"a\.jsonl:2: JSON that is nested too deeply to be read"),
+        ("a.txt", b"one\ntwo\xff", r"a\.txt: not UTF-8 at byte 7, on line 2; convert it first"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: damaged \("),
         ("a.jsonl.zst", b"no zstandard", r"a\.jsonl\.zst: damaged"),
         ("a.parquet", b"no parquet", r"a\.parquet: not a readable parquet file"),
         ("a.arrow", b"no arrow", r"a\.arrow: not a readable Arrow file"),
@@ -108,9 +112,44 @@ def test_unreadable_files_are_named_in_one_line(tmp_path, name, data, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_damage_is_placed_by_line(tmp_path, compress):
+    """Compressed text of which a first part is whole, and the rest is not."""
+    name = "a.jsonl.gz" if compress is gzip.compress else "a.jsonl.zst"
+    (tmp_path / name).write_bytes(compress(b'{"text": "x"}\n' * 7) + b"no more of it")
+    with pytest.raises(DataError, match=rf"{name}: damaged after line 7 \("):
+        list(documents(input_files([tmp_path])))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_text_of_a_table_that_is_not_utf8_is_placed_by_row(tmp_path, suffix):
+    buffers = [None, pa.py_buffer(np.array([0, 1, 2, 5], np.int32)), pa.py_buffer(b"ab\xed\xa0\x80")]
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, buffers)})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match=rf"a\.{suffix}:3: column 'text' holds bytes that are not UTF-8"):
+        list(documents(input_files([path])))
+
+
+def test_two_columns_of_the_name_are_refused(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: has 2 columns 'text'; rename all but one"):
+        list(documents(input_files([tmp_path])))
+
+
+def test_a_name_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / os.fsdecode(b"b\xff.txt")).write_text("text")
+    with pytest.raises(DataError, match=r"b\\udcff\.txt': a name that is not UTF-8; rename the file"):
+        list(documents(input_files([tmp_path])))
+
+
 def test_truncated_gzip_is_named(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-12])
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: damaged"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: damaged after line \d{3} \("):
         list(documents(input_files([tmp_path])))
 
 
@@ -120,7 +159,8 @@ def test_truncated_zstd_is_named_wherever_it_ends(tmp_path, frames, cut):
     """Also where the lines before are whole: what is left of the last frame holds none, as after its first 3 bytes."""
     frame = zstandard.compress(b"".join(b'{"text": "%d"}\n' % (i**3) for i in range(1000)))
     (tmp_path / "a.jsonl.zst").write_bytes(frame * (frames - 1) + frame[:cut])
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst: damaged \(it ends within a frame\)"):
+    after = " after line 1000" if frames == 2 else ""
+    with pytest.raises(DataError, match=rf"a\.jsonl\.zst: damaged{after} \(it ends within a frame\)"):
         list(documents(input_files([tmp_path])))
     (tmp_path / "a.jsonl.zst").write_bytes(frame * frames)
     assert len(list(documents(input_files([tmp_path])))) == 1000 * frames
@@ -138,7 +178,7 @@ def test_damage_behind_the_header_is_named_in_one_line(tmp_path, name, place):
     data = bytearray((tmp_path / name).read_bytes())
     data[place : place + 400] = bytes(255 - byte for byte in data[place : place + 400])
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: damaged \(") as caught:
+    with pytest.raises(DataError, match=rf"{name}: damaged( after (line|row) [1-9]\d*)? \(") as caught:
         list(documents(input_files([tmp_path])))
     assert "\n" not in str(caught.value)
 
@@ -195,7 +235,7 @@ def test_arrow_damage_is_named_in_one_line(tmp_path):
     write_arrow(tmp_path / "a.arrow", TEXTS * 1000, batch=500)
     data = (tmp_path / "a.arrow").read_bytes()
     (tmp_path / "a.arrow").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"a\.arrow: damaged \(") as caught:
+    with pytest.raises(DataError, match=r"a\.arrow: damaged after row 1000 \(") as caught:
         list(documents(input_files([tmp_path])))
     assert "\n" not in str(caught.value)
 
