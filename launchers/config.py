@@ -11,7 +11,9 @@ from megamem.config.base import ConfigModel
 
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Word = Annotated[str, Field(min_length=1, pattern=r"^[^\s\x00-\x1f]+$")]
-_SECRET = re.compile(r"(?i)secret|passw|credential|jwt|(^|_)(token|key)($|_)")
+_SECRET = re.compile(
+    r"(?i)secret|passw|credential|jwt|bearer|(^|_)(pass|pat|auth|oauth|creds?|[a-z0-9]*(token|key|pwd)s?)($|_)"
+)
 
 
 def looks_secret(name: str) -> bool:

@@ -13,11 +13,31 @@ from functools import cache
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from launchers.config import looks_secret
 from megamem.errors import RunFolderError
 
-PREFIXES = ("NCCL_", "CUDA_", "GLOO_", "TORCH_", "SLURM_", "OMP_", "MEGAMEM_")
-"""Environment variables that are written down; not those whose names say secret."""
+KEPT = {
+    "CUDA_": "DEVICE_MAX_CONNECTIONS DEVICE_ORDER HOME LAUNCH_BLOCKING MODULE_LOADING VISIBLE_DEVICES",
+    "GLOO_": "SOCKET_IFNAME",
+    "MEGAMEM_": "CASES HEAD PORT",
+    "NCCL_": (
+        "ALGO BUFFSIZE COLLNET_ENABLE CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS IB_DISABLE IB_GID_INDEX IB_HCA "
+        "IB_PCI_RELAXED_ORDERING IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC IB_TIMEOUT MAX_CTAS MAX_NCHANNELS "
+        "MIN_CTAS MIN_NCHANNELS NET NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN NSOCKS_PERTHREAD NTHREADS NVLS_ENABLE "
+        "P2P_DISABLE P2P_LEVEL PROTO PXN_DISABLE SHM_DISABLE SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS TOPO_FILE"
+    ),
+    "OMP_": "DYNAMIC NUM_THREADS PLACES PROC_BIND SCHEDULE WAIT_POLICY",
+    "SLURM_": (
+        "CLUSTER_NAME CPUS_ON_NODE CPUS_PER_TASK GPUS GPUS_ON_NODE GPUS_PER_NODE JOB_CPUS_PER_NODE JOB_GPUS JOB_ID "
+        "JOB_NAME JOB_NODELIST JOB_NUM_NODES JOB_PARTITION JOB_QOS JOB_START_TIME JOB_END_TIME NNODES NTASKS "
+        "NTASKS_PER_NODE NODEID PROCID RESTART_COUNT SUBMIT_DIR SUBMIT_HOST TASKS_PER_NODE"
+    ),
+    "TORCH_": (
+        "CPP_LOG_LEVEL CUDA_ARCH_LIST DISTRIBUTED_DEBUG LOGS NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT "
+        "NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_TRACE_BUFFER_SIZE SHOW_CPP_STACKTRACES"
+    ),
+}
+"""Environment variables whose values are written down, by the beginning of their names. Of others with these beginnings
+the names alone are: a value may be a secret, whatever it is called."""
 
 FOLDER = "launch"
 """The folder in a run folder that has a folder for each start."""
@@ -63,10 +83,13 @@ def facts() -> dict[str, object]:
     }
 
 
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that begin with one of `PREFIXES` and are no secrets."""
+def environment(variables: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables of `KEPT`; None for others with their beginnings, whose values are not written down."""
+    kept = {f"{prefix}{name}" for prefix, names in KEPT.items() for name in names.split()}
     return {
-        name: value for name, value in sorted(variables.items()) if name.startswith(PREFIXES) and not looks_secret(name)
+        name: value if name in kept else None
+        for name, value in sorted(variables.items())
+        if name.startswith(tuple(KEPT))
     }
 
 

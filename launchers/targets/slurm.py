@@ -90,6 +90,11 @@ class SlurmTarget(Target):
 
     def place(self, config: RunConfig, folder: Path) -> tuple[Path, Path]:
         """See `Target.place`."""
+        for path in (folder.absolute(), Path.cwd()):
+            if re.search(r"[\x00-\x1f]", str(path)):
+                raise ConfigError(
+                    f"{str(path)!r} has a line break, which sbatch would read as the next line; rename it"
+                )
         return folder.absolute(), Path.cwd()
 
     def files(self, job: Job, config: str) -> dict[str, str]:

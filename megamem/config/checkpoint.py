@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megamem.config.base import ConfigModel
-
-
-def _without_credentials(folder: str) -> str:
-    """Refuse a URL with credentials: configurations are written to run folders and into every checkpoint."""
-    if "://" in folder and "@" in urlsplit(folder).netloc:
-        raise ValueError("has credentials in its URL; leave them to the environment, where the store's library looks")
-    return folder
 
 
 class CheckpointConfig(ConfigModel):
@@ -23,7 +15,7 @@ class CheckpointConfig(ConfigModel):
     One is always saved when a run ends or is stopped.
     """
 
-    folder: Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)] | None = None
+    folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder, or URL of an object store (`s3://bucket/prefix`, `gs://`, any that fsspec knows), in which a folder with
     the run's name holds its checkpoints; `checkpoints/` in the run folder if not given."""
     retry_minutes: Annotated[float, Field(ge=0)] = 5.0

@@ -172,6 +172,8 @@ def _explain(config_type: type[BaseModel], item: ErrorDetails, tree: object) -> 
         return f"{name}: required, but not given"
     message = _WORDING.get(item["type"], item["msg"].removeprefix("Value error, ").replace("Input should", "should"))
     value = item.get("input")
+    if item["type"] == "credentials":  # not to be shown
+        value = ...
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) or value is None else ""
     return f"{name}: {message}{shown}" if name else message
 

@@ -72,7 +72,7 @@ class Signer:
         if self.ignored == 1:
             sys.stderr.write(
                 f"megamem: ignored what stands at {key!r} in the job's store, which none of its processes has written: "
-                "others reach its port (docs/launching.md#network)\n"
+                "others reach its port (docs/launching.md#who-may-reach-a-job)\n"
             )
             sys.stderr.flush()
         return None

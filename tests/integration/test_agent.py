@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from launchers import agent as agents
 from launchers.agent import run_agent
 from launchers.node import TOKEN, Node
+from launchers.process import Signals
 from megamem.errors import (
     STOPPED,
     CheckpointError,
@@ -94,8 +95,8 @@ class Nodes:
 
 
 def _agent(node: Node, command: list[str], out: Path, ignored: tuple[signal.Signals, ...], failed_s: int) -> None:
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for number in Signals.NUMBERS:  # whatever the tests themselves were told to ignore, as under nohup
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     agents._FAILED_S = failed_s
     for descriptor in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

@@ -48,6 +48,22 @@ class TestSlurm:
         }  # fmt: skip
         assert "no-kill" in options(script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=1"))
 
+    @pytest.mark.parametrize("key", ["runs_folder", "slurm.venv", "data.tokenizer", "training.init_from"])
+    def test_a_line_break_is_no_command(self, config, key):
+        """Behind #SBATCH the next line would be one."""
+        with pytest.raises(ConfigError) as caught:
+            script(config, "slurm", f'{key}="runs\\ntouch harm #"')
+        assert f"{key}: " in str(caught.value)
+        assert "has a line break or another control character" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_line_break_in_the_working_folder(self, config, tmp_path, monkeypatch):
+        folder = tmp_path / "a\nb"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with pytest.raises(ConfigError, match=r"a\\nb' has a line break, which sbatch would read as the next line"):
+            script(config, "slurm", "runs_folder=/tmp/runs")
+
     def test_each_node_runs_an_agent(self, config):
         text = script(config, "slurm", "nodes=2", "min_nodes=1", "processes_per_node=2", "max_restarts=5", "port=30000")
         words, task = srun_task(text)

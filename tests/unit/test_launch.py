@@ -302,7 +302,7 @@ class TestSnapshot:
     def test_what_is_kept(self, config, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("NCCL_DEBUG", "INFO")
         value = secrets.token_hex(8)  # in no file that changes.diff may quote
-        for name in ("SLURM_JWT", "MEGAMEM_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        for name in ("SLURM_JWT", "MEGAMEM_JOB_TOKEN", "AWS_SECRET_ACCESS_KEY", "NCCL_PAT", "CUDA_LICENCE"):
             monkeypatch.setenv(name, value)
         with pytest.raises(typer.Exit) as ended:
             launch(config, ["training.steps=9"], on="slurm")
@@ -327,8 +327,41 @@ class TestSnapshot:
         assert modes["config.yaml"] != 0
 
     def test_environment_is_an_allow_list(self):
-        given = {"NCCL_A": "1", "OMP_NUM_THREADS": "2", "HOME": "/root", "SLURM_JWT": "x", "CUDA_API_KEY": "x"}
-        assert environment(given) == {"NCCL_A": "1", "OMP_NUM_THREADS": "2"}
+        given = {"NCCL_DEBUG": "1", "OMP_NUM_THREADS": "2", "HOME": "/root", "SLURM_JWT": "x", "CUDA_APIKEY": "x"}
+        assert environment(given) == {
+            "NCCL_DEBUG": "1", "OMP_NUM_THREADS": "2", "SLURM_JWT": None, "CUDA_APIKEY": None
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "WANDB_APIKEY",
+            "WANDB_API_KEY",
+            "HF_TOKENS",
+            "HF_TOKEN",
+            "HF_PAT",
+            "MYSQL_PWD",
+            "GH_AUTH",
+            "DB_PASS",
+            "SSH_KEYS",
+        ],
+    )
+    def test_a_name_that_says_secret_is_not_written_down(self, config, name):
+        with pytest.raises(ConfigError, match=f"environment: {name} looks like a secret"):
+            load_cluster([f"environment={{{name}: x}}"], None)
+
+    @pytest.mark.parametrize(
+        "name", ["TOKENIZERS_PARALLELISM", "PATH", "KEYBOARD", "PYTHONPATH", "HF_HOME", "NCCL_SOCKET_IFNAME"]
+    )
+    def test_other_names_are_taken(self, name):
+        assert load_cluster([f"environment={{{name}: x}}"], None)[0].environment == {name: "x"}
+
+    def test_a_proxy_with_a_password_is_not_written_down(self, config):
+        with pytest.raises(
+            ConfigError, match="environment: has credentials in its URL; leave them to the env"
+        ) as caught:
+            load_cluster(["environment={HTTPS_PROXY: http://me:hunter2@proxy}"], None)
+        assert "hunter2" not in str(caught.value)
 
     def test_submit_says_what_the_scheduler_said(self, config, tmp_path, monkeypatch, capsys):
         programs = tmp_path / "bin"

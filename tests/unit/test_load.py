@@ -296,6 +296,31 @@ class TestRefusals:
         tree = {key: value for key, value in TREE.items() if key != "training"}
         assert refusal(write("run.yaml", tree)).endswith("training: required, but not given")
 
+    @pytest.mark.parametrize(
+        "override",
+        [
+            "data.sources=[s3://me:hunter2@bucket/train]",
+            "data.sources=[{path: s3://me:hunter2@bucket/train}]",
+            "data.validation=[here, https://hunter2@host/validation]",
+            "data.sources=['https://host/train?X-Amz-Signature=hunter2']",
+            "data.sources=['az://host/train?sv=1&sig=hunter2']",
+            "data.sources=[simplecache::s3://me:hunter2@bucket/train]",
+            "checkpoint.folder=s3://me:hunter2@bucket",
+            "data.tokenizer=s3://me:hunter2@bucket/tokenizer",
+        ],
+    )
+    def test_a_url_with_credentials_is_refused_and_not_shown(self, run_file, override):
+        """Configurations are written to run folders, checkpoints, model cards, W&B and the objects of Kubernetes."""
+        message = refusal(run_file, override)
+        assert "has credentials in its URL; leave them to the environment" in message
+        assert "hunter2" not in message
+
+    @pytest.mark.parametrize(
+        "path", ["s3://bucket/a@b", "hf://datasets/me/text@main/a", "/data/a@b", "file:///a@b", "a:b@c"]
+    )
+    def test_a_url_without_credentials_is_taken(self, run_file, path):
+        assert load_config(RunConfig, run_file, [f"data.sources=['{path}']"]).data.sources[0].path == path
+
     def test_several_problems_share_the_line(self, run_file):
         message = refusal(run_file, "training={batch_tokens: x, stps: 3}")
         assert "training.batch_tokens: expected an integer (got 'x'); training.stps: unknown key" in message
