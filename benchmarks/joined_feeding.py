@@ -21,6 +21,7 @@ import numpy as np
 from megamem.config.data import DataConfig
 from megamem.data.feeder import Feeder
 from megamem.data.shard_store import ShardStore
+from megamem.files import sha256_file
 from tokenization.shard_format import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -77,7 +78,7 @@ def make(folder: Path, documents: int) -> None:
     size = (folder / DOCUMENTS_FILE).stat().st_size
     header = ShardHeader("uint16", "0" * 64, 50_000, 1, "0" * 64, 1 << 25)
     total = int(sum(int(tokens.sum()) for tokens in lengths(documents)))
-    documents_file = FileRecord(DOCUMENTS_FILE, size, "0" * 64)
+    documents_file = FileRecord(DOCUMENTS_FILE, size, sha256_file(folder / DOCUMENTS_FILE))
     index = ShardIndex(header, tuple(records), documents_file, documents, total, 4 * total)
     (folder / INDEX_FILE).write_text(json.dumps(index.to_dict()))
 

@@ -82,6 +82,18 @@ class NodesMissingError(MegamemError):
     exit_code = 11
 
 
+class StoreError(MegamemError):
+    """An object store that has not answered for as long as it was to be tried again."""
+
+    exit_code = 12
+
+
+class StoppedError(MegamemError):
+    """A signal asked to stop while something waited that cannot be finished first."""
+
+    exit_code = STOPPED
+
+
 FINAL = frozenset(
     error.exit_code
     for error in (

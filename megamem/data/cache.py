@@ -11,70 +11,146 @@ from typing import BinaryIO
 
 import fsspec
 
-from megamem.errors import DataError
+from megamem.errors import DataError, MegamemError
+from megamem.patience import DISK_ERRORS, check_not_stopped, patiently, reason
 from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
 """Bytes that are read from a remote file at a time."""
-ATTEMPTS = 3
-"""Downloads that may fail before a shard is given up."""
+STOP_S = 5.0
+"""Seconds that a download has to end after a signal to stop."""
+POLL_S = 0.05
+"""Seconds between two looks whether another process has fetched a shard."""
+RETRY_S = 600.0
+"""Seconds for which a store that does not answer is tried again, unless the configuration says otherwise."""
+_sound: set[Path] = set()
+"""Copies whose hash this process knows to be right."""
 
 
-def read_remote(url: str) -> bytes:
-    """Read a small remote file whole. Raises DataError naming the URL and the reason."""
-    try:
+def forget_checks() -> None:
+    """Make this process check each copy of a remote shard again."""
+    _sound.clear()
+
+
+def read_remote(url: str, retry_s: float = RETRY_S) -> bytes:
+    """Read a small remote file whole. retry_s: seconds for which it is tried again.
+
+    Raises:
+        StoreError: the store has not answered for so long.
+        DataError: the file cannot be read for another reason; the message has the URL and the reason.
+    """
+
+    def read() -> bytes:
         with fsspec.open(url, "rb") as file:
             data: bytes = file.read()
             return data
+
+    try:
+        return patiently(url, read, retry_s)
+    except MegamemError:
+        raise
     except Exception as error:  # file systems raise errors of their own libraries
-        raise DataError(f"{url}: cannot be read ({_reason(error)})") from None
+        raise DataError(f"{url}: cannot be read ({reason(error)})") from None
 
 
 class ShardCache:
     """Whole-file copies in `folder`, at most `limit` bytes together; the least recently used go first.
 
-    A copy appears under its final name only when complete and its hash is right. Each file is fetched once per
+    A copy appears under its final name only when it is on the disk and its hash is right; each process checks a copy
+    that is there already when it first opens it, and a damaged one is fetched again. Each file is fetched once per
     host: processes that want it meanwhile wait. Place the folder on a local file system.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        """Describe a cache; nothing is created before a shard is opened. limit: bytes of all copies together."""
+    def __init__(self, folder: Path, limit: int, retry_s: float = RETRY_S) -> None:
+        """Describe a cache; nothing is created before a shard is opened.
+
+        Args:
+            folder: holds the copies.
+            limit: bytes of all copies together.
+            retry_s: seconds for which a store that does not answer is tried again.
+        """
         self.folder = folder
         self.limit = limit
+        self.retry_s = retry_s
 
     def open(self, url: str, record: FileRecord) -> BinaryIO:
         """Open the local copy of `url`, checked against `record` and fetched if need be.
 
         Raises:
-            DataError: the file is missing, damaged, or larger than the cache.
+            DataError: the file is missing, damaged, or larger than the cache, or the copy cannot be written.
+            StoreError: the store has not answered for `retry_s` seconds.
         """
         if record.size > self.limit:
             raise DataError(f"{url}: {record.size:,} bytes do not fit a shard cache of {self.limit:,}; raise cache_gib")
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{hashlib.sha256(f'{url} {record.sha256}'.encode()).hexdigest()[:24]}.shard"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                file = self._kept(path)
+                if file is None:
+                    self._fetch(url, record, path)
+                elif self._is_sound(path, file, record):
+                    return file
+        except OSError as error:
+            raise DataError(
+                f"{self.folder}: no copy of {url} can be kept there ({error.strerror or error}); "
+                "choose another data.cache_folder or make room"
+            ) from None
+
+    def _kept(self, path: Path) -> BinaryIO | None:
+        """Open a copy, if there is one."""
+        with locked(self.folder / "lock"):
+            if not path.exists():
+                return None
+            _mark_used(path)
+            # opened under the lock: it may be deleted right after
+            return path.open("rb")
+
+    def _is_sound(self, path: Path, file: BinaryIO, record: FileRecord) -> bool:
+        """Return whether an open copy is as its record says; one that is not is closed and deleted.
+
+        A machine that went down, or a disk that fails, may have left anything under its name.
+        """
+        if path in _sound:
+            return True
+        if hashlib.file_digest(file, "sha256").hexdigest() == record.sha256:
+            file.seek(0)
+            _sound.add(path)
+            return True
+        with locked(self.folder / "lock"), file:
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                path.unlink()
+        return False
+
+    def _fetch(self, url: str, record: FileRecord, path: Path) -> None:
+        """Make the copy at `path`, or wait until the process that makes it is done."""
         part = path.with_suffix(".part")
-        while True:
+        with locked(self.folder / "lock"):
+            if path.exists():
+                return
+            file = part.open("ab")
+            mine = _try_lock(file)
+            if mine:
+                file.truncate(0)
+                self._make_room(record.size)
+                # claims the space before the lock is given back
+                file.truncate(record.size)
+        with file:
+            while not mine:
+                # the process that fetches the shard lets go of it at the end, whatever comes of it
+                time.sleep(POLL_S)
+                check_not_stopped(url)
+                if _try_lock(file):
+                    return
+            try:
+                _download(url, record, part, self.retry_s)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
             with locked(self.folder / "lock"):
-                if path.exists():
-                    _mark_used(path)
-                    # opened under the lock: it may be deleted right after
-                    return path.open("rb")
-                file = part.open("ab")
-                mine = _try_lock(file)
-                if mine:
-                    file.truncate(0)
-                    self._make_room(record.size)
-                    # claims the space before the lock is given back
-                    file.truncate(record.size)
-            with file:
-                if not mine:
-                    # wait until the process that fetches the shard is done
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                    continue
-                _download(url, record, part)
-                with locked(self.folder / "lock"):
-                    _mark_used(part)
-                    part.replace(path)
+                _mark_used(part)
+                part.replace(path)
+                _sound.add(path)
 
     def _make_room(self, needed: int) -> None:
         """Delete the least recently used copies, and parts that nobody is writing, until `needed` bytes fit."""
@@ -92,34 +168,39 @@ class ShardCache:
             path.unlink()
 
 
-def _download(url: str, record: FileRecord, part: Path) -> None:
-    """Copy a remote file to `part` and check its hash. Raises DataError after `ATTEMPTS` failures."""
-    for attempt in range(ATTEMPTS):
+def _download(url: str, record: FileRecord, part: Path, retry_s: float) -> None:
+    """Copy a remote file to `part`, force it to the disk and check its hash as it lies there.
+
+    Raises:
+        DataError: the file is missing, cannot be fetched or is not the one of the record.
+        StoreError: the store has not answered for `retry_s` seconds.
+        OSError: the copy cannot be written.
+    """
+    with part.open("r+b") as target:
+
+        def copy() -> None:
+            target.seek(0)
+            with fsspec.open(url, "rb") as source:
+                while data := source.read(COPY_BYTES):
+                    check_not_stopped(url, STOP_S)
+                    target.write(data)
+
         try:
-            with fsspec.open(url, "rb") as source, part.open("r+b") as target:
-                digest = _copy(source, target)
+            patiently(url, copy, retry_s)
+        except MegamemError:
+            raise
         except FileNotFoundError:
-            part.unlink()
             raise DataError(f"{url}: missing") from None
         except Exception as error:  # file systems raise errors of their own libraries
-            if attempt + 1 == ATTEMPTS:
-                part.unlink()
-                raise DataError(f"{url}: cannot be fetched ({_reason(error)})") from None
-            time.sleep(2**attempt)
-            continue
-        if digest == record.sha256:
-            return
-        part.unlink()
-        raise DataError(f"{url}: truncated or foreign: its SHA-256 is not the one in the index")
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> str:
-    """Copy a file and return its SHA-256."""
-    digest = hashlib.sha256()
-    while data := source.read(COPY_BYTES):
-        digest.update(data)
-        target.write(data)
-    return digest.hexdigest()
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
+            raise DataError(f"{url}: cannot be fetched ({reason(error)})") from None
+        target.truncate()
+        target.flush()
+        os.fsync(target.fileno())
+        target.seek(0)
+        if hashlib.file_digest(target, "sha256").hexdigest() != record.sha256:
+            raise DataError(f"{url}: truncated or foreign: its SHA-256 is not the one in the index")
 
 
 @contextmanager
@@ -148,9 +229,3 @@ def _abandoned(part: Path) -> bool:
     """Return whether nobody writes a partial copy."""
     with part.open("ab") as file:
         return _try_lock(file)
-
-
-def _reason(error: Exception) -> str:
-    """Return class and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -123,7 +123,8 @@ class Feeder:
     def check_vocab(self, vocab_size: int) -> None:
         """Raise DataError where a source's token ids do not fit an embedding of `vocab_size` rows.
 
-        Sources that do not state their vocabulary (Megatron's) are checked from now on as they are read.
+        The ids of sources that do not state theirs (Megatron's) are checked against this one as they are read, all
+        others against their own.
         """
         for store in (*self.stores, *self.held_out):
             if store.vocab_size is not None and store.vocab_size > vocab_size:
@@ -209,7 +210,7 @@ def evaluation_documents(
 
 def open_stores(config: DataConfig, paths: Sequence[str], join: bool = False) -> list[DocumentStore]:
     """Open sources, remote ones through the configuration's cache of shards; join: documents are joined."""
-    cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30))
+    cache = ShardCache(Path(config.cache_folder), int(config.cache_gib * 2**30), 60 * config.retry_minutes)
     end = config.end_of_document
     if end is None and config.tokenizer is not None:
         end = load_meta(config.tokenizer).eos_id
@@ -302,10 +303,16 @@ def _check_cache(config: DataConfig, stores: Sequence[DocumentStore], lanes: int
 
 
 def _check_ids(store: DocumentStore, tokens: Int64, labels: Int64, vocab_size: int | None, whose: str) -> None:
-    """Raise DataError where ids [tokens] of a store that does not state its vocabulary are not in that of `whose`."""
-    if store.vocab_size is None and vocab_size is not None:
-        largest = max(int(tokens.max()), int(labels.max()))
-        smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))
-        if largest >= vocab_size or smallest < 0:
-            wrong = largest if largest >= vocab_size else smallest
-            raise DataError(f"{store.path}: token id {wrong} does not fit the {whose}'s vocabulary of {vocab_size}")
+    """Raise DataError where ids [tokens] are not in the vocabulary that the store states, or else in that of `whose`.
+
+    A source that states its vocabulary has ids outside of it where a shard is damaged.
+    """
+    if store.vocab_size is not None:
+        vocab_size, whose = store.vocab_size, "source"
+    if vocab_size is None:
+        return
+    largest = max(int(tokens.max()), int(labels.max()))
+    smallest = min(int(tokens.min()), int(labels[labels != IGNORED].min(initial=0)))
+    if largest >= vocab_size or smallest < 0:
+        wrong = largest if largest >= vocab_size else smallest
+        raise DataError(f"{store.path}: token id {wrong} does not fit the {whose}'s vocabulary of {vocab_size}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
+from megamem.data.file_hash import kept_hash
 from megamem.data.store import Int64
 from megamem.errors import DataError
 
@@ -23,10 +24,13 @@ class MegatronStore:
     vocab_size: int | None = None
     tokenizer_hash: str | None = None
 
-    def __init__(self, prefix: str, end_of_document: int | None = None) -> None:
+    def __init__(self, prefix: str, hashes: Path, end_of_document: int | None = None) -> None:
         """Open `PREFIX.bin` and `PREFIX.idx`.
 
-        end_of_document: token that is to end every document; it is added where the files do not have it.
+        Args:
+            prefix: of both paths.
+            hashes: folder where the hash of the tokens is kept, so that they are read for it only once.
+            end_of_document: token that is to end every document; it is added where the files do not have it.
 
         Raises:
             DataError: a file is missing, truncated or foreign, or some documents end with the token and some do not.
@@ -57,7 +61,8 @@ class MegatronStore:
             self.added = 1
             self.lengths = self.lengths + 1
         digest = hashlib.sha256(Path(f"{prefix}.idx").read_bytes())
-        contents = f"{expected} {end_of_document}" if self.added else f"{expected}"
+        tokens = kept_hash(Path(f"{prefix}.bin"), hashes)
+        contents = f"{tokens} {end_of_document}" if self.added else tokens
         self.fingerprint = hashlib.sha256(digest.digest() + contents.encode()).hexdigest()
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megamem.data.cache import locked
+from megamem.data.file_hash import kept_hash
 from megamem.data.store import Int64
 from megamem.errors import DataError
 from megamem.files import read_json, write_json
@@ -59,7 +60,8 @@ class NpyStore:
         self.arrays = [_mapped(file, raw_type) for file in self.files]
         states = [(file.absolute(), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
         types = [array.dtype.str for array in self.arrays]
-        key = hashlib.sha256(repr((*states, types, end_of_document)).encode()).hexdigest()[:24]
+        hashes = [kept_hash(file, tables) for file in self.files]
+        key = hashlib.sha256(repr((*states, types, end_of_document, hashes)).encode()).hexdigest()[:24]
         table, facts = tables / f"{key}.documents.npy", tables / f"{key}.documents.json"
         tables.mkdir(parents=True, exist_ok=True)
         with locked(tables / f"{key}.lock"):
@@ -67,7 +69,8 @@ class NpyStore:
             if not facts.exists():
                 found = self._find_documents(end_of_document)
                 np.save(table, found, allow_pickle=False)
-                write_json(facts, {"fingerprint": hashlib.sha256(repr(types).encode() + found.tobytes()).hexdigest()})
+                made_of = repr((types, hashes)).encode() + found.tobytes()
+                write_json(facts, {"fingerprint": hashlib.sha256(made_of).hexdigest()})
         self.fingerprint = str(read_json(facts)["fingerprint"])
         self.table: npt.NDArray[np.void] = np.load(table, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         self.lengths: Int64 = self.table["tokens"]

@@ -29,11 +29,12 @@ def open_store(path: str, cache: ShardCache, bare: BareTokens = BareTokens()) ->
 
     Args:
         path: as the configuration names the source.
-        cache: holds copies of remote shards, and tables of documents of `.npy` files.
+        cache: holds copies of remote shards, and what is found out once of Megatron's and `.npy` files.
         bare: what Megatron's and `.npy` files do not say.
 
     Raises:
-        DataError: a file is missing, truncated or foreign; the message names it.
+        DataError: a file is missing, truncated, damaged or foreign; the message names it.
+        StoreError: a store does not answer.
     """
     if "://" in path and path.endswith(".npy"):
         raise DataError(f"{path}: .npy files are mapped into memory; copy them to a local folder")
@@ -44,7 +45,7 @@ def open_store(path: str, cache: ShardCache, bare: BareTokens = BareTokens()) ->
     if Path(f"{path}.idx").exists() or Path(f"{path}.bin").exists():
         from megamem.data.megatron import MegatronStore
 
-        return MegatronStore(path, bare.end_of_document if bare.join else None)
+        return MegatronStore(path, cache.folder, bare.end_of_document if bare.join else None)
     if is_npy(path) and not (Path(path) / INDEX_FILE).exists():
         return NpyStore(path, bare.end_of_document, bare.raw_type, cache.folder)
     if not Path(path).exists():

@@ -1,5 +1,6 @@
 """A store of documents in token shards, local or remote."""
 
+import hashlib
 import io
 import json
 import os
@@ -40,12 +41,13 @@ class ShardStore:
             cache: holds copies of a URL's files; none for a local folder.
 
         Raises:
-            DataError: a file is missing, truncated or foreign; the message names it.
+            DataError: a file is missing, truncated, damaged or foreign; the message names it.
+            StoreError: the store of a URL does not answer.
         """
         self.path = path.rstrip("/")
         self.cache = cache
         where = f"{self.path}/{INDEX_FILE}"
-        self.index = ShardIndex.parse(read_remote(where) if cache else _read_local(where), where)
+        self.index = ShardIndex.parse(read_remote(where, cache.retry_s) if cache else _read_local(where), where)
         if self.index.documents == 0:
             raise DataError(f"{self.path}: empty corpus, it holds no document")
         self.table = self._documents()
@@ -107,6 +109,8 @@ class ShardStore:
                 raise DataError(f"{where}: damaged, not a table of documents") from None
             if dtype != DOCUMENT or shape != (self.index.documents,):
                 raise DataError(f"{where}: truncated or foreign: it does not match {INDEX_FILE}")
+            if self.cache is None:
+                _check_table(file, record, where)
             table: npt.NDArray[np.void] = np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
         return table
 
@@ -184,6 +188,25 @@ def check_size(path: Path, record: FileRecord) -> None:
         raise DataError(f"{path}: truncated: {size:,} of {record.size:,} bytes")
     if size > record.size:
         raise DataError(f"{path}: foreign shard: {size:,} bytes, {INDEX_FILE} says {record.size:,}")
+
+
+_sound_tables: set[tuple[object, ...]] = set()
+"""Tables whose hash this process knows to be right: where they lie, and their files' state then."""
+
+
+def _check_table(file: BinaryIO, record: FileRecord, where: str) -> None:
+    """Raise DataError unless the table of documents in an open file is as its record says.
+
+    Every place in a shard is read from it: one wrong bit, and what lies there is taken for other tokens.
+    """
+    at, state = file.tell(), os.fstat(file.fileno())
+    known = (where, record.sha256, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+    if known not in _sound_tables:
+        file.seek(0)
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            raise DataError(f"{where}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
+        _sound_tables.add(known)
+        file.seek(at)
 
 
 def _read_local(path: str) -> bytes:

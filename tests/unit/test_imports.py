@@ -24,6 +24,7 @@ ALLOWED = {
     "megamem.errors": set(),
     "megamem.hardware": set(),
     "megamem.files": {"megamem.errors"},
+    "megamem.patience": {"megamem.errors"},
     "megamem.config": {"megamem.errors"},
     "megamem.ops": {"megamem.errors"},
     "megamem.parallel": {"megamem.errors"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "megamem.model": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.ops", "megamem.parallel"},
     "megamem.costs": {"megamem.config", "megamem.errors", "megamem.memory"},
     "tokenization": {"megamem.errors", "megamem.files"},
-    "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "tokenization"},
+    "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "megamem.patience", "tokenization"},
     "megamem.pipeline": {
         "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.files", "megamem.memory",
         "megamem.model", "megamem.ops", "megamem.parallel",
@@ -47,13 +48,13 @@ ALLOWED = {
     },
     "checkpoints": {
         "megamem.config", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel",
-        "megamem.pipeline",
+        "megamem.patience", "megamem.pipeline",
     },
     "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
         "megamem.files", "megamem.hardware", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline",
-        "megamem.planning", "megamem.runs", "tokenization",
+        "megamem.patience", "megamem.planning", "megamem.runs", "tokenization",
     },
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",

@@ -101,7 +101,7 @@ def test_documents_are_searched_for_once(tmp_path, tables, monkeypatch):
 def test_a_search_that_was_killed_begins_anew(tmp_path, tables):
     path = write(tmp_path / "a.npy", DOCUMENTS)
     NpyStore(path, END, None, tables)
-    (facts,) = tables.glob("*.json")
+    (facts,) = tables.glob("*.documents.json")
     facts.unlink()
     (table,) = tables.glob("*.documents.npy")
     table.write_bytes(b"half")

@@ -336,7 +336,7 @@ def write_megatron(prefix, documents, dtype=np.int32):
 def test_megatron_documents(tmp_path, dtype):
     documents = [[[1, 2, 3]], [[4], [5, 6], [7, 8, 9, 10]], [[11, 12]]]
     write_megatron(tmp_path / "corpus", documents, dtype)
-    store = MegatronStore(str(tmp_path / "corpus"))
+    store = MegatronStore(str(tmp_path / "corpus"), tmp_path / "cache")
     assert store.lengths.tolist() == [3, 7, 2]
     assert store.tokens(0, 0, 3).tolist() == [1, 2, 3]
     assert store.tokens(1, 0, 7).tolist() == [4, 5, 6, 7, 8, 9, 10]
@@ -351,7 +351,7 @@ def test_megatron_documents(tmp_path, dtype):
 def test_megatron_fingerprint(tmp_path):
     for name, lengths in (("a", [[1, 2]]), ("b", [[1, 2]]), ("c", [[1], [2]])):
         write_megatron(tmp_path / name, [lengths])
-    a, b, c = (MegatronStore(str(tmp_path / name)).fingerprint for name in "abc")
+    a, b, c = (MegatronStore(str(tmp_path / name), tmp_path / "cache").fingerprint for name in "abc")
     assert a == b != c
 
 
@@ -362,10 +362,10 @@ def test_megatron_damage_is_named(tmp_path):
     data = binary.read_bytes()
     binary.write_bytes(data[:-2])
     with pytest.raises(DataError, match=r"corpus\.bin: truncated or foreign: 10 bytes, its index says 12"):
-        MegatronStore(str(prefix))
+        MegatronStore(str(prefix), tmp_path / "cache")
     binary.unlink()
     with pytest.raises(DataError, match=r"corpus\.bin: missing"):
-        MegatronStore(str(prefix))
+        MegatronStore(str(prefix), tmp_path / "cache")
     binary.write_bytes(data)
     whole = index.read_bytes()
     for damaged, message in (
@@ -376,10 +376,10 @@ def test_megatron_damage_is_named(tmp_path):
     ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=r"corpus\.idx: " + message):
-            MegatronStore(str(prefix))
+            MegatronStore(str(prefix), tmp_path / "cache")
 
 
 def test_megatron_without_documents(tmp_path):
     write_megatron(tmp_path / "corpus", [])
     with pytest.raises(DataError, match=r"corpus\.bin: empty corpus"):
-        MegatronStore(str(tmp_path / "corpus"))
+        MegatronStore(str(tmp_path / "corpus"), tmp_path / "cache")
