@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megamem.errors import DataError
 
@@ -13,7 +13,12 @@ from megamem.errors import DataError
 def sha256_file(path: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(file)
+
+
+def sha256(file: IO[bytes]) -> str:
+    """Return the hexadecimal SHA-256 of an open file, from where it stands to its end."""
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # every open file has readinto
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Patience with what lies behind a network: a failure that may pass is tried again, with growing waits, up to a limit."""
+"""Reading from stores behind a network: failures that may pass are tried again, with growing waits, up to a limit."""
 
 import errno
 import logging
@@ -11,7 +11,7 @@ from megamem.errors import MegamemError, StoppedError, StoreError
 
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-"""Seconds between the first failure and the second attempt, and at most between two; each wait is twice the one before."""
+"""Seconds before the second attempt, and at most between two; each wait is twice the one before."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Numbers of errors of a disk of this machine, which is no store: trying again does not make room."""
 _LASTING = (
@@ -41,7 +41,7 @@ def wait_again() -> None:
 
 
 def check_not_stopped(what: str, grace_s: float = 0.0) -> None:
-    """Raise StoppedError where this process was asked to stop, `grace_s` seconds ago or longer, while it reads `what`."""
+    """Raise StoppedError where this process was asked to stop `grace_s` seconds ago or longer; `what` is being read."""
     if _stopping.is_set() and time.monotonic() - _stopped_at >= grace_s:
         raise StoppedError(f"{what}: stopped by a signal while it was read; a run goes on from its last checkpoint")
 

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import fsspec
 
 from megamem.errors import DataError, MegamemError
+from megamem.files import sha256
 from megamem.patience import DISK_ERRORS, check_not_stopped, patiently, reason
 from tokenization.shard_format import FileRecord
 
@@ -113,7 +114,7 @@ class ShardCache:
         """
         if path in _sound:
             return True
-        if hashlib.file_digest(file, "sha256").hexdigest() == record.sha256:
+        if sha256(file) == record.sha256:
             file.seek(0)
             _sound.add(path)
             return True
@@ -199,7 +200,7 @@ def _download(url: str, record: FileRecord, part: Path, retry_s: float) -> None:
         target.flush()
         os.fsync(target.fileno())
         target.seek(0)
-        if hashlib.file_digest(target, "sha256").hexdigest() != record.sha256:
+        if sha256(target) != record.sha256:
             raise DataError(f"{url}: truncated or foreign: its SHA-256 is not the one in the index")
 
 

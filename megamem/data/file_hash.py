@@ -1,4 +1,4 @@
-"""The hash of a large file of tokens, computed once and kept in the cache folder, so that a fingerprint can cover it."""
+"""The hash of a large file of tokens, computed once and kept, so that a fingerprint can cover it."""
 
 import contextlib
 import hashlib

@@ -1,6 +1,5 @@
 """A store of documents in token shards, local or remote."""
 
-import hashlib
 import io
 import json
 import os
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from megamem.data.cache import ShardCache, read_remote
 from megamem.data.store import Int64
 from megamem.errors import DataError
+from megamem.files import sha256
 from tokenization.shard_format import DOCUMENT, INDEX_FILE, TAR_BLOCK, FileRecord, ShardIndex, key_of, padded
 
 OPEN_REMOTE = 4
@@ -102,6 +102,8 @@ class ShardStore:
         if self.cache is None:
             check_size(Path(where), record)
         with self.cache.open(where, record) if self.cache else Path(where).open("rb") as file:
+            if self.cache is None:
+                _check_table(file, record, where)
             try:
                 np.lib.format.read_magic(file)
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -109,8 +111,6 @@ class ShardStore:
                 raise DataError(f"{where}: damaged, not a table of documents") from None
             if dtype != DOCUMENT or shape != (self.index.documents,):
                 raise DataError(f"{where}: truncated or foreign: it does not match {INDEX_FILE}")
-            if self.cache is None:
-                _check_table(file, record, where)
             table: npt.NDArray[np.void] = np.memmap(file, dtype, "r", file.tell(), shape).view(np.ndarray)
         return table
 
@@ -199,14 +199,13 @@ def _check_table(file: BinaryIO, record: FileRecord, where: str) -> None:
 
     Every place in a shard is read from it: one wrong bit, and what lies there is taken for other tokens.
     """
-    at, state = file.tell(), os.fstat(file.fileno())
+    state = os.fstat(file.fileno())
     known = (where, record.sha256, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
     if known not in _sound_tables:
-        file.seek(0)
-        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+        if sha256(file) != record.sha256:
             raise DataError(f"{where}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
         _sound_tables.add(known)
-        file.seek(at)
+        file.seek(0)
 
 
 def _read_local(path: str) -> bytes:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.config.run import RunConfig
+from megamem.patience import stop_waiting, wait_again
 from megamem.pipeline.optimizer import learning_rate
 from megamem.runs.sinks.base import LogRecord
 from megamem.training.phases import phase_after, phases_of
@@ -208,10 +209,12 @@ class Trainer:
             nonlocal first
             first = first or time.monotonic()
             self._signal = number
+            stop_waiting()
             if time.monotonic() - first > SAME_SIGNAL_S:
                 signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
                 signal.raise_signal(number)
 
+        wait_again()
         for number in before:
             signal.signal(number, note)
         try:

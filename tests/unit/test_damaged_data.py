@@ -94,8 +94,8 @@ def test_a_copy_is_checked_once_a_process(root, tmp_path, monkeypatch):
     store = ShardStore(f"file://{root / 'a'}", ShardCache(tmp_path / "cache", 1 << 20))
     all_tokens(store)
     digests = []
-    original = cache_module.hashlib.file_digest
-    monkeypatch.setattr(cache_module.hashlib, "file_digest", lambda *args: digests.append(1) or original(*args))
+    original = cache_module.sha256
+    monkeypatch.setattr(cache_module, "sha256", lambda file: digests.append(1) or original(file))
     cache_module.forget_checks()
     for _ in range(3):
         all_tokens(ShardStore(store.path, store.cache))
@@ -106,9 +106,12 @@ def test_a_copy_is_on_the_disk_before_it_has_its_name(root, tmp_path, monkeypatc
     synced, named = [], []
     fsync, replace = os.fsync, cache_module.Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), fsync(file))[1])
-    monkeypatch.setattr(
-        cache_module.Path, "replace", lambda path, to: (named.append(path.stat().st_ino in synced), replace(path, to))[1]
-    )
+
+    def renamed(path, to):
+        named.append(path.stat().st_ino in synced)
+        return replace(path, to)
+
+    monkeypatch.setattr(cache_module.Path, "replace", renamed)
     all_tokens(ShardStore(f"file://{root / 'a'}", ShardCache(tmp_path / "cache", 1 << 20)))
     assert named
     assert all(named)
