@@ -203,7 +203,7 @@ def _check_table(file: BinaryIO, record: FileRecord, where: str) -> None:
     known = (where, record.sha256, state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
     if known not in _sound_tables:
         if sha256(file) != record.sha256:
-            raise DataError(f"{where}: damaged: its SHA-256 is not the one in {INDEX_FILE}")
+            raise DataError(f"{where}: damaged or foreign: its SHA-256 is not the one in {INDEX_FILE}")
         _sound_tables.add(known)
         file.seek(0)
 

@@ -12,13 +12,15 @@ import torch
 from data_helpers import make_shards
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megamem import patience
 from megamem.data import cache as cache_module
 from megamem.data import shard_store
 from megamem.data.cache import ShardCache
 from megamem.data.megatron import MegatronStore
 from megamem.data.open_store import open_store
 from megamem.data.shard_store import ShardStore
-from megamem.errors import DataError
+from megamem.errors import DataError, StoreError
+from megamem.files import sha256_file
 from tokenization.shard_format import FileRecord, padded, token_dtype
 
 
@@ -131,6 +133,13 @@ def test_foreign_index(copy, data, message):
         ShardStore(str(copy))
 
 
+def rehash(folder):
+    """Write the hash that the table of documents has now into the index, as whoever made it would have."""
+    index = json.loads((folder / "index.json").read_text())
+    index["documents_file"]["sha256"] = sha256_file(folder / "index.npy")
+    (folder / "index.json").write_text(json.dumps(index))
+
+
 def test_foreign_document_table(copy):
     path = copy / "index.npy"
     data = path.read_bytes()
@@ -138,9 +147,13 @@ def test_foreign_document_table(copy):
     with pytest.raises(DataError, match=r"index\.npy: (damaged|truncated)"):
         ShardStore(str(copy))
     np.save(path, np.zeros((len(data) - 128) // 8))
+    with pytest.raises(DataError, match=r"index\.npy: damaged or foreign"):
+        ShardStore(str(copy))
+    rehash(copy)
     with pytest.raises(DataError, match=r"index\.npy: truncated or foreign"):
         ShardStore(str(copy))
     path.write_bytes(b"x" * len(data))
+    rehash(copy)
     with pytest.raises(DataError, match=r"index\.npy: damaged, not a table"):
         ShardStore(str(copy))
     path.unlink()
@@ -279,11 +292,12 @@ def test_failing_transfers_are_tried_again(shards, cache, monkeypatch):
         return original(url, mode)
 
     monkeypatch.setattr(cache_module.fsspec, "open", flaky)
-    monkeypatch.setattr(cache_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.01)
     store = ShardStore(f"file://{shards}", cache)  # index.json, then index.npy twice
     assert len(calls) == 3
     monkeypatch.setattr(cache_module.fsspec, "open", lambda *a: (_ for _ in ()).throw(ConnectionError("down")))
-    with pytest.raises(DataError, match=r"shard-000000\.tar: cannot be fetched \(ConnectionError: down\)"):
+    cache.retry_s = 0.1
+    with pytest.raises(StoreError, match=r"shard-000000\.tar: does not answer for 0 s \(ConnectionError: down\)"):
         store.tokens(0, 0, 1)
 
 
