@@ -64,8 +64,8 @@ where remote shards do not all fit into the cache."""
     cache_gib: float = Field(default=16.0, gt=0, allow_inf_nan=False)
     """Bound of the cache of remote shards, in GiB. The least recently used shards are deleted first."""
     retry_minutes: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """Minutes for which a store of remote shards that does not answer is tried again, with growing waits; then the run
-ends with exit code 12, after which launchers start it again."""
+    """Minutes for which a store of remote shards that does not answer is tried again, with growing waits; \
+then the run ends with exit code 12, after which launchers start it again."""
     prefetch: int = Field(default=4, ge=1)
     """Batches read ahead by the background thread."""
 

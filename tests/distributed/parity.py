@@ -58,8 +58,8 @@ def assert_losses_and_weights(case: dict[str, Any], found: dict[str, Any]) -> No
     assert found["weights"].keys() == weights.keys()
     for parameter, exact in weights.items():
         if gradients[parameter].norm() < 1e-7 * global_norm:
-            # a bias of keys adds the same to all scores of a query, and softmax takes it out; a decay scales the weights
-            # of a deep memory, and its layer norm takes nearly all of that out: what is left is of the order of
+            # a bias of keys adds the same to all scores of a query, and softmax takes it out; a decay scales a deep
+            # memory's weights, and its layer norm takes nearly all of that out: what is left is of the order of
             # rounding, which AdamW scales up to a full step
             assert parameter.endswith(("key.bias", "log_decay.start")), parameter
             continue

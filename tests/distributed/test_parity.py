@@ -7,6 +7,7 @@ from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_l
 from tests.distributed.training_cases import (
     ADAPTIVE,
     COMBINED,
+    DLA,
     DROPOUT,
     EVERY,
     GPT2,
@@ -57,6 +58,13 @@ WORLDS = {
         # the same with a memory of the whole model, which that document leaves behind
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
         "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
+        # how many levels there are to read depends on where each rank's documents have got to
+        "dp2-zero3-log-linear": case(
+            1,
+            3,
+            micro=1,
+            model={"memory": [], "layers": 2, "mixer": {"kind": "log_linear", "memory": DLA, "segment": 2}},
+        ),
         "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
         "dp2-zero3-memory-model": case(1, 3, bptt=2, micro=1, model=MEMORY_MODEL),
         "dp2-zero2-combined-memory-model": case(1, 2, bptt=2, micro=2, model=MEMORY_MODEL, **COMBINED),

@@ -41,6 +41,7 @@ def layers_of(kinds: list[str]) -> dict[str, Any]:
 MODEL = {
     "hidden_size": 32, "heads": 4, "kv_heads": 2, "vocab_size": VOCABULARY, "chunk_size": CHUNK, **layers_of(KINDS),
 }  # fmt: skip
+DLA = {"kind": "dla", "inner_chunk": 2, "expansion": 2}
 EVERY = layers_of(sorted(MIXERS))
 """Every mechanism, for a few layouts: the laws hold each to float64 by itself."""
 COMBINED = {

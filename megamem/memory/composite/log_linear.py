@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, to_device
-from megamem.memory.recurrent.base import RecurrentConfig, RecurrentMixer, SegmentedConfig
+from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, SegmentedConfig
 from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.parallel.linears import Linears, constant, declare, normal
 
@@ -143,7 +143,7 @@ class LogLinear(Mixer):
             here = inputs.part(part)
             read, memory = self.memory.recur(here, state, Chunk(block_slice.starts))
             own = gates[..., part, :1] * read
-            read = own + self._levels(here.query.to(read.dtype), gates[..., part, 1:], state, block_slice)
+            read = own + self._levels(here, gates[..., part, 1:], state, block_slice)
             state = {**state, **memory}
             if "log_decay" in here.gates:
                 state["log_kept"] = state["log_kept"] + here.gates["log_decay"].sum(2)
@@ -157,13 +157,13 @@ class LogLinear(Mixer):
         """Return the number of segments before the open one, for each row."""
         return [max(start, 0) // self.config.segment for start in block_slice.starts]
 
-    def _levels(self, query: Tensor, gates: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
+    def _levels(self, inputs: Inputs, gates: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return the sum of what the levels answer times their gates, [B, H, G, T, V].
 
-        query: [B, H, G, T, D]; gates: [B, H, G, T, levels].
+        inputs: of the tokens that ask; gates: [B, H, G, T, levels].
         """
         holding = [self.config.occupied(count) for count in self._finished(block_slice)]
-        answers = query.new_zeros(())
+        answers = gates.new_zeros(())
         for level in sorted({level for row in holding for level in row}):
             share = gates[..., level, None]
             # rows whose level is empty read nothing of it
@@ -171,8 +171,9 @@ class LogLinear(Mixer):
                 share = share * to_device([level in row for row in holding], share.device, share.dtype).view(
                     -1, *[1] * (share.ndim - 1)
                 )
-            kept = self.memory.snapshot({name: state[f"level_{name}"][:, :, level] for name in self.names})
-            answers = answers + self.memory.answer(query, [matrix[:, :, None] for matrix in kept], share)
+            held = {name: state[f"level_{name}"][:, :, level] for name in self.names}
+            kept = self.memory.snapshot(held, inputs.parameters)
+            answers = answers + self.memory.answer(inputs, [matrix[:, :, None] for matrix in kept], share)
         return answers
 
     def _close(self, state: State, block_slice: BlockSlice) -> State:

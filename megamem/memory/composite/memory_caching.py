@@ -29,6 +29,7 @@ segments, D head_dim, V width of a head's values.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -249,7 +250,7 @@ class MemoryCaching(Mixer):
         answered, memory = self.memory.recur(segments, fresh, Chunk(starts))
         key_sums = segments.key.to(state["key_sum"].dtype).cumsum(2)
         pools = self._pool(key_sums, [[1 + t for t in range(size)]])
-        ends = [*self.memory.snapshot(memory), pools[:, :, -1]]
+        ends = [*self.memory.snapshot(memory, inputs.parameters), pools[:, :, -1]]
         # what is kept of each: [B * count, H, ...] -> [B, H, count, ...]
         new = [x.unflatten(0, (rows, count)).movedim(1, 2) for x in ends]
         filled = state["closed_filled"].new_ones(rows, count)
@@ -262,7 +263,7 @@ class MemoryCaching(Mixer):
             here = self._slice(chunk.after(part.start), size)
             kept = self._readable([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
             own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
-            reads.append(own * answered[:, i] + self._answers(inputs.query[..., part, :], kept, shares))
+            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares))
         return torch.cat(reads, dim=-2), self._append(state, new, filled, here)
 
     def _read(
@@ -291,23 +292,24 @@ class MemoryCaching(Mixer):
             read, memory = self.memory.recur(inputs, state, chunk, join)
         else:
             read, memory = self.memory.recur(inputs, state, chunk)
-            read = own * read + self._answers(inputs.query, kept, shares)
+            read = own * read + self._answers(inputs, kept, shares)
         state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
-        return read, self._close(state, block_slice) if any(block_slice.closing) else state
+        return read, self._close(state, inputs.parameters, block_slice) if any(block_slice.closing) else state
 
-    def _answers(self, query: Tensor, kept: list[Segments], shares: list[Tensor]) -> Tensor:
+    def _answers(self, inputs: Inputs, kept: list[Segments], shares: list[Tensor]) -> Tensor:
         """Return the sum of the kept memories' answers times their shares, [B, H, G, T, V].
 
-        query: [B, H, G, T, D]; shares: [B, H, G, T, N] of each list. With `ssc` only what the router chose is computed.
+        inputs: of the tokens that ask; shares: [B, H, G, T, N] of each list. With `ssc` only what the router chose is
+            computed.
         """
         if not kept:
-            return query.new_zeros(())
-        query = query.to(shares[0].dtype)
+            return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
-            made = selected_answer(self.memory.answer_rows, query, [part.weights for part in kept], shares)
-            return self.memory.answered(made, query, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
-        answers = (self.memory.answer(query, part.weights, share) for part, share in zip(kept, shares, strict=True))
-        return sum(answers, query.new_zeros(()))
+            query, weights = inputs.query.to(shares[0].dtype), [part.weights for part in kept]
+            made = selected_answer(self.memory.answer_rows, query, weights, shares)
+            return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
+        answers = (self.memory.answer(inputs, part.weights, share) for part, share in zip(kept, shares, strict=True))
+        return sum(answers, shares[0].new_zeros(()))
 
     def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
         """Return means of keys from their sums [B, H, T, D] and their counts by row and token; or the sums."""
@@ -346,11 +348,11 @@ class MemoryCaching(Mixer):
             parts.append(Segments(weights, entry["pool"], visible))
         return parts[::-1]
 
-    def _close(self, state: State, block_slice: SegmentSlice) -> State:
-        """Keep the memory of rows whose segment ends, and begin their next one."""
+    def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:
+        """Keep the memory of rows whose segment ends, and begin their next one. parameters: see `Inputs`."""
         closing = to_device(block_slice.closing, state["key_sum"].device, torch.bool)
         pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(block_slice.closing))
-        new = [*(x[:, :, None] for x in self.memory.snapshot(state)), pool]
+        new = [*(x[:, :, None] for x in self.memory.snapshot(state, parameters)), pool]
         if not all(block_slice.closing):  # nothing is kept of other rows
             new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
         state = self._append(state, new, closing.to(state["closed_filled"].dtype)[:, None], block_slice)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
 import torch
@@ -156,6 +156,9 @@ class Inputs:
     """[B, H, T, V]"""
     gates: Mapping[str, Tensor]
     """The mechanism's gates by name: [B or 1, H, T], or [B or 1, H, T, D] where each channel has its own."""
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the memory itself has learned, by name. Read once a call, however many memories take part: under ZeRO 3 all
+    ranks have to call the same modules, and which memories there are depends on their documents."""
 
     @property
     def tokens(self) -> int:
@@ -169,12 +172,13 @@ class Inputs:
             self.key[..., where, :],
             self.value[..., where, :],
             {name: gate[:, :, where] for name, gate in self.gates.items()},
+            self.parameters,
         )
 
     def rows(self, where: slice) -> Inputs:
         """Return the inputs of some of the batch rows."""
         gates = {name: gate if gate.shape[0] == 1 else gate[where] for name, gate in self.gates.items()}
-        return Inputs(self.query[where], self.key[where], self.value[where], gates)
+        return Inputs(self.query[where], self.key[where], self.value[where], gates, self.parameters)
 
     def side_by_side(self, count: int) -> Inputs:
         """Cut the tokens into `count` stretches of equal length, as batch rows of their own: [B * count, ...]."""
@@ -186,7 +190,7 @@ class Inputs:
             return x.expand(rows, *x.shape[1:]).flatten(0, 1)
 
         gates = {name: cut(gate, 2) for name, gate in self.gates.items()}
-        return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates)
+        return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates, self.parameters)
 
 
 class ShortConvolution(nn.Module):
@@ -292,6 +296,10 @@ class RecurrentMixer(Mixer):
         """Return what else the memory gets of tokens x [T, B, hidden_size], see `Inputs.gates`."""
         return {}
 
+    def memory_parameters(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return `Inputs.parameters` in `dtype`."""
+        return {}
+
     @abstractmethod
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """Write each token into the memory, then read the memory with its query.
@@ -306,15 +314,18 @@ class RecurrentMixer(Mixer):
         """
 
     @abstractmethod
-    def snapshot(self, memory: State) -> tuple[Tensor, ...]:
-        """Return the matrices of `RecurrentConfig.snapshot_shapes` [B, H, ...], differentiable."""
+    def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the matrices of `RecurrentConfig.snapshot_shapes` [B, H, ...], differentiable.
+
+        parameters: see `Inputs`.
+        """
 
     @abstractmethod
-    def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """Return sum_n shares_n M_n(q), the weighted answers of kept memories.
 
         Args:
-            query: [B, H, G, T, D].
+            inputs: of the tokens that ask.
             kept: the matrices of `snapshot`, of N memories each, [B, H, N, ...].
             shares: [B, H, G, T, N].
         Returns: [B, H, G, T, V].
@@ -327,10 +338,10 @@ class RecurrentMixer(Mixer):
         x: [rows, D]; kept: the matrices of `snapshot`, each as lists of memories; rows: which memory a row reads.
         """
 
-    def answered(self, made: Tensor, query: Tensor, total: Tensor) -> Tensor:
+    def answered(self, made: Tensor, inputs: Inputs, total: Tensor) -> Tensor:
         """Return sum_n shares_n M_n(q), given the same sum of what `answer_rows` returns for each memory.
 
-        made: [B, H, G, T, V]; query: [B, H, G, T, D]; total: the sum of each query's shares, [B, H, G, T, 1].
+        made: [B, H, G, T, V]; inputs: of the tokens that ask; total: the sum of each one's shares, [B, H, G, T, 1].
         """
         return made
 
@@ -360,7 +371,8 @@ class RecurrentMixer(Mixer):
             made[name] = projected
         query, key = self.prepare(made["query"], made["key"], chunk)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, made["value"]))
-        return Inputs(query.unflatten(1, (-1, self.groups)), key, value, self.gates(x)), after
+        parameters = self.memory_parameters(state_dtype(x.dtype))
+        return Inputs(query.unflatten(1, (-1, self.groups)), key, value, self.gates(x), parameters), after
 
     def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
         """Return the layer's output from what its tokens have read of the memory.

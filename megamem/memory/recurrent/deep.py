@@ -14,7 +14,7 @@ Letters of shapes: B batch rows, H local key/value heads, G query heads that sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -26,10 +26,10 @@ from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, TokenGate
-from megamem.memory.recurrent.network_parameters import NetworkNorm, StartWeights
+from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
-from megamem.ops.deep_memory.error import Loss, OutputNorm
+from megamem.ops.deep_memory.error import Loss, OutputNorm, standardized
 from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
@@ -191,6 +191,8 @@ class InnerChunk:
     """`key` and `value` [B, H, open + T, D] and gates [B, H, open + T, *gate_shape]; the open tokens come first."""
     new: BlockSlice
     """Where the new tokens lie."""
+    parameters: Mapping[str, Tensor]
+    """See `Inputs`."""
 
     @property
     def open_tokens(self) -> int:
@@ -224,7 +226,8 @@ class DeepMemory(RecurrentMixer):
             {name: self.make_gate(model, linears, value) for name, value in config.gate_starts().items()}
         )
         self.gate_shape = config.gate_shape(model)
-        self.network_norm = NetworkNorm(model, linears) if config.layer_norm else None
+        self.norm_weight = NormWeight(model, linears) if config.layer_norm else None
+        self.norm_eps = model.norm_eps
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -247,17 +250,28 @@ class DeepMemory(RecurrentMixer):
             rate = torch.full(shape, self.max_rate, dtype=state_dtype(x.dtype), device=x.device)
         return {"rate": rate, **{name: nn.functional.logsigmoid(value) for name, value in found.items()}}
 
-    def learned(self, memory: State) -> Weights:
-        """Return what the inner steps change, the learned start plus the state: [B, H, outputs, inputs] each."""
-        added = [memory[name] for name in self.names]
-        if self.start is not None:
-            start = self.start()
-            added = [start[name].to(tensor.dtype) + tensor for name, tensor in zip(self.names, added, strict=True)]
-        return tuple(added)
+    def memory_parameters(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """See `RecurrentMixer.memory_parameters`: the matrices that documents start from, and the norm's weight."""
+        found = {} if self.start is None else self.start()
+        if self.norm_weight is not None:
+            found["norm"] = self.norm_weight()
+        return {name: tensor.to(dtype) for name, tensor in found.items()}
 
-    def weights(self, memory: State) -> Weights:
+    def output_norm(self, parameters: Mapping[str, Tensor]) -> OutputNorm | None:
+        """Return the layer norm inside the memory; None if there is none."""
+        return OutputNorm(parameters["norm"], self.norm_eps) if self.config.layer_norm else None
+
+    def learned(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
+        """Return what the inner steps change, the learned start plus the state: [B, H, outputs, inputs] each."""
+        added = (memory[name] for name in self.names)
+        return tuple(
+            parameters[name] + tensor if name in parameters else tensor
+            for name, tensor in zip(self.names, added, strict=True)
+        )  # fmt: skip
+
+    def weights(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
         """Return the weights of the network that a state stands for, [B, H, outputs, inputs] each."""
-        return self.learned(memory)
+        return self.learned(memory, parameters)
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
@@ -276,41 +290,35 @@ class DeepMemory(RecurrentMixer):
             reads.append(read)
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
 
-    def snapshot(self, memory: State) -> tuple[Tensor, ...]:
+    def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""
-        weights = self.weights(memory)
+        weights = self.weights(memory, parameters)
         return weights if len(weights) == 1 else (weights[0], weights[1].mT)
 
-    def output_norm(self, dtype: torch.dtype) -> OutputNorm | None:
-        """Return the layer norm inside the memory in `dtype`; None if there is none."""
-        return None if self.network_norm is None else self.network_norm(dtype)
-
-    def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.answer`."""
-        query = query.to(kept[0].dtype)
-        norm = self.output_norm(query.dtype)
-        if norm is not None:
+        query = inputs.query.to(kept[0].dtype)
+        if self.config.layer_norm:
             # each memory has a norm of its own, before the shares
-            made = (shares[..., None] * norm.standardized(each_network(query, kept))).sum(-2)
+            made = (shares[..., None] * standardized(each_network(query, kept), self.norm_eps)).sum(-2)
         elif len(kept) == 1:
             made = self.product(0, query, kept, shares)
         else:
             made = shared_networks(query, kept[0], kept[1], shares)
-        return self.answered(made, query, shares.sum(-1, keepdim=True))
+        return self.answered(made, inputs, shares.sum(-1, keepdim=True))
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`: what the network makes, normalized."""
         made = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
         if len(kept) == 2:
             made = rows.times(nn.functional.gelu(made), kept[1])
-        norm = self.output_norm(made.dtype)
-        return made if norm is None else norm.standardized(made)
+        return standardized(made, self.norm_eps) if self.config.layer_norm else made
 
-    def answered(self, made: Tensor, query: Tensor, total: Tensor) -> Tensor:
+    def answered(self, made: Tensor, inputs: Inputs, total: Tensor) -> Tensor:
         """See `RecurrentMixer.answered` ([B, H, G, T, D]): the norm's weight, and the query itself."""
-        norm = self.output_norm(made.dtype)
+        norm = self.output_norm(inputs.parameters)
         made = made if norm is None else norm.weighted(made)
-        return made + total * query if self.config.residual else made
+        return made + total * inputs.query.to(made.dtype) if self.config.residual else made
 
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.product`."""
@@ -328,7 +336,7 @@ class DeepMemory(RecurrentMixer):
             name: torch.cat((memory[f"open_{name}"].to(tensor.dtype), tensor), dim=2) if open_tokens else tensor
             for name, tensor in new.items()
         }
-        read, learned = self.learn(InnerChunk(inputs.query, tokens, block_slice), memory, join)
+        read, learned = self.learn(InnerChunk(inputs.query, tokens, block_slice, inputs.parameters), memory, join)
         kept = block_slice.open_tokens_after
         rest = {f"open_{name}": _last(tensor, kept).to(memory[f"open_{name}"].dtype) for name, tensor in tokens.items()}
         memory = {**memory, **rest}
@@ -348,13 +356,13 @@ class DeepMemory(RecurrentMixer):
             join: see `RecurrentMixer.recur`.
         Returns: what the queries read, [B, H, G, T, D]; weights and momentum after the last token.
         """
-        weights = self.weights(memory)
+        weights = self.weights(memory, inner.parameters)
         momentum = None
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
         read, after, last_momentum = deep_memory(
             inner.query, inner.tokens["key"], inner.tokens["value"], weights, momentum, _rates(inner),
-            self.config.loss, self.config.residual, self.output_norm(weights[0].dtype), join,
+            self.config.loss, self.config.residual, self.output_norm(inner.parameters), join,
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         return read, {

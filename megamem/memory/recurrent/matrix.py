@@ -8,7 +8,7 @@ definition: inner chunks change the order of sums alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import PositiveInt
@@ -99,13 +99,13 @@ class MatrixMixer(RecurrentMixer):
             read, after = linear_recurrence(*given, **inputs.gates, resets=resets, inner=self.inner_chunk)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
 
-    def snapshot(self, memory: State) -> tuple[Tensor, ...]:
+    def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""
         return (memory["memory"],)
 
-    def answer(self, query: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.answer`."""
-        return self.product(0, query, kept, shares)
+        return self.product(0, inputs.query, kept, shares)
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`."""

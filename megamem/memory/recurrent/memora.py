@@ -8,6 +8,7 @@ has been added to the logarithms that every document starts from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -102,9 +103,9 @@ class Memora(DeepMemory):
         assert isinstance(self.config, MemoraConfig)
         return ChannelGate(model, linears, self.config.gate_rank, start)
 
-    def weights(self, memory: State) -> Weights:
+    def weights(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
         """See `DeepMemory.weights`."""
-        return on_simplex(self.learned(memory), self.config.scale)
+        return on_simplex(self.learned(memory, parameters), self.config.scale)
 
     def learn(self, inner: InnerChunk, memory: State, join: Join | None) -> tuple[Tensor, State]:
         """See `DeepMemory.learn`; what is learned are the logarithms of the weights."""
@@ -115,9 +116,9 @@ class Memora(DeepMemory):
             rate, decay = rate * seen[..., None], decay * seen[..., None]
         # open tokens before a row's own inner chunk are not its first
         first = to_device([inner.open_tokens - offset for offset in inner.new.offsets], rate.device)
-        logs = self.learned(memory)
+        logs = self.learned(memory, inner.parameters)
         read, after = simplex_memory(
             inner.query, inner.tokens["key"], inner.tokens["value"], logs, ChannelRates(rate, decay, first),
-            self.config.scale, self.config.residual, self.output_norm(logs[0].dtype), join,
+            self.config.scale, self.config.residual, self.output_norm(inner.parameters), join,
         )  # fmt: skip
         return read, self.added(memory, logs, after)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
-from megamem.ops.deep_memory.error import OutputNorm
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -32,15 +31,15 @@ class StartWeights(nn.Module):
         return dict(self.named_parameters())
 
 
-class NetworkNorm(nn.Module):
+class NormWeight(nn.Module):
     """The learned weight of the layer norm inside each head's memory."""
 
     def __init__(self, model: ModelConfig, linears: Linears) -> None:
         super().__init__()
-        self.width, self.eps = model.resolved_head_dim, model.norm_eps
+        self.width = model.resolved_head_dim
         channels = model.resolved_kv_heads * self.width // linears.tp_size
         self.weight = declare(nn.Parameter(torch.empty(channels)), constant(1.0), shard_axis=0)
 
-    def forward(self, dtype: torch.dtype) -> OutputNorm:
-        """Return the norm that the memory's arithmetic takes, in `dtype`."""
-        return OutputNorm(self.weight.unflatten(0, (-1, self.width)).to(dtype), self.eps)
+    def forward(self) -> Tensor:
+        """Return the weight of each head, [H, head_dim]."""
+        return self.weight.unflatten(0, (-1, self.width))

@@ -22,6 +22,11 @@ Loss = Literal["l2", "dot"]
 """The inner loss l: the squared error |M(k) - v|^2 (Titans), or the negative dot product -<M(k), v> (DLA)."""
 
 
+def standardized(y: Tensor, eps: float) -> Tensor:
+    """Return y [..., D] with mean 0 and variance 1."""
+    return F.layer_norm(y, y.shape[-1:], eps=eps)
+
+
 class OutputNorm(NamedTuple):
     """Layer norm of what the last matrix of each head's network makes, without a bias."""
 
@@ -31,11 +36,7 @@ class OutputNorm(NamedTuple):
 
     def __call__(self, y: Tensor) -> Tensor:
         """Return the layer norm of y [B, H, ..., D]."""
-        return self.weighted(self.standardized(y))
-
-    def standardized(self, y: Tensor) -> Tensor:
-        """Return y [..., D] with mean 0 and variance 1."""
-        return F.layer_norm(y, y.shape[-1:], eps=self.eps)
+        return self.weighted(standardized(y, self.eps))
 
     def weighted(self, x: Tensor) -> Tensor:
         """Return x [B, H, ..., D] times each head's weight."""

@@ -84,7 +84,7 @@ class Memory:
         read = weights[0] @ x if len(weights) == 1 else weights[1] @ gelu(weights[0] @ x)
         if self.mixer.layer_norm:
             width = self.model.resolved_head_dim
-            weight = self.weights["network_norm.weight"][h * width : (h + 1) * width]
+            weight = self.weights["norm_weight.weight"][h * width : (h + 1) * width]
             read = layer_norm(read, weight, self.model.norm_eps)
         return x + read if self.mixer.residual else read
 
