@@ -28,8 +28,11 @@ from megamem.evaluation.information import entropy_ratio
 
 RECIPE = ROOT / "configs/studies/memory_models/information_small.yaml"
 MIXERS = {"masked_mixer": "masked mixer", "local_attention": "transformer"}
-RATES = {"masked_mixer": 5e-3, "local_attention": 2e-3}
-"""Peak learning rates: as 2.5 to 1, as the paper's are."""
+OWN = {
+    "masked_mixer": ("model.hidden_size=256", "optimizer.lr=3e-3"),
+    "local_attention": ("model.hidden_size=128", "optimizer.lr=2e-3"),
+}
+"""Width and peak learning rate: mixers are twice as wide as transformers, as the paper's are."""
 ROWS = {
     "validation": "autoencoder, as trained",
     "autoencoder": "autoencoder, frozen, new decoder",
@@ -65,7 +68,7 @@ def measure(folder: Path, mixer: str, seed: int, overrides: Sequence[str]) -> di
     own = [
         *overrides,
         f"runs_folder={folder}",
-        f"optimizer.lr={RATES[mixer]}",
+        *OWN[mixer],
         f"training.seed={seed}",
         f"data.seed={seed}",
     ]

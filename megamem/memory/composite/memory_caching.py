@@ -349,7 +349,7 @@ class MemoryCaching(Mixer):
         return parts[::-1]
 
     def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:
-        """Keep the memory of rows whose segment ends, and begin their next one. parameters: see `Inputs`."""
+        """Keep the memory [B, H, ...] of rows whose segment ends, begin their next one. parameters: see `Inputs`."""
         closing = to_device(block_slice.closing, state["key_sum"].device, torch.bool)
         pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(block_slice.closing))
         new = [*(x[:, :, None] for x in self.memory.snapshot(state, parameters)), pool]

@@ -258,7 +258,7 @@ class DeepMemory(RecurrentMixer):
         return {name: tensor.to(dtype) for name, tensor in found.items()}
 
     def output_norm(self, parameters: Mapping[str, Tensor]) -> OutputNorm | None:
-        """Return the layer norm inside the memory; None if there is none."""
+        """Return the layer norm inside the memory, with a weight [H, width]; None if there is none."""
         return OutputNorm(parameters["norm"], self.norm_eps) if self.config.layer_norm else None
 
     def learned(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
