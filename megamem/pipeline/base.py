@@ -124,6 +124,8 @@ class TrainingEngine(ABC):
         """The states at the end of each micro-batch where the next step reads on, by its index."""
         self.steps_before = 0
         """Steps that the run has made before the one under way."""
+        self.observe_states: Callable[[States], None] | None = None
+        """Called with this rank's states at the end of a step's last micro-batch, off the graph; None: nobody looks."""
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 

@@ -83,6 +83,8 @@ class WindowEngine(TrainingEngine):
             sums += factor * losses.double()
             if self.carries:
                 states[window.micro_batch] = current
+        if self.observe_states is not None:
+            self.observe_states(current)
         return sums, states
 
 
@@ -145,6 +147,7 @@ class PipelineEngine(TrainingEngine):
         rows, units = micro_batches[0].batch.tokens.shape[1], len(micro_batches) * self.config.chunks
         size = self.config.model.chunk_size
         below, above = ([shape(size, rows)] * units for shape in (self.stage.border_shape, self.stage.shape_above))
+        self.executor.observe_states = self.observe_states
         memories = self.executor.memory_shapes(rows, self.dtype)
         sums, states = self.executor.run(
             self.order,

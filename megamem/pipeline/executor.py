@@ -59,6 +59,8 @@ class StageExecutor:
         """Most units held at once in the last run."""
         self.events: list[Event] | None = None
         """If a list, every action is recorded there with its start and end (seconds of the host's clock)."""
+        self.observe_states: Callable[[States], None] | None = None
+        """See `TrainingEngine.observe_states`."""
         self._names = loss_names(stage, objective)
         self._checked = False
 
@@ -177,6 +179,9 @@ class StageExecutor:
         states = result.states
         if self._borders.memory_out is not None:
             states = self._send_memories(action, unit, states)
+        last = micro_batch == len(self._micro_batches) - 1 and self._is_last_chunk(action)
+        if last and self.observe_states is not None:
+            self.observe_states(detach(states))
         if self._same_window(action):
             self._states[micro_batch] = self._alias(states, unit, self._aliases.setdefault(micro_batch, {}))
         else:

@@ -37,6 +37,14 @@ SAME_SIGNAL_S = 1.0
 """Signals that follow one another within this many seconds are one signal."""
 
 
+def has_log_line(step: int, every: int, end: int) -> bool:
+    """Return whether a step has a log line: the first, each `every`th, and `end`, the last of its phase.
+
+    step: finished steps once it is made.
+    """
+    return step % every == 0 or step in {1, end}
+
+
 class Callback:
     """Something that happens around training steps; every rank runs it. Override what you need.
 

@@ -42,6 +42,7 @@ from megamem.training.build import (
     start_topology,
 )
 from megamem.training.callbacks.bad_steps import BadSteps
+from megamem.training.callbacks.memory_sizes import MemorySizes
 from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
 from megamem.training.callbacks.objective_terms import ObjectiveTerms
 from megamem.training.checkpointing import (
@@ -183,6 +184,7 @@ def _callbacks(
         throughput,
         bad_steps,
         *([ObjectiveTerms(names)] if len(names := engine.loss_names) > 1 else []),
+        MemorySizes(engine.config.model.component_specs(), engine.config.logging.every),
         *build_callbacks(engine.config),
         build_metrics(engine.config, engine.topology, sinks),
         *([validation] if validation else []),

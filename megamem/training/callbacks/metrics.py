@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.runs.sinks.base import LogRecord, Sink
-from megamem.training.loop import Callback, Trainer
+from megamem.training.loop import Callback, Trainer, has_log_line
 from megamem.training.phases import positions_after
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Metrics(Callback):
         predicted = torch.where(keep, result.predicted, 0.0)
         self._nats = nats if self._nats is None or self._predicted is None else self._nats + nats
         self._predicted = predicted if self._predicted is None else self._predicted + predicted
-        if trainer.step % self.every and trainer.step != trainer.phase.end and trainer.step != 1:
+        if not has_log_line(trainer.step, self.every, trainer.phase.end):
             return
         record = self._record(trainer, result)
         try:
