@@ -26,7 +26,7 @@ from typing import Any, NotRequired, TypedDict
 
 from checkpoints.location import Location, ObjectPath, entries, location, remove_folder, sha256_of
 from megamem.errors import CheckpointError
-from megamem.files import sha256_file
+from megamem.files import sha256_file, sync
 
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
 """Names of files in a checkpoint, and what the name of an unfinished one ends in."""
@@ -247,15 +247,6 @@ def _verify(checkpoint: Checkpoint, skip_extents: bool) -> None:
             raise CheckpointError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
         if not (skip_extents and "extents" in entry) and sha256_of(file) != entry["sha256"]:
             raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
-
-
-def sync(path: Path) -> None:
-    """Force a file's or folder's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
