@@ -15,11 +15,10 @@ never by a pointer that could be wrong.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -30,7 +29,8 @@ from megamem.files import sha256_file, sync
 
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
 """Names of files in a checkpoint, and what the name of an unfinished one ends in."""
-_NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-(\d{8,})")
+"""Names of checkpoints; the group is the step."""
 
 
 class FileEntry(TypedDict):
@@ -171,7 +171,7 @@ def checkpoints_in(folder: Location, unfinished: bool = False) -> list[Checkpoin
         names = [name for name, size in entries(folder).items() if size is None]
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror})") from None
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+    found = [(name, match) for name in names if (match := NAME.fullmatch(name))]
     checkpoints = sorted((Checkpoint(folder / name, int(match[1])) for name, match in found), key=lambda c: c.step)
     if isinstance(folder, ObjectPath) and not unfinished:
         return [checkpoint for checkpoint in checkpoints if checkpoint.complete]
@@ -181,7 +181,7 @@ def checkpoints_in(folder: Location, unfinished: bool = False) -> list[Checkpoin
 def open_checkpoint(path: str | Location) -> Checkpoint:
     """Return the checkpoint at a path or URL. Raises CheckpointError if there is none."""
     folder = location(path)
-    match = _NAME.fullmatch(folder.name)
+    match = NAME.fullmatch(folder.name)
     try:
         found = match is not None and folder.is_dir()
     except OSError as error:
@@ -274,7 +274,7 @@ def mark_complete(partial: Path, final: Path, files: Mapping[str, FileEntry]) ->
     sync(partial)
     # an earlier attempt that never got its marker, or a checkpoint that is being written again
     if final.exists():
-        shutil.rmtree(final)
+        remove_folder(final, MARKER)
     partial.rename(final)
     sync(final.parent)
 
@@ -317,57 +317,3 @@ def _linked(checkpoint: Path, folder: Path) -> Path:
     partial.rename(final)
     sync(folder)
     return final
-
-
-def steps_to_keep(
-    checkpoints: Iterable[Checkpoint],
-    last: int,
-    every: int | None,
-    best: int,
-    losses: dict[int, float],
-    named: Iterable[int] = (),
-) -> set[int]:
-    """Return the steps to keep: the `last` newest, each multiple of `every`, the `best` of lowest loss, those `named`.
-
-    losses: validation losses by step, where there was a validation.
-    """
-    steps = sorted(c.step for c in checkpoints if c.complete)
-    keep = set(steps[-last:]) | (set(named) & set(steps))
-    keep |= {step for step in steps if every and step % every == 0}
-    return keep | set(sorted((step for step in steps if step in losses), key=lambda step: losses[step])[:best])
-
-
-def prune(
-    folder: Location,
-    last: int,
-    every: int | None = None,
-    best: int = 0,
-    named: Iterable[int] = (),
-    newest: int | None = None,
-) -> list[Checkpoint]:
-    """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; return the removed.
-
-    The marker goes first, so that a half-removed folder is not taken for a checkpoint.
-
-    Args:
-        folder: holds the checkpoints of a run.
-        last, every, best, named: as in `steps_to_keep`.
-        newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do
-            not count.
-    """
-    found = [c for c in checkpoints_in(folder, unfinished=True) if newest is None or c.step <= newest]
-    losses = {c.step: loss for c in found if c.complete and (loss := _validation_loss(c)) is not None}
-    keep = steps_to_keep(found, last, every, best, losses, named)
-    removed = [c for c in found if c.step not in keep]
-    for checkpoint in removed:
-        remove_folder(checkpoint.path, MARKER)
-    return removed
-
-
-def _validation_loss(checkpoint: Checkpoint) -> float | None:
-    """Return the validation loss of a checkpoint's step, where there is one that is finite."""
-    try:
-        loss = checkpoint.run().get("val_loss")
-    except CheckpointError:
-        return None
-    return float(loss) if loss is not None and math.isfinite(loss) else None

@@ -143,16 +143,20 @@ def prune(
 ) -> None:
     """Remove checkpoints of a run that are not to be kept."""
     from checkpoints.find import checkpoints_folder
-    from checkpoints.folder import prune as remove
+    from checkpoints.retention import prune as remove
 
-    gone = remove(checkpoints_folder(run), keep_last, keep_every, keep_best, keep_step or ())
-    removed = [str(checkpoint.path) for checkpoint in gone]
+    pruned = remove(checkpoints_folder(run), keep_last, keep_every, keep_best, keep_step or ())
+    removed = [str(checkpoint.path) for checkpoint in pruned.removed]
     if as_json:
         write_json({"removed": removed})
-        return
-    for path in removed:
-        write_line(f"removed {path}")
-    write_line(f"{len(removed)} removed")
+    else:
+        for path in removed:
+            write_line(f"removed {path}")
+        write_line(f"{len(removed)} removed")
+    if pruned.failed:
+        left, reason = next(iter(pruned.failed.items()))
+        others = f", and {len(pruned.failed) - 1} more" if len(pruned.failed) > 1 else ""
+        raise CheckpointError(f"{left}: cannot be removed ({reason}){others}")
 
 
 @checkpoint_app.command("merge")

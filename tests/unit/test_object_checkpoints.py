@@ -13,9 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoints import target as targets
 from checkpoints.find import checkpoints_folder, find_checkpoint
-from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, prune, share, verify
+from checkpoints.folder import MARKER, checkpoints_in, folder_name, open_checkpoint, share, verify
 from checkpoints.location import ObjectPath, check_folder, location, recorded_checkpoints, run_checkpoints
 from checkpoints.resume import choose_checkpoint
+from checkpoints.retention import prune
 from checkpoints.storage import TensorFiles, data_file
 from checkpoints.target import ObjectTarget, target
 from megamem.config.checkpoint import CheckpointConfig
