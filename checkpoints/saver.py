@@ -23,9 +23,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import RUN, FileEntry, SavedRun, folder_name
+from checkpoints.folder import RUN, folder_name
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.location import Location, ObjectPath
+from checkpoints.records import FileEntry, SavedRun
 from checkpoints.retention import prune, remove_unfinished
 from checkpoints.storage import SafeWriter
 from checkpoints.target import Target, target

@@ -13,8 +13,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from checkpoints.folder import MANIFEST, MARKER, PARTIAL, FileEntry, manifest_text, mark_complete
+from checkpoints.folder import MANIFEST, MARKER, PARTIAL, manifest_text, mark_complete
 from checkpoints.location import Location, ObjectPath, remove_folder, sha256_of
+from checkpoints.records import FileEntry
 from checkpoints.tensor_objects import EXTENT_BYTES, extent_hashes, regrouped
 from megamem.files import sha256_file, sync
 from megamem.tensor_files import safetensors_stream, write_tensors

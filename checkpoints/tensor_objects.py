@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoints.folder import FileEntry
 from checkpoints.location import REQUESTS, ObjectPath
+from checkpoints.records import FileEntry
 from megamem.errors import CheckpointError, DamagedError
 from megamem.tensor_files import DTYPES
 
@@ -96,6 +96,10 @@ class TensorObject:
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(f"{self.path}: is damaged ({why})")
 
+    def keys(self) -> Iterable[str]:
+        """Return the keys of its tensors."""
+        return self._tensors.keys()
+
     def get_slice(self, key: str) -> TensorSlice:
         """Return a tensor of which nothing is read yet, to be indexed."""
         if key not in self._tensors:
@@ -144,6 +148,14 @@ class TensorSlice:
 
     file: TensorObject
     stored: _Stored
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return self.stored.shape
+
+    def get_dtype(self) -> str:
+        """Return the name of its type in the format."""
+        return DTYPES[self.stored.dtype]
 
     def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
         """Read a rectangle, one slice per axis; an empty tuple reads everything."""

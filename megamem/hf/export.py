@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig
 
 import megamem.hf  # noqa: F401  (registers the architecture with the Auto classes)
-from checkpoints.folder import Checkpoint, verify
+from checkpoints.folder import Checkpoint
 from checkpoints.read import read_weights
+from checkpoints.verify import verify
 from checkpoints.whole import PORTABLE, whole_model
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig

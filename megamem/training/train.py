@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import Checkpoint, RunFacts
+from checkpoints.folder import Checkpoint
 from checkpoints.location import run_checkpoints
+from checkpoints.records import RunFacts
 from checkpoints.resume import all_agree, load_initial_weights
 from checkpoints.saver import Saver
 from checkpoints.weights import WeightsHeader, save_weights

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints.folder import checkpoints_in, open_checkpoint, verify
+from checkpoints.folder import checkpoints_in, open_checkpoint
+from checkpoints.verify import verify
 from megamem.cli.main import app
 from megamem.errors import CheckpointError
 from tests.integration.commands import finish, megamem, run_tree, write_config

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.folder import checkpoints_in, verify
+from checkpoints.folder import checkpoints_in
+from checkpoints.verify import verify
 from megamem.errors import CheckpointError
 from tests.integration.commands import run_tree, write_config
 from tests.integration.ranks import Job, command

@@ -7,19 +7,14 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from checkpoint_helpers import saved_run
 from typer.testing import CliRunner
 
-from checkpoints.folder import (
-    MARKER,
-    checkpoints_in,
-    folder_name,
-    mark_complete,
-    open_checkpoint,
-    verify,
-)
+from checkpoints.folder import MARKER, checkpoints_in, folder_name, mark_complete, open_checkpoint
 from checkpoints.resume import MUST_AGREE, check_identity, choose_checkpoint
 from checkpoints.retention import prune, steps_to_keep
 from checkpoints.saver import Saver
+from checkpoints.verify import verify
 from megamem.cli.main import app
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
@@ -35,7 +30,7 @@ def write(folder, step, val_loss=None):
         "rank-00000.safetensors": b"a" * 1000,
         "rank-00001.safetensors": bytes(range(256)) * 4,
         "index.json": b"{}",
-        "run.json": json.dumps({"step": step, "val_loss": val_loss}).encode(),
+        "run.json": json.dumps(saved_run(step, val_loss=val_loss)).encode(),
     }
     for name, content in contents.items():
         (partial / name).write_bytes(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_helpers import saved_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_disk import SmallDisk
@@ -94,8 +95,7 @@ def test_weights_are_on_the_disk_before_they_have_their_name(tmp_path: Path, mon
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path, small_disk: SmallDisk) -> None:
     checkpoint = write(tmp_path, {"master/value": torch.zeros(200_000)})
-    model = {"layers": 1, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
-    (checkpoint.path / "run.json").write_text(json.dumps({"model": model, "vocabulary_sha256": None}))
+    (checkpoint.path / "run.json").write_text(json.dumps(saved_run(4)))
     small_disk.fill()
     path = small_disk.folder / "weights.safetensors"
     with pytest.raises(CheckpointError) as caught:
