@@ -65,6 +65,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def take_place(staging: Path, folder: Path) -> None:
+    """Rename a folder to `folder`, which may be an empty folder but holds nothing: what others put there stays.
+
+    Raises: DataError where there is something by now, or it cannot be renamed.
+    """
+    try:
+        # replaces an empty folder, and nothing else, in one step
+        staging.rename(folder)
+    except OSError as error:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise DataError(f"{folder}: is no longer empty; what is there stays, choose another folder") from None
+        raise DataError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
 def require_space(folder: Path, needed: int) -> None:
     """Raise DataError unless `folder` is one or can be made, and its file system has `needed` free bytes."""
     existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
