@@ -1,5 +1,6 @@
 """Helpers for files: hashes, whole-or-nothing writes, free space."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -77,6 +78,21 @@ def take_place(staging: Path, folder: Path) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise DataError(f"{folder}: is no longer empty; what is there stays, choose another folder") from None
         raise DataError(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def try_lock(file: IO[str] | IO[bytes]) -> bool:
+    """Lock a file unless somebody else holds its lock; return whether this process holds it now.
+
+    On file systems without locks everybody does.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # a file system without locks
+        pass
+    return True
 
 
 def require_space(folder: Path, needed: int) -> None:

@@ -71,8 +71,8 @@ ALLOWED = {
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
-        "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",
-        "megamem.runs", "megamem.training",
+        "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.files",
+        "megamem.hardware", "megamem.runs", "megamem.training",
     },
     # what `import megamem` offers; nobody but megamem/__init__.py imports it
     "megamem.api": {
