@@ -1,4 +1,4 @@
-"""The folders of checkpoints: which are complete, what is in them, whether it is still what was written.
+"""The folders of checkpoints: which are complete, what is in them, how they get their names.
 
     checkpoints/step-00000020/     a checkpoint
         rank-00000.safetensors     one file per writing rank
@@ -15,109 +15,22 @@ never by a pointer that could be wrong.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
 
-from checkpoints.location import Location, ObjectPath, entries, location, remove_folder, sha256_of
+from checkpoints.location import Location, ObjectPath, entries, location, remove_folder
+from checkpoints.records import FORMAT, FileEntry, Manifest, SavedRun, read_manifest, read_run
 from megamem.errors import CheckpointError
-from megamem.files import sha256_file
+from megamem.files import sha256_file, sync
 
 MANIFEST, MARKER, RUN, PARTIAL = "manifest.json", "COMPLETE", "run.json", ".partial"
 """Names of files in a checkpoint, and what the name of an unfinished one ends in."""
-_NAME = re.compile(r"step-(\d{8,})")
-
-
-class FileEntry(TypedDict):
-    """What the manifest says of one file."""
-
-    bytes: int
-    """Size of the file."""
-    sha256: str
-    """Hash of the file as it was written."""
-    extent_bytes: NotRequired[int]
-    """Bytes of each extent but the last; files of tensors in an object store only."""
-    extents: NotRequired[list[str]]
-    """SHA-256 of each extent."""
-
-
-class Manifest(TypedDict):
-    """The contents of manifest.json."""
-
-    format: int
-    """Version of the format."""
-    files: dict[str, FileEntry]
-    """Every other file by name, but for the marker."""
-
-
-class PhaseIdentity(TypedDict):
-    """What makes two parts of training one phase of a run."""
-
-    first_step: int
-    """Steps of the run before it."""
-    data_fingerprint: str
-    batch_tokens: int
-    sequence_length: int
-
-
-class RunIdentity(TypedDict):
-    """What makes two parts of training one run."""
-
-    model: dict[str, Any]
-    """The model's configuration, without fields that may change between two parts."""
-    data_fingerprint: str
-    tokenizer_sha256: str | None
-    batch_tokens: int
-    sequence_length: int
-    phases: NotRequired[list[PhaseIdentity]]
-    """Those after the first one."""
-
-
-class RunFacts(RunIdentity):
-    """What all checkpoints of a run say of it."""
-
-    config: dict[str, Any]
-    """The resolved configuration."""
-    vocabulary_sha256: NotRequired[str | None]
-    """Hash of what each token stands for (`Tokenizer.vocabulary_hash`); None without a tokenizer."""
-    megamem: str
-    """Version that wrote it."""
-
-
-class BadStepCounts(TypedDict):
-    """Steps that were skipped."""
-
-    total: int
-    """Steps since the run began whose values were not finite."""
-    streak: list[int]
-    """Numbers of such steps that directly precede the checkpoint."""
-    spikes: NotRequired[int]
-    """Steps since the run began that were spikes."""
-
-
-class SavedRun(RunFacts):
-    """The contents of run.json."""
-
-    step: int
-    """Finished optimizer steps."""
-    tokens: int
-    """Tokens trained on so far, without padding."""
-    samples: int
-    """Sequences read so far."""
-    optimizer_steps: int
-    """Updates that the optimizer has made (skipped steps are none)."""
-    bad_steps: BadStepCounts
-    val_loss: float | None
-    """Loss of the validation at this step, if there was one."""
-    layout: dict[str, int]
-    """Sizes of pipeline, data and tensor parallelism: `pp`, `dp`, `tp`."""
-    placement: list[int]
-    """Number of layers of each stage."""
+NAME = re.compile(r"step-(\d{8,})")
+"""Names of checkpoints; the group is the step."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +54,11 @@ class Checkpoint:
 
     def run(self) -> SavedRun:
         """Read counters, configuration and fingerprints. Raises CheckpointError naming the file."""
-        saved: SavedRun = read_json(self.path / RUN)  # type: ignore[assignment]  # as a checkpoint writes it
-        return saved
+        return read_run(self.path / RUN)
 
     def manifest(self) -> Manifest:
         """Read sizes and hashes by file name. Raises CheckpointError naming the file."""
-        manifest: Manifest = read_json(self.path / MANIFEST)  # type: ignore[assignment]  # as a checkpoint writes it
-        return manifest
+        return read_manifest(self.path / MANIFEST)
 
     @property
     def bytes(self) -> int:
@@ -171,7 +82,7 @@ def checkpoints_in(folder: Location, unfinished: bool = False) -> list[Checkpoin
         names = [name for name, size in entries(folder).items() if size is None]
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed ({error.strerror})") from None
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
+    found = [(name, match) for name in names if (match := NAME.fullmatch(name))]
     checkpoints = sorted((Checkpoint(folder / name, int(match[1])) for name, match in found), key=lambda c: c.step)
     if isinstance(folder, ObjectPath) and not unfinished:
         return [checkpoint for checkpoint in checkpoints if checkpoint.complete]
@@ -181,7 +92,7 @@ def checkpoints_in(folder: Location, unfinished: bool = False) -> list[Checkpoin
 def open_checkpoint(path: str | Location) -> Checkpoint:
     """Return the checkpoint at a path or URL. Raises CheckpointError if there is none."""
     folder = location(path)
-    match = _NAME.fullmatch(folder.name)
+    match = NAME.fullmatch(folder.name)
     try:
         found = match is not None and folder.is_dir()
     except OSError as error:
@@ -203,61 +114,6 @@ def begun_from(folder: Location, start: str) -> bool:
     return bool(own) and own[-1].run()["config"]["checkpoint"]["resume"] == start
 
 
-def read_json(path: Location) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: does not hold what it should")
-    return value
-
-
-def verify(checkpoint: Checkpoint, skip_extents: bool = False) -> None:
-    """Check every file against the manifest. Raises CheckpointError naming the first that is not as it was written.
-
-    skip_extents: leave the content of objects whose extents have hashes to those who read them, extent by extent.
-    """
-    try:
-        _verify(checkpoint, skip_extents)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or checkpoint.path}: cannot be read ({error.strerror})") from None
-
-
-def _verify(checkpoint: Checkpoint, skip_extents: bool) -> None:
-    """See `verify`; a file that cannot be read raises OSError."""
-    path = checkpoint.path
-    skip_extents &= isinstance(path, ObjectPath)
-    if not checkpoint.complete:
-        raise CheckpointError(f"{path}: was not written to its end ({MARKER} is missing)")
-    manifest = checkpoint.manifest()
-    if (path / MARKER).read_text(encoding="utf-8").strip() != sha256_of(path / MANIFEST):
-        raise CheckpointError(f"{path / MANIFEST}: is not the manifest this checkpoint was completed with")
-    files, sizes = manifest["files"], entries(path)
-    if foreign := sorted(sizes.keys() - {MANIFEST, MARKER, *files}):
-        raise CheckpointError(f"{path / foreign[0]}: does not belong to this checkpoint")
-    for name, entry in sorted(files.items()):
-        file, size = path / name, sizes.get(name)
-        if size is None:
-            raise CheckpointError(f"{file}: is missing")
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
-        if not (skip_extents and "extents" in entry) and sha256_of(file) != entry["sha256"]:
-            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of the manifest)")
-
-
-def sync(path: Path) -> None:
-    """Force a file's or folder's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a small file and force it to the disk."""
     path.write_text(text, encoding="utf-8")
@@ -266,7 +122,7 @@ def write_text(path: Path, text: str) -> None:
 
 def manifest_text(files: Mapping[str, FileEntry]) -> str:
     """Return the contents of manifest.json. files: size and hash of each file."""
-    return json.dumps({"format": 1, "files": files}, indent=1) + "\n"
+    return json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
 
 
 def mark_complete(partial: Path, final: Path, files: Mapping[str, FileEntry]) -> None:
@@ -283,7 +139,7 @@ def mark_complete(partial: Path, final: Path, files: Mapping[str, FileEntry]) ->
     sync(partial)
     # an earlier attempt that never got its marker, or a checkpoint that is being written again
     if final.exists():
-        shutil.rmtree(final)
+        remove_folder(final, MARKER)
     partial.rename(final)
     sync(final.parent)
 
@@ -326,57 +182,3 @@ def _linked(checkpoint: Path, folder: Path) -> Path:
     partial.rename(final)
     sync(folder)
     return final
-
-
-def steps_to_keep(
-    checkpoints: Iterable[Checkpoint],
-    last: int,
-    every: int | None,
-    best: int,
-    losses: dict[int, float],
-    named: Iterable[int] = (),
-) -> set[int]:
-    """Return the steps to keep: the `last` newest, each multiple of `every`, the `best` of lowest loss, those `named`.
-
-    losses: validation losses by step, where there was a validation.
-    """
-    steps = sorted(c.step for c in checkpoints if c.complete)
-    keep = set(steps[-last:]) | (set(named) & set(steps))
-    keep |= {step for step in steps if every and step % every == 0}
-    return keep | set(sorted((step for step in steps if step in losses), key=lambda step: losses[step])[:best])
-
-
-def prune(
-    folder: Location,
-    last: int,
-    every: int | None = None,
-    best: int = 0,
-    named: Iterable[int] = (),
-    newest: int | None = None,
-) -> list[Checkpoint]:
-    """Remove complete checkpoints that are not to be kept, and remains of incomplete ones; return the removed.
-
-    The marker goes first, so that a half-removed folder is not taken for a checkpoint.
-
-    Args:
-        folder: holds the checkpoints of a run.
-        last, every, best, named: as in `steps_to_keep`.
-        newest: step of the run; later checkpoints, which were skipped because they are damaged, are left alone and do
-            not count.
-    """
-    found = [c for c in checkpoints_in(folder, unfinished=True) if newest is None or c.step <= newest]
-    losses = {c.step: loss for c in found if c.complete and (loss := _validation_loss(c)) is not None}
-    keep = steps_to_keep(found, last, every, best, losses, named)
-    removed = [c for c in found if c.step not in keep]
-    for checkpoint in removed:
-        remove_folder(checkpoint.path, MARKER)
-    return removed
-
-
-def _validation_loss(checkpoint: Checkpoint) -> float | None:
-    """Return the validation loss of a checkpoint's step, where there is one that is finite."""
-    try:
-        loss = checkpoint.run().get("val_loss")
-    except CheckpointError:
-        return None
-    return float(loss) if loss is not None and math.isfinite(loss) else None

@@ -217,10 +217,12 @@ def sha256_of(path: Location) -> str:
 
 
 def remove_folder(folder: Location, marker: str) -> None:
-    """Remove a folder with all it holds, the file called `marker` first."""
+    """Remove a folder with all it holds, the file called `marker` first; of a link the link alone. Raises OSError."""
     if isinstance(folder, ObjectPath):
         (folder / marker).unlink()
         folder.remove_all()
+    elif folder.is_symlink():
+        folder.unlink()
     else:
         (folder / marker).unlink(missing_ok=True)
         shutil.rmtree(folder)

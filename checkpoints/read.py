@@ -11,7 +11,8 @@ from torch import Tensor
 
 from checkpoints.folder import Checkpoint
 from checkpoints.fragments import region
-from checkpoints.storage import TensorEntry, TensorFiles, read_index
+from checkpoints.records import TensorEntry
+from checkpoints.storage import TensorFiles, read_index
 from checkpoints.weights import WeightsHeader, write_weights
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig

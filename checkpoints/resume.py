@@ -13,20 +13,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import (
-    Checkpoint,
-    PhaseIdentity,
-    RunIdentity,
-    SavedRun,
-    begun_from,
-    checkpoints_in,
-    open_checkpoint,
-    verify,
-)
+from checkpoints.folder import Checkpoint, begun_from, checkpoints_in, open_checkpoint
 from checkpoints.fragments import Fragments, LoadPlanner, region
 from checkpoints.location import Location
+from checkpoints.records import PhaseIdentity, RunIdentity, SavedRun, TensorEntry
 from checkpoints.states import Lanes
-from checkpoints.storage import SafeReader, TensorEntry, read_index
+from checkpoints.storage import SafeReader, read_index
 from checkpoints.training_state import (
     as_fragments,
     optimizer_fragments,
@@ -36,6 +28,7 @@ from checkpoints.training_state import (
     spike_fragments,
     update_model_weights,
 )
+from checkpoints.verify import verify
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
@@ -207,9 +200,16 @@ def _mismatch(checkpoint: Checkpoint, index: Mapping[str, TensorEntry], tensors:
     for name, fragments in tensors.items():
         if name not in index:
             return f"{checkpoint.path}: {name} is missing; the checkpoint belongs to another model"
+        if any(piece.tensor.is_floating_point() != _is_float(index[name]) for piece in fragments.pieces):
+            return f"{checkpoint.path}: {name} is {index[name]['dtype']}, which the run's is not"
         if list(fragments.shape) != index[name]["shape"]:
             return f"{checkpoint.path}: {name} has shape {index[name]['shape']}, the run {list(fragments.shape)}"
     return None
+
+
+def _is_float(entry: TensorEntry) -> bool:
+    """Return whether a tensor of an index holds floating-point numbers."""
+    return "float" in entry["dtype"]
 
 
 def all_agree(error: str | None, group: ProcessGroup) -> None:

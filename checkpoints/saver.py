@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,9 +23,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints.folder import PARTIAL, RUN, FileEntry, SavedRun, folder_name, prune
+from checkpoints.folder import RUN, folder_name
 from checkpoints.fragments import Fragments, Piece, SavePlanner
 from checkpoints.location import Location, ObjectPath
+from checkpoints.records import FileEntry, SavedRun
+from checkpoints.retention import prune, remove_unfinished
 from checkpoints.storage import SafeWriter
 from checkpoints.target import Target, target
 from megamem.config.checkpoint import CheckpointConfig
@@ -67,7 +68,7 @@ class Saver:
             folder: the run's folder of checkpoints.
             config: which checkpoints are kept, and whether saves are asynchronous.
             group: all ranks, on gloo, used by nobody else.
-            report: told in one line of a store that does not answer for now.
+            report: told in one line of a store that does not answer for now, and of folders that cannot be removed.
         """
         self.folder, self.config, self.group, self.report = folder, config, group, report
         self.rank = group.rank()
@@ -78,10 +79,10 @@ class Saver:
         self.completed: tuple[int, float] | None = None
         """Step of the last checkpoint that was completed, and seconds since 1970; on rank 0."""
         self._target: Target | None = None
+        self._told: set[Location] = set()
         # those in an object store go with the next save
         if self.rank == 0 and isinstance(folder, Path) and folder.is_dir():
-            for remains in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(remains)
+            self._tell(remove_unfinished(folder))
 
     def save(
         self,
@@ -219,10 +220,18 @@ class Saver:
         # what cannot be removed now is tried again after the next save
         with contextlib.suppress(OSError, CheckpointError):
             kept = self.config
-            prune(self.folder, kept.keep_last, kept.keep_every, kept.keep_best, kept.keep_steps, newest=step)
+            pruned = prune(self.folder, kept.keep_last, kept.keep_every, kept.keep_best, kept.keep_steps, newest=step)
+            self._tell(pruned.failed)
             if self.completed is None and isinstance(self.folder, ObjectPath):
                 self.folder.abort_uploads()
         self.completed = step, time.time()
+
+    def _tell(self, failed: Mapping[Location, str]) -> None:
+        """Tell, once each, of folders that cannot be removed."""
+        for path, reason in failed.items():
+            if path not in self._told:
+                self._told.add(path)
+                self.report(f"{path}: cannot be removed ({reason}); tried again after each save")
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all, by rank; an error on one is an error on all."""

@@ -7,10 +7,10 @@ DCP's own file system storage pickles its metadata; here each rank writes one sa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,12 +26,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkpoints.folder import MANIFEST, Manifest, read_json
+from checkpoints import records
+from checkpoints.folder import MANIFEST
 from checkpoints.fragments import region
 from checkpoints.location import Location, ObjectPath
+from checkpoints.records import DataType, Manifest, TensorEntry
 from checkpoints.target import Target
 from checkpoints.tensor_objects import TensorObject
 from megamem.errors import CheckpointError
+from megamem.tensor_files import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -39,17 +42,6 @@ if TYPE_CHECKING:
 INDEX = "index.json"
 """Name of the file that tells where each tensor lies."""
 T = TypeVar("T")
-
-
-class TensorEntry(TypedDict):
-    """What the index says of one global tensor."""
-
-    dtype: str
-    """Name of its torch dtype."""
-    shape: list[int]
-    """Shape of the global tensor."""
-    pieces: list[tuple[list[int], list[int], str]]
-    """Offsets, sizes and file of each piece."""
 
 
 def data_file(rank: int) -> str:
@@ -111,7 +103,7 @@ class SafeWriter(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             tensors[name] = {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "dtype": cast(DataType, str(entry.properties.dtype).removeprefix("torch.")),
                 "shape": list(entry.size),
                 "pieces": [
                     (list(chunk.offsets), list(chunk.sizes), files[_key(MetadataIndex(name, chunk.offsets))])
@@ -127,8 +119,8 @@ class SafeWriter(StorageWriter):
 
 
 def read_index(folder: Location) -> dict[str, TensorEntry]:
-    """Read the index: every tensor by its global name. Raises CheckpointError if it cannot be read."""
-    return read_json(folder / INDEX)
+    """Read the index of a checkpoint: every tensor by its global name. Raises CheckpointError naming what is wrong."""
+    return records.read_index(folder / INDEX)
 
 
 class SafeReader(StorageReader):
@@ -199,30 +191,66 @@ class TensorFiles:
         self.folder = folder
         self._objects: dict[str, TensorObject] = {}
 
-    def open(self, name: str) -> AbstractContextManager[Any]:  # safetensors ships no types
-        """Open a file as `safetensors.safe_open` does. Raises CheckpointError naming it."""
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:  # safetensors ships no types
+        """Open a file as `safetensors.safe_open` does. Raises CheckpointError naming it, also of what is read in it."""
         path = self.folder / name
         try:
             if isinstance(path, ObjectPath):
-                return nullcontext(self._object(path))
-            return safe_open(path, framework="pt")
+                yield self._object(path)
+            else:
+                with safe_open(path, framework="pt") as file:
+                    yield file
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
     def _object(self, path: ObjectPath) -> TensorObject:
         """Return the file at `path`, opened if it is not yet."""
         if path.name not in self._objects:
+            if path.name not in self._manifest["files"]:
+                raise CheckpointError(f"{path}: is not in {MANIFEST}")
             self._objects[path.name] = TensorObject(path, self._manifest["files"][path.name])
         return self._objects[path.name]
 
     @cached_property
     def _manifest(self) -> Manifest:
         """Sizes and hashes of the files."""
-        manifest: Manifest = read_json(self.folder / MANIFEST)  # type: ignore[assignment]  # as a checkpoint writes it
-        return manifest
+        return records.read_manifest(self.folder / MANIFEST)
 
     def pieces(self, name: str, entry: TensorEntry) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield offsets and values of the stored pieces of tensor `name`, whose index entry is `entry`."""
-        for offsets, _, file in entry["pieces"]:
+        """Yield offsets and values of the stored pieces of tensor `name`, whose index entry is `entry`.
+
+        Raises CheckpointError where they are not the whole tensor, or not in their files.
+        """
+        records.check_pieces(self.folder / INDEX, name, entry)
+        for offsets, sizes, file in entry["pieces"]:
+            key = _key(MetadataIndex(name, torch.Size(offsets)))
             with self.open(file) as opened:
-                yield tuple(offsets), opened.get_tensor(_key(MetadataIndex(name, torch.Size(offsets))))
+                value = opened.get_tensor(key)
+            if list(value.shape) != sizes:
+                raise CheckpointError(f"{self.folder / file}: {key} has shape {list(value.shape)}, not {sizes}")
+            yield tuple(offsets), value
+
+    def check(self, index: Mapping[str, TensorEntry]) -> None:
+        """Raise CheckpointError unless every piece of an index is in its file, in its shape and type.
+
+        Reads the headers of files alone.
+        """
+        by_file: dict[str, list[tuple[str, list[int], str]]] = {}
+        for name, entry in index.items():
+            for offsets, sizes, file in entry["pieces"]:
+                key = _key(MetadataIndex(name, torch.Size(offsets)))
+                by_file.setdefault(file, []).append((key, sizes, entry["dtype"]))
+        for file, pieces in by_file.items():
+            with self.open(file) as opened:
+                there = set(opened.keys())
+                for key, sizes, dtype in pieces:
+                    if key not in there:
+                        raise CheckpointError(f"{self.folder / file}: {key} is missing, which {INDEX} says it holds")
+                    piece = opened.get_slice(key)
+                    found, wanted = (piece.get_dtype(), list(piece.get_shape())), (DTYPES[getattr(torch, dtype)], sizes)
+                    if found != wanted:
+                        raise CheckpointError(
+                            f"{self.folder / file}: {key} is {' '.join(map(str, found))}, but "
+                            f"{' '.join(map(str, wanted))} in {INDEX}"
+                        )

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.folder import MANIFEST, MARKER, PARTIAL, FileEntry, manifest_text, mark_complete, sync
+from checkpoints.folder import MANIFEST, MARKER, PARTIAL, manifest_text, mark_complete
 from checkpoints.location import Location, ObjectPath, remove_folder, sha256_of
-from checkpoints.tensor_objects import EXTENT_BYTES, extent_hashes, regrouped, safetensors_stream
-from megamem.files import sha256_file
+from checkpoints.records import FileEntry
+from checkpoints.tensor_objects import EXTENT_BYTES, extent_hashes, regrouped
+from megamem.files import sha256_file, sync
+from megamem.tensor_files import safetensors_stream, write_tensors
 
 T = TypeVar("T")
 PART_BYTES = 8 * EXTENT_BYTES
@@ -78,7 +79,7 @@ class LocalTarget(Target):
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """See `Target.write_tensors`; [...] of any shape."""
-        save_file(dict(tensors), self.partial / name)
+        write_tensors(self.partial / name, tensors)
         self._names.append(name)
 
     def write_text(self, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of tensors in an object store: safetensors, written as a stream and read by the ranges that are needed.
+"""Files of tensors in an object store: safetensors, read by the ranges that are needed.
 
 Every extent of such a file has a hash in the manifest, and is checked as it is read: reading a part of a checkpoint
 costs the bytes of that part, and none of them is used that is not as it was written.
@@ -16,41 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoints.folder import FileEntry
 from checkpoints.location import REQUESTS, ObjectPath
+from checkpoints.records import FileEntry
 from megamem.errors import CheckpointError, DamagedError
+from megamem.tensor_files import DTYPES
 
 EXTENT_BYTES = 4 * 2**20
 """Bytes of an extent, but for a file's last: the least that is read, and what has a hash of its own."""
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of data types in the format."""
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-def safetensors_stream(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield a safetensors file piece by piece; the tensors' own memory is not copied.
-
-    tensors: contiguous tensors on the CPU by key, [...] of any shape and a dtype of DTYPES.
-    """
-    # wide types first, so that every tensor begins at a multiple of its element's size, as the format asks
-    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    header, end = {}, 0
-    for key in order:
-        start, end = end, end + tensors[key].nbytes
-        header[key] = {
-            "dtype": DTYPES[tensors[key].dtype],
-            "shape": list(tensors[key].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for key in order:
-        if tensors[key].numel():
-            yield tensors[key].reshape(-1).view(torch.uint8).numpy().data
+"""Data types by their names in the format."""
 
 
 def regrouped(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
@@ -122,6 +96,10 @@ class TensorObject:
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(f"{self.path}: is damaged ({why})")
 
+    def keys(self) -> Iterable[str]:
+        """Return the keys of its tensors."""
+        return self._tensors.keys()
+
     def get_slice(self, key: str) -> TensorSlice:
         """Return a tensor of which nothing is read yet, to be indexed."""
         if key not in self._tensors:
@@ -170,6 +148,14 @@ class TensorSlice:
 
     file: TensorObject
     stored: _Stored
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return self.stored.shape
+
+    def get_dtype(self) -> str:
+        """Return the name of its type in the format."""
+        return DTYPES[self.stored.dtype]
 
     def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
         """Read a rectangle, one slice per axis; an empty tuple reads everything."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkpoints.find import find_checkpoint
-from checkpoints.folder import Checkpoint, verify
+from checkpoints.folder import Checkpoint
 from checkpoints.location import Location
+from checkpoints.verify import verify
 from checkpoints.whole import whole_model
 from megamem.config.load import apply_overrides, parse_config
 from megamem.config.run import RunConfig

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
@@ -19,6 +18,7 @@ from megamem.errors import DataError
 from megamem.parallel.gather import whole_parameter
 from megamem.parallel.linears import info
 from megamem.parallel.topology import Topology
+from megamem.tensor_files import write_tensors
 
 IMPORTED_MODEL, IMPORTED_WEIGHTS = "model.yaml", "weights.safetensors"
 """Names of the files that `megamem convert from-hf` writes of a model."""
@@ -77,10 +77,11 @@ def write_weights(weights: dict[str, Tensor], path: Path, header: WeightsHeader 
         weights: whole tensors, of each parameter's own shape, [N, ...].
         path: the safetensors file.
         header: what the file says of them.
+
+    Raises:
+        OSError: as `write_tensors` does.
     """
-    temporary = path.with_suffix(".tmp")
-    save_file(weights, temporary, metadata=header.metadata())
-    temporary.replace(path)
+    write_tensors(path, weights, header.metadata())
 
 
 def _send(values: Iterable[tuple[str, Tensor]], parameters: dict[str, nn.Parameter], topology: Topology) -> None:

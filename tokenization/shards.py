@@ -31,6 +31,7 @@ from megamem.errors import DataError
 from megamem.files import read_json, require_space, sha256_file, write_bytes, write_json
 from tokenization.parts import Part, require_parts_only
 from tokenization.readers import Document, InputFile, expansion
+from tokenization.shard_folder import RECORDS, WRITING_FILE, alone, note_inputs, open_folder
 from tokenization.shard_format import (
     DOCUMENT,
     DOCUMENTS_FILE,
@@ -39,17 +40,11 @@ from tokenization.shard_format import (
     FileRecord,
     ShardHeader,
     ShardIndex,
-    difference,
     key_of,
     token_dtype,
 )
 from tokenization.sources import documents, input_files
 from tokenization.tokenizer import Tokenizer
-
-WRITING_FILE = "writing.json"
-"""Name of the file that holds the header of an unfinished folder."""
-RECORDS = "records"
-"""Name of the folder of records of finished shards, until `index.json` holds them."""
 
 TableEntries = list[list[int]]
 """Entries of the document table: the fields of `DOCUMENT` for each document."""
@@ -109,7 +104,7 @@ def write_shards(
     """Tokenize every document of `inputs` into `folder`, each ended by eos, and return the index.
 
     A killed call is continued by the same call; finished shards are verified and kept. A finished folder is left
-    as it is.
+    as it is, once its texts are known to be those of the inputs.
 
     Args:
         inputs: files, folders and patterns of text, local or URLs.
@@ -123,8 +118,8 @@ def write_shards(
 
     Raises:
         ConfigError: more parts than input files.
-        DataError: an empty corpus (a part may be empty), inputs that cannot be read, a folder of other shards, or too
-            little disk space.
+        DataError: an empty corpus (a part may be empty), inputs that cannot be read, a folder of other shards or texts
+            or that another process is writing, or too little disk space.
     """
     all_files = input_files(inputs, field)
     files: Sequence[InputFile] = all_files
@@ -142,58 +137,30 @@ def write_shards(
         shard_text_bytes=shard_text_bytes,
         part=str(part) if part else None,
     )
-    if finished := _open_folder(folder, header):
-        on_progress(sum(file.size for file in files))
-        return finished
-    require_space(folder, _space_needed(files, folder, header))
-    try:
-        write_json(folder / WRITING_FILE, asdict(header))
-        finished_shards = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
-        # the files of a part may have no text; merging looks at all parts together
-        if not finished_shards and part is None:
-            names = sorted({file.name for file in files})
-            raise DataError(f"{', '.join(names[:3])}: empty corpus, no text found")
-        return _finish(folder, header, finished_shards)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
-    except BrokenProcessPool:
-        raise DataError(
-            f"{folder}: a worker process died, perhaps for lack of memory; "
-            f"run the same command again to continue, with fewer workers"
-        ) from None
+    with alone(folder):
+        if finished := open_folder(folder, header, files, on_progress):
+            return finished
+        require_space(folder, _space_needed(files, folder, header))
+        try:
+            write_json(folder / WRITING_FILE, asdict(header))
+            finished_shards = _write_all(files, tokenizer_folder, folder, workers, shard_text_bytes, on_progress)
+            # the files of a part may have no text; merging looks at all parts together
+            if not finished_shards and part is None:
+                names = sorted({file.name for file in files})
+                raise DataError(f"{', '.join(names[:3])}: empty corpus, no text found")
+            return _finish(folder, header, finished_shards, files)
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from None
+        except BrokenProcessPool:
+            raise DataError(
+                f"{folder}: a worker process died, perhaps for lack of memory; "
+                f"run the same command again to continue, with fewer workers"
+            ) from None
 
 
 def files_of(part: Part, files: Sequence[InputFile]) -> Sequence[InputFile]:
     """Return the files of a part; the parts hold about equally much text. Raises ConfigError for too few files."""
     return part.share(files, [_text_bytes([file]) for file in files])
-
-
-def _open_folder(folder: Path, header: ShardHeader) -> ShardIndex | None:
-    """Return the index of a finished folder; None for a new one or one to continue. Raises DataError for any other."""
-    index_file, writing_file = folder / INDEX_FILE, folder / WRITING_FILE
-    if index_file.exists():
-        index = ShardIndex.parse(index_file.read_bytes(), str(index_file))
-        _require_same(folder, asdict(index.header), header)
-        shutil.rmtree(folder / RECORDS, ignore_errors=True)
-        writing_file.unlink(missing_ok=True)
-        return index
-    if writing_file.exists():
-        # a call that failed before its first shard, over a wrong --text-field say, left nothing to mix with
-        if next((folder / RECORDS).glob("*.json"), None):
-            _require_same(folder, read_json(writing_file), header)
-        for leftover in folder.glob(".shard-*"):
-            leftover.unlink()
-    elif folder.exists() and any(path.name != writing_file.name for path in folder.glob("[!.]*")):
-        raise DataError(f"{folder}: not empty and not a folder of token shards; choose another folder")
-    return None
-
-
-def _require_same(folder: Path, found: Mapping[str, object], header: ShardHeader) -> None:
-    """Raise DataError unless a folder was begun under the same header."""
-    for key, value in asdict(header).items():
-        if found.get(key) != value:
-            what, before, now = difference(key, found.get(key), value)
-            raise DataError(f"{folder}: holds shards written with {what} ({before}, now {now}); choose another folder")
 
 
 def _write_all(
@@ -340,7 +307,9 @@ def _add(tar: TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, BytesIO(data))
 
 
-def _finish(folder: Path, header: ShardHeader, finished: Sequence[FinishedShard]) -> ShardIndex:
+def _finish(
+    folder: Path, header: ShardHeader, finished: Sequence[FinishedShard], files: Sequence[InputFile]
+) -> ShardIndex:
     """Write the document table and the index; then the folder is complete."""
     table = np.concatenate([np.empty(0, DOCUMENT), *(documents for _, documents in finished)])
     data = BytesIO()
@@ -355,6 +324,7 @@ def _finish(folder: Path, header: ShardHeader, finished: Sequence[FinishedShard]
         tokens=int(table["tokens"].sum()),
         text_bytes=int(table["text_bytes"].sum()),
     )
+    note_inputs(folder, files)
     write_json(folder / INDEX_FILE, index.to_dict())
     shutil.rmtree(folder / RECORDS)
     (folder / WRITING_FILE).unlink()

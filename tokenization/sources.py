@@ -1,5 +1,6 @@
 """The documents of inputs: files, folders and patterns such as `*.parquet`, local or behind a URL that fsspec knows."""
 
+import json
 from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
@@ -9,6 +10,9 @@ import fsspec
 
 from megamem.errors import DataError, MegamemError
 from tokenization.readers import READERS, Document, InputFile, reader_of
+
+STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime")
+"""Names under which stores say what changes with a file's content."""
 
 
 def input_files(inputs: Sequence[str | Path], field: str = "text") -> list[InputFile]:
@@ -23,11 +27,11 @@ def input_files(inputs: Sequence[str | Path], field: str = "text") -> list[Input
     """
     files: list[InputFile] = []
     for given in map(str, inputs):
-        sizes = _remote_sizes(given) if "://" in given else _local_sizes(given)
+        found = _remote_files(given) if "://" in given else _local_files(given)
         parent = _parent(given)
         readable = [
-            InputFile(path, _absolute(path).removeprefix(parent).lstrip("/"), size, field)
-            for path, size in sizes.items()
+            InputFile(path, _absolute(path).removeprefix(parent).lstrip("/"), size, field, stamp)
+            for path, (size, stamp) in found.items()
             if reader_of(path)
         ]
         if not readable:
@@ -60,8 +64,8 @@ def _require_writable(name: str) -> None:
         raise DataError(f"{name!a}: a name that is not UTF-8; rename the file") from None
 
 
-def _local_sizes(given: str) -> dict[str, int]:
-    """Return the local files that an input stands for, by path, and their bytes."""
+def _local_files(given: str) -> dict[str, tuple[int, str]]:
+    """Return the local files that an input stands for, by path, with their bytes and stamps."""
     root = Path(given)
     if not root.exists():
         found = [Path(path) for path in glob(given, recursive=True)]
@@ -69,11 +73,13 @@ def _local_sizes(given: str) -> dict[str, int]:
             raise DataError(f"{given}: no such file or folder")
     else:
         found = list(root.rglob("*")) if root.is_dir() else [root]
-    return {str(path): path.stat().st_size for path in found if path.is_file()}
+    states = {str(path): path.stat() for path in found if path.is_file()}
+    # the time of the last change of an inode cannot be set, and copies and moves have one of their own
+    return {path: (state.st_size, f"{state.st_mtime_ns} {state.st_ctime_ns}") for path, state in states.items()}
 
 
-def _remote_sizes(given: str) -> dict[str, int]:
-    """Return the files behind an input's URL, by URL, and their bytes."""
+def _remote_files(given: str) -> dict[str, tuple[int, str]]:
+    """Return the files behind an input's URL, by URL, with their bytes and stamps."""
     try:
         # a listing that is remembered would hide what other processes write
         store, path = fsspec.core.url_to_fs(given, use_listings_cache=False)
@@ -84,14 +90,14 @@ def _remote_sizes(given: str) -> dict[str, int]:
         else:
             found = store.find(path, detail=True)
         facts = {name: fact for name, fact in found.items() if fact["type"] == "file"}
-        sizes = {store.unstrip_protocol(name): _size(store, name, fact) for name, fact in facts.items()}
+        files = {store.unstrip_protocol(name): (_size(store, name, fact), _stamp(fact)) for name, fact in facts.items()}
     except FileNotFoundError:
-        sizes = {}
+        files = {}
     except Exception as error:  # file systems raise errors of their own libraries
         raise DataError(f"{given}: cannot be listed ({_reason(error)})") from None
-    if not sizes:
+    if not files:
         raise DataError(f"{given}: no such file or folder")
-    return sizes
+    return files
 
 
 def _size(store: Any, name: str, fact: dict[str, Any]) -> int:  # fsspec ships no types
@@ -100,6 +106,12 @@ def _size(store: Any, name: str, fact: dict[str, Any]) -> int:  # fsspec ships n
     if size is None:
         raise ValueError(f"the store does not say how large {name} is")
     return int(size)
+
+
+def _stamp(fact: dict[str, Any]) -> str:
+    """Return what a store says of a file's content: its entity tag or version, or else times; empty if nothing."""
+    said = {name: str(fact[name]) for name in STAMPS if fact.get(name)}
+    return json.dumps(said) if said else ""
 
 
 def _fixed(given: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -11,6 +11,10 @@ from rich.table import Table
 from megamem.cli.options import Json
 from megamem.cli.output import console, write_json, write_line
 from megamem.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from checkpoints.folder import Checkpoint
+    from checkpoints.records import SavedRun
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="List, check, compare, thin out and merge checkpoints.")
 
@@ -26,7 +30,15 @@ def ls(run: RunFolder, as_json: Json = False) -> None:
     from checkpoints.find import checkpoints_folder
     from checkpoints.folder import checkpoints_in
 
-    found = [(one, one.run() if one.complete else None) for one in checkpoints_in(checkpoints_folder(run), True)]
+    found: list[tuple[Checkpoint, SavedRun | None, str]] = []
+    for one in checkpoints_in(checkpoints_folder(run), True):
+        if not one.complete:
+            found.append((one, None, "not written to its end"))
+            continue
+        try:
+            found.append((one, one.run(), "complete"))
+        except CheckpointError:
+            found.append((one, None, "cannot be read"))
     if as_json:
         write_json(
             [
@@ -39,14 +51,14 @@ def ls(run: RunFolder, as_json: Json = False) -> None:
                     "val_loss": saved and saved["val_loss"],
                     "layout": saved and saved["layout"],
                 }
-                for checkpoint, saved in found
+                for checkpoint, saved, _ in found
             ]
         )
         return
     table = Table()
     for column in ("step", "tokens", "validation loss", "layout", "MB", "state"):
         table.add_column(column, justify="right" if column in ("step", "tokens", "MB") else "left")
-    for checkpoint, saved in found:
+    for checkpoint, saved, state in found:
         described = ("", "", "")
         if saved is not None:
             loss, layout = saved["val_loss"], saved["layout"]
@@ -55,7 +67,6 @@ def ls(run: RunFolder, as_json: Json = False) -> None:
                 "" if loss is None else f"{loss:.4f}",
                 " x ".join(f"{name.upper()} {size}" for name, size in layout.items()),
             )
-        state = "not written to its end" if saved is None else "complete"
         table.add_row(f"{checkpoint.step:,}", *described, f"{checkpoint.bytes / 1e6:,.1f}", state)
     console.print(table)
 
@@ -88,7 +99,7 @@ def verify(path: RunFolder, as_json: Json = False) -> None:
     """Check a checkpoint, or all of a run, against their manifests; exit code 8 if one is damaged."""
     from checkpoints.find import checkpoints_folder, is_checkpoint
     from checkpoints.folder import checkpoints_in, open_checkpoint
-    from checkpoints.folder import verify as check
+    from checkpoints.verify import verify as check
 
     found = [open_checkpoint(path)] if is_checkpoint(path) else checkpoints_in(checkpoints_folder(path))
     if not found:
@@ -143,16 +154,20 @@ def prune(
 ) -> None:
     """Remove checkpoints of a run that are not to be kept."""
     from checkpoints.find import checkpoints_folder
-    from checkpoints.folder import prune as remove
+    from checkpoints.retention import prune as remove
 
-    gone = remove(checkpoints_folder(run), keep_last, keep_every, keep_best, keep_step or ())
-    removed = [str(checkpoint.path) for checkpoint in gone]
+    pruned = remove(checkpoints_folder(run), keep_last, keep_every, keep_best, keep_step or ())
+    removed = [str(checkpoint.path) for checkpoint in pruned.removed]
     if as_json:
         write_json({"removed": removed})
-        return
-    for path in removed:
-        write_line(f"removed {path}")
-    write_line(f"{len(removed)} removed")
+    else:
+        for path in removed:
+            write_line(f"removed {path}")
+        write_line(f"{len(removed)} removed")
+    if pruned.failed:
+        left, reason = next(iter(pruned.failed.items()))
+        others = f", and {len(pruned.failed) - 1} more" if len(pruned.failed) > 1 else ""
+        raise CheckpointError(f"{left}: cannot be removed ({reason}){others}")
 
 
 @checkpoint_app.command("merge")
@@ -163,8 +178,8 @@ def merge(
 ) -> None:
     """Write a checkpoint's FP32 weights as one safetensors file of whole tensors, whatever layout saved them."""
     from checkpoints.find import find_checkpoint
-    from checkpoints.folder import verify as check
     from checkpoints.read import merge_weights
+    from checkpoints.verify import verify as check
 
     checkpoint = find_checkpoint(path)
     check(checkpoint, skip_extents=True)

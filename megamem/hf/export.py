@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig
 
 import megamem.hf  # noqa: F401  (registers the architecture with the Auto classes)
-from checkpoints.folder import Checkpoint, verify
+from checkpoints.folder import Checkpoint
 from checkpoints.read import read_weights
+from checkpoints.verify import verify
 from checkpoints.whole import PORTABLE, whole_model
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
@@ -28,6 +28,7 @@ from megamem.hf.tokenizer import export_tokenizer
 from megamem.memory.base import DTYPES, Chunk
 from megamem.model.stage import Stage
 from megamem.pipeline.reader import ChunkReader
+from megamem.tensor_files import write_tensors
 from tokenization.tokenizer import Tokenizer
 
 FACTS = "conversion.json"
@@ -158,7 +159,7 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_byte
     held = total = count = 0
 
     def flush() -> None:
-        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        write_tensors(folder / f"part-{len(shards)}", pending, {"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from checkpoints.folder import PARTIAL
 from megamem.errors import ConversionError
@@ -21,19 +22,17 @@ def refuse_existing(out: Path) -> None:
 def whole_folder(out: Path) -> Iterator[Path]:
     """Give an empty folder that becomes `out` at the end, or goes if anything fails.
 
-    Remains of earlier attempts go too.
+    Its name is its own: two conversions at once stay apart, and what others called NAME.partial is left alone.
 
-    Raises: ConversionError where nothing can be written.
+    Raises: ConversionError where something cannot be written, or there is something at `out` by then.
     """
-    partial = out.with_name(out.name + PARTIAL)
+    partial = out.with_name(f"{out.name}.{uuid4().hex[:8]}{PARTIAL}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConversionError(f"{out}: cannot be written ({error.strerror})") from None
-    try:
         yield partial
+        refuse_existing(out)
         partial.rename(out)
-    except BaseException:
+    except OSError as error:
+        raise ConversionError(f"{error.filename or out}: cannot be written ({error.strerror or error})") from None
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpoints.find import checkpoints_folder
-from checkpoints.folder import Checkpoint, checkpoints_in, share, verify
+from checkpoints.folder import Checkpoint, checkpoints_in, share
 from checkpoints.location import run_checkpoints
 from checkpoints.resume import check_identity, check_weights, run_identity
+from checkpoints.verify import verify
 from megamem.config.load import Tree, apply_override, merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError, RunFolderError

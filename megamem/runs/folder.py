@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -13,13 +12,14 @@ import time
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import TypedDict
 
 from checkpoints.folder import begun_from, checkpoints_in
 from checkpoints.location import check_folder, run_checkpoints
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, RunFolderError
+from megamem.files import try_lock
 from megamem.runs.result import RESULT
 
 FREE_BYTES = 64 * 2**20
@@ -49,7 +49,7 @@ class RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+", encoding="utf-8")
         deadline = time.monotonic() + patience_s
-        while not locked(file):
+        while not try_lock(file):
             if time.monotonic() >= deadline:
                 file.seek(0)
                 raise RunFolderError(
@@ -76,28 +76,13 @@ def lock_patience() -> float:
     return LEASE_S if any(os.environ.get(count, "0") != "0" for count in RESTARTS) else 0.0
 
 
-def locked(file: IO[str] | IO[bytes]) -> bool:
-    """Lock a file unless somebody else holds its lock; return whether this process holds it now.
-
-    On file systems without locks everybody does.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # a file system without locks
-        pass
-    return True
-
-
 def held(path: Path) -> bool:
     """Return whether another process holds the lock of a file, if there is one."""
     if not path.exists():
         return False
     # NFS locks only files that are open for writing
     with path.open("r+b") as file:
-        return not locked(file)
+        return not try_lock(file)
 
 
 def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:

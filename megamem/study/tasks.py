@@ -12,7 +12,8 @@ from typing import BinaryIO
 from megamem.config.load import read_yaml
 from megamem.config.yaml_text import to_yaml
 from megamem.errors import RunFolderError
-from megamem.runs.folder import held, locked
+from megamem.files import try_lock
+from megamem.runs.folder import held
 from megamem.runs.result import RESULT, read_result
 from megamem.study.config import TRAINED, Changes, StudyConfig, evaluations_of
 from megamem.study.grid import PlannedRun, study_folder
@@ -147,7 +148,7 @@ def open_partial(task: Task) -> BinaryIO:
     """Open a new partial file as standard output of a process, which inherits the lock and may outlive this one."""
     partial_file(task).unlink(missing_ok=True)
     file = partial_file(task).open("wb")
-    locked(file)
+    try_lock(file)
     return file
 
 

@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import Checkpoint, RunFacts, SavedRun
+from checkpoints.folder import Checkpoint
 from checkpoints.location import check_folder, run_checkpoints
+from checkpoints.records import RunFacts, SavedRun
 from checkpoints.resume import (
     all_agree,
     check_identity,

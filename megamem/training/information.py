@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.folder import verify
 from checkpoints.read import merge_weights
 from checkpoints.trained import open_run
+from checkpoints.verify import verify
 from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS, WeightsHeader, write_weights
 from megamem.config.load import Tree, parse_config, read_yaml
 from megamem.config.model import ModelConfig

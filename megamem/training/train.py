@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -10,9 +11,10 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed import ProcessGroup
 
-from checkpoints.folder import Checkpoint, RunFacts
+from checkpoints.folder import Checkpoint
 from checkpoints.location import run_checkpoints
-from checkpoints.resume import load_initial_weights
+from checkpoints.records import RunFacts
+from checkpoints.resume import all_agree, load_initial_weights
 from checkpoints.saver import Saver
 from checkpoints.weights import WeightsHeader, save_weights
 from megamem.config.run import RunConfig
@@ -59,6 +61,8 @@ from megamem.training.checks import open_feeders, padding_warnings, with_steps
 from megamem.training.description import describe_learning, describe_phases, describe_stages, describe_start
 from megamem.training.loop import Callback, Trainer
 from megamem.training.watchdog import Watchdog, beat_interval
+
+_log = logging.getLogger("megamem")
 
 
 def train(config: RunConfig, console: Console) -> RunResult | None:
@@ -207,25 +211,35 @@ def _load_start(trainer: Trainer, checkpoint: Checkpoint | None, bad_steps: BadS
 
 
 def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -> None:
-    """Train, and save the weights whatever comes of it. Raises NonFiniteError if the run had to be given up."""
+    """Train, and save the weights whatever comes of it.
 
-    def save() -> None:
+    Raises: NonFiniteError if the run had to be given up; on all ranks CheckpointError if weights cannot be written.
+    """
+
+    def save() -> str | None:
+        """Save the weights; return in one line why this rank could not."""
         trainer.watch("saving the weights")
+        path = trainer.config.weights
         header = WeightsHeader.of_model(trainer.config.model, facts.get("vocabulary_sha256"))
-        save_weights(trainer.engine.parameters(), trainer.topology, trainer.config.weights, header)
+        try:
+            save_weights(trainer.engine.parameters(), trainer.topology, path, header)
+        except OSError as error:
+            return f"{path}: cannot be written ({error.strerror}); once it can, the same command writes it"
+        return None
 
     try:
         trainer.fit()
     except NonFiniteError:
         # all ranks raise it in the same step, with the weights as they were before the bad steps
-        save()
+        if (failure := save()) is not None:
+            _log.warning(failure)
         # a save under way uses the group; that it failed is not what ends the run
         with suppress(CheckpointError):
             saver.wait(trainer.watch)
         # while all are watched: nobody leaves before rank 0 has written
         dist.barrier(group)
         raise
-    save()
+    all_agree(save(), group)
 
 
 def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], console: Console) -> RunResult:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint, verify
+from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint
 from checkpoints.location import ObjectPath
 from checkpoints.read import compare
+from checkpoints.verify import verify
 from tests.integration.commands import run_tree, write_config
 from tests.integration.kill import begun_at, wait_until
 from tests.integration.ranks import Job, command

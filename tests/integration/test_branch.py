@@ -9,8 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from checkpoints.folder import checkpoints_in, open_checkpoint, prune
+from checkpoints.folder import checkpoints_in, open_checkpoint
 from checkpoints.read import compare
+from checkpoints.retention import prune
 from megamem.cli.main import app
 from megamem.config.load import load_config
 from megamem.config.run import RunConfig

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints.folder import checkpoints_in, open_checkpoint, verify
+from checkpoints.folder import checkpoints_in, open_checkpoint
+from checkpoints.verify import verify
 from megamem.cli.main import app
 from megamem.errors import CheckpointError
 from tests.integration.commands import finish, megamem, run_tree, write_config
@@ -172,16 +173,16 @@ def disk_full_in_the_second_save(*arguments: str) -> None:
     """On a rank: the command; rank 1 finds no space when it writes for the second time."""
     from checkpoints import target
 
-    save, count = target.save_file, 0
+    save, count = target.write_tensors, 0
 
-    def failing(tensors, path):
+    def failing(path, tensors):
         nonlocal count
         count += 1
         if count == 2 and os.environ["RANK"] == "1":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        save(tensors, path)
+        save(path, tensors)
 
-    target.save_file = failing
+    target.write_tensors = failing
     command(*arguments)
 
 

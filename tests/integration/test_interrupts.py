@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint, verify
+from checkpoints.folder import checkpoints_in, folder_name, open_checkpoint
 from checkpoints.read import compare
+from checkpoints.verify import verify
 from megamem.errors import STOPPED, NonFiniteError
 from megamem.runs.heartbeat import read_beat
 from tests.integration.commands import finish, megamem, run_tree, torchrun, write_config

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from checkpoints.folder import checkpoints_in, open_checkpoint, verify
+from checkpoints.folder import checkpoints_in, open_checkpoint
 from checkpoints.location import ObjectPath
 from checkpoints.read import compare
+from checkpoints.verify import verify
 from megamem.cli.main import app
 from megamem.errors import CheckpointError
 from tests.integration.commands import run_tree, write_config

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from checkpoints.folder import Checkpoint, checkpoints_in, open_checkpoint, verify
+from checkpoints.folder import Checkpoint, checkpoints_in, open_checkpoint
 from checkpoints.read import compare, read_tensor
 from checkpoints.storage import read_index
+from checkpoints.verify import verify
 from tests.integration.commands import CHUNK, run_tree
 from tests.integration.ranks import Job
 from tests.integration.resume_cases import reload, train_each

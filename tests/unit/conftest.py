@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.data_helpers import make_shards
+from tests.unit.small_disk import small_disk  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,21 @@
 """Folders of checkpoints: what counts as one, damage of every kind by name, what is kept, what a run goes on from."""
 
+import errno
 import json
+import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
+from checkpoint_helpers import saved_run
+from typer.testing import CliRunner
 
-from checkpoints.folder import (
-    MARKER,
-    checkpoints_in,
-    folder_name,
-    mark_complete,
-    open_checkpoint,
-    prune,
-    steps_to_keep,
-    verify,
-)
+from checkpoints.folder import MARKER, checkpoints_in, folder_name, mark_complete, open_checkpoint
 from checkpoints.resume import MUST_AGREE, check_identity, choose_checkpoint
+from checkpoints.retention import prune, steps_to_keep
+from checkpoints.saver import Saver
+from checkpoints.verify import verify
+from megamem.cli.main import app
 from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
@@ -30,7 +30,7 @@ def write(folder, step, val_loss=None):
         "rank-00000.safetensors": b"a" * 1000,
         "rank-00001.safetensors": bytes(range(256)) * 4,
         "index.json": b"{}",
-        "run.json": json.dumps({"step": step, "val_loss": val_loss}).encode(),
+        "run.json": json.dumps(saved_run(step, val_loss=val_loss)).encode(),
     }
     for name, content in contents.items():
         (partial / name).write_bytes(content)
@@ -157,7 +157,7 @@ def test_what_is_kept(tmp_path, rule, steps):
         write(tmp_path, step, losses.get(step))
     rule = {"every": None, "best": 0, **rule}
     assert steps_to_keep(checkpoints_in(tmp_path), losses=losses, **rule) == steps
-    removed = prune(tmp_path, **rule)
+    removed = prune(tmp_path, **rule).removed
     assert {c.step for c in checkpoints_in(tmp_path)} == steps
     assert {c.step for c in removed} == set(range(10, 70, 10)) - steps
     for checkpoint in checkpoints_in(tmp_path):
@@ -170,6 +170,82 @@ def test_remains_are_removed_with_the_rest(tmp_path):
     (tmp_path / folder_name(10) / MARKER).unlink()
     prune(tmp_path, last=5)
     assert [c.step for c in checkpoints_in(tmp_path)] == [20]
+
+
+class TestRetention:
+    """What stands in its way, and what is not its own."""
+
+    @pytest.fixture
+    def stubborn(self, tmp_path, monkeypatch):
+        """Checkpoints 10 to 50; a file of 10 cannot be removed, as on a file system that keeps it open."""
+        for step in range(10, 60, 10):
+            write(tmp_path, step)
+        original = os.unlink
+
+        def unlink(path, *arguments, **options):
+            if os.fspath(path) == "index.json" and "step-00000010" in os.readlink(f"/proc/self/fd/{options['dir_fd']}"):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+            original(path, *arguments, **options)
+
+        monkeypatch.setattr(os, "unlink", unlink)
+        return tmp_path
+
+    def test_one_that_cannot_be_removed_keeps_no_other(self, stubborn):
+        for _ in range(2):
+            pruned = prune(stubborn, last=2)
+            assert pruned.failed == {stubborn / folder_name(10): "Device or resource busy"}
+            assert [c.step for c in checkpoints_in(stubborn) if c.complete] == [40, 50]
+            assert (stubborn / folder_name(10) / "index.json").is_file()
+
+    def test_it_is_told_once(self, stubborn):
+        told = []
+        saver = Saver(
+            stubborn, CheckpointConfig(keep_last=2), SimpleNamespace(rank=lambda: 0, size=lambda: 1), told.append
+        )
+        for step in (60, 70):
+            write(stubborn, step)
+            saver._complete(step, SimpleNamespace(complete=lambda files: None), [])
+        assert told == [
+            f"{stubborn / folder_name(10)}: cannot be removed (Device or resource busy); tried again after each save"
+        ]
+        assert [c.step for c in checkpoints_in(stubborn) if c.complete] == [60, 70]
+
+    def test_the_command_says_it(self, stubborn):
+        result = CliRunner().invoke(app, ["checkpoint", "prune", str(stubborn), "--keep-last", "2"])
+        assert isinstance(result.exception, CheckpointError)
+        assert str(result.exception) == f"{stubborn / folder_name(10)}: cannot be removed (Device or resource busy)"
+        assert "2 removed" in result.stdout.splitlines()[-1]
+
+    def test_of_a_link_the_link_goes(self, tmp_path):
+        """What it points to is somebody's archive."""
+        for step in (10, 20):
+            write(tmp_path / "run", step)
+        (tmp_path / "run" / folder_name(10)).rename(tmp_path / folder_name(10))
+        (tmp_path / "run" / folder_name(10)).symlink_to(tmp_path / folder_name(10))
+        assert [c.step for c in prune(tmp_path / "run", last=1).removed] == [10]
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [folder_name(20)]
+        verify(open_checkpoint(tmp_path / folder_name(10)))
+
+    def test_a_checkpoint_takes_the_place_of_a_link(self, tmp_path):
+        write(tmp_path / "archive", 10)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / folder_name(10)).symlink_to(tmp_path / "archive" / folder_name(10))
+        verify(write(tmp_path / "run", 10))
+        assert not (tmp_path / "run" / folder_name(10)).is_symlink()
+        verify(open_checkpoint(tmp_path / "archive" / folder_name(10)))
+
+    def test_only_unfinished_saves_are_removed_at_the_start(self, tmp_path):
+        """Whatever else somebody keeps under a name that ends in .partial."""
+        for name in ("step-00000007.partial", "notes.partial", "step-mine.partial"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "list.partial").write_text("mine")
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "file").write_text("mine")
+        (tmp_path / "step-00000008.partial").symlink_to(tmp_path / "elsewhere")
+        Saver(tmp_path, CheckpointConfig(), SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+        names = ["elsewhere", "list.partial", "notes.partial", "step-mine.partial"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        assert (tmp_path / "elsewhere" / "file").is_file()
 
 
 class TestChoose:

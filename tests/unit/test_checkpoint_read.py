@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_helpers import saved_run
 from safetensors.torch import load_file, save_file
 
 from checkpoints.find import find_checkpoint
@@ -126,8 +127,7 @@ def test_bits_are_compared_and_not_numbers(tmp_path, shape):
 
 def test_weights_are_merged_into_one_file(tmp_path):
     checkpoint = write(tmp_path, TENSORS, 4)
-    model = {"layers": 1, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
-    (checkpoint.path / "run.json").write_text(json.dumps({"model": model, "vocabulary_sha256": "abc"}))
+    (checkpoint.path / "run.json").write_text(json.dumps(saved_run(4, vocabulary_sha256="abc")))
     assert merge_weights(checkpoint, tmp_path / "new" / "weights.safetensors") == 2
     merged = load_file(tmp_path / "new" / "weights.safetensors")
     assert sorted(merged) == ["gate", "weight"]

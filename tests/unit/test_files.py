@@ -147,7 +147,7 @@ def test_data_is_prepared_once_and_then_checked(tmp_path, fetched):
     index = json.loads((tmp_path / "shards" / "train" / "index.json").read_text())
     assert (index["documents"], index["text_bytes"]) == (2, sizes["train"])
     assert index["header"]["tokenizer_sha256"] == Tokenizer.load(tmp_path / "tokenizer").hash
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[ts]*/**/*") if path.is_file()}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("[ts]*/**/[!.]*") if path.is_file()}
     again = Progress()
     assert len(list(prepare(tmp_path, "books", 300, 1, again))) == 4
     assert [label for label, _, _ in again.bars] == ["tokenizing"] * 2

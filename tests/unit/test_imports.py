@@ -25,10 +25,13 @@ ALLOWED = {
     "megamem.hardware": set(),
     "megamem.files": {"megamem.errors"},
     "megamem.patience": {"megamem.errors"},
+    "megamem.tensor_files": {"megamem.errors", "megamem.files"},
     "megamem.config": {"megamem.errors"},
     "megamem.ops": {"megamem.errors"},
     "megamem.parallel": {"megamem.errors"},
-    "megamem.memory": {"megamem.config", "megamem.errors", "megamem.ops", "megamem.parallel"},
+    "megamem.memory": {
+        "megamem.config", "megamem.errors", "megamem.ops", "megamem.parallel", "megamem.tensor_files",
+    },
     "megamem.model": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.ops", "megamem.parallel"},
     "megamem.costs": {"megamem.config", "megamem.errors", "megamem.memory"},
     "tokenization": {"megamem.errors", "megamem.files"},
@@ -48,7 +51,7 @@ ALLOWED = {
     },
     "checkpoints": {
         "megamem.config", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel",
-        "megamem.patience", "megamem.pipeline",
+        "megamem.patience", "megamem.pipeline", "megamem.tensor_files",
     },
     "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
@@ -59,6 +62,7 @@ ALLOWED = {
     "megamem.hf": {
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
         "megamem.files", "megamem.memory", "megamem.model", "megamem.parallel", "tokenization", "megamem.pipeline",
+        "megamem.tensor_files",
     },
     "launchers": {
         "megamem.config", "megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning",
@@ -67,8 +71,8 @@ ALLOWED = {
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.parallel"},
     "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
     "megamem.study": {
-        "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.hardware",
-        "megamem.runs", "megamem.training",
+        "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.files",
+        "megamem.hardware", "megamem.runs", "megamem.training",
     },
     # what `import megamem` offers; nobody but megamem/__init__.py imports it
     "megamem.api": {

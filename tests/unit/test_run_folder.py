@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from checkpoint_helpers import saved_run
 
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
@@ -220,7 +221,9 @@ def branch(config, start, saved_start):
     checkpoint = config.run_folder / "checkpoints" / "step-00000004"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMPLETE").touch()
-    (checkpoint / "run.json").write_text(json.dumps({"config": {"checkpoint": {"resume": saved_start}}}))
+    (checkpoint / "run.json").write_text(
+        json.dumps(saved_run(4, config={"checkpoint": {"resume": saved_start}, "training": {"steps": 9}}))
+    )
     (config.run_folder / "config.yaml").touch()
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": start})})
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import namedtuple
 
+import fsspec
 import numpy as np
 import pytest
 import webdataset
@@ -18,7 +19,7 @@ from data_helpers import make_shards, make_tokenizer, write_corpus
 from megamem.data.shard_store import ShardStore
 from megamem.data.verify import verify_shards
 from megamem.errors import DataError
-from tokenization import shards
+from tokenization import shard_folder, shards
 from tokenization.parts import Part
 from tokenization.shard_format import ShardIndex
 from tokenization.shards import write_shards
@@ -49,6 +50,7 @@ def test_index_describes_the_files(tmp_path):
     index = ShardIndex.parse((folder / "index.json").read_bytes(), "index.json")
     table = np.load(folder / "index.npy", allow_pickle=False)
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".inputs.json",
         "index.json",
         "index.npy",
         "shard-000000.tar",
@@ -111,9 +113,9 @@ def test_number_of_processes_changes_nothing(tmp_path):
 
 def test_a_finished_folder_is_left_as_it_is(tmp_path):
     folder = make_shards(tmp_path)
-    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
     make_shards(tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")} == times
 
 
 def writer(corpus, tokenizer, folder, workers, part):
@@ -279,3 +281,96 @@ def test_verify_finds_a_flipped_bit_and_foreign_tokens(tmp_path):
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=r"shard-000000\.tar: foreign: document 0 is not of this tokenizer"):
         verify_shards(folder)
+
+
+# what a folder is to a second command
+
+
+def changed(path):
+    """Other text of the same size."""
+    path.write_text("y" * path.stat().st_size)
+
+
+def reads(monkeypatch):
+    """Whether documents were read since the last call."""
+    read = []
+    original = shard_folder.documents
+    monkeypatch.setattr(shard_folder, "documents", lambda files: read.append(1) or original(files))
+    return lambda: bool(read) and not read.clear()
+
+
+def test_texts_that_changed_but_for_their_sizes_are_refused(tmp_path, monkeypatch):
+    folder = make_shards(tmp_path)
+    before, was_read = contents(folder), reads(monkeypatch)
+    arguments = [tmp_path / "shards-text"], tmp_path / "tokenizer", folder
+    assert write_shards(*arguments, shard_text_bytes=4000).documents == len(SIZES)
+    assert not was_read(), "files in the state that was noted are not read again"
+    victim = tmp_path / "shards-text" / "document003.txt"
+    text, times = victim.read_text(), (victim.stat().st_atime_ns, victim.stat().st_mtime_ns)
+    changed(victim)
+    os.utime(victim, ns=times)
+    said = (
+        r"shards: holds other texts than the inputs now, first of shards-text/document003\.txt; choose another folder"
+    )
+    with pytest.raises(DataError, match=said):
+        write_shards(*arguments, shard_text_bytes=4000)
+    assert contents(folder) == before
+    victim.write_text(text)
+    assert write_shards(*arguments, shard_text_bytes=4000).documents == len(SIZES)
+    assert was_read(), "in another state, and the same text"
+    assert write_shards(*arguments, shard_text_bytes=4000).documents == len(SIZES)
+    assert not was_read(), "the new state is noted"
+
+
+def test_inputs_of_a_store_that_tells_nothing_of_them_are_read(tmp_path, monkeypatch):
+    """The store of files in memory has no tags, and says when a file was made."""
+    make_tokenizer(tmp_path / "tokenizer")
+    url = f"memory://{tmp_path.name}/a.txt"
+    for text, refused in (("some text", False), ("some text", False), ("more text", True)):
+        with fsspec.open(url, "w") as file:
+            file.write(text)
+        if refused:
+            with pytest.raises(DataError, match=r"shards: holds other texts than the inputs now, first of"):
+                write_shards([url], tmp_path / "tokenizer", tmp_path / "shards")
+        else:
+            write_shards([url], tmp_path / "tokenizer", tmp_path / "shards")
+
+
+@pytest.mark.parametrize("part", [None, Part(1, 2)])
+def test_two_commands_do_not_write_one_folder(tmp_path, part):
+    """The second one is told who the first is, and what the first writes is whole."""
+    corpus = write_corpus(tmp_path / "text", [2000] * 30)
+    make_tokenizer(tmp_path / "tokenizer")
+    process = writer(corpus, tmp_path / "tokenizer", tmp_path / "shards", 1, part)
+    folder = tmp_path / "shards" / part.folder if part else tmp_path / "shards"
+    while not (folder / "records").is_dir() or not list(folder.glob(".shard-*")):
+        assert process.poll() is None, "the writer ended before the second came"
+        time.sleep(0.001)
+    options = {"shard_text_bytes": 13_000, "part": part}
+    with pytest.raises(DataError, match=rf"is being written by another command \(process {process.pid} on "):
+        write_shards([corpus], tmp_path / "tokenizer", tmp_path / "shards", **options)
+    assert process.wait(60) == 0
+    write_shards([corpus], tmp_path / "tokenizer", tmp_path / "whole", **options)
+    whole = tmp_path / "whole" / part.folder if part else tmp_path / "whole"
+    assert contents(folder) == contents(whole)
+    assert write_shards([corpus], tmp_path / "tokenizer", tmp_path / "shards", **options).documents > 0
+
+
+def test_the_lock_of_a_killed_command_holds_nobody_up(tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / ".lock").write_text("process 1 on another host\n")
+    folder = make_shards(tmp_path)
+    assert not (folder / ".lock").exists()
+
+
+def test_a_finished_folder_that_cannot_be_written_is_left_as_it_is(tmp_path, monkeypatch):
+    folder = make_shards(tmp_path)
+
+    def refuse(folder):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(shard_folder, "_locked", refuse)
+    arguments = [tmp_path / "shards-text"], tmp_path / "tokenizer"
+    assert write_shards(*arguments, folder, shard_text_bytes=4000).documents == len(SIZES)
+    with pytest.raises(DataError, match=r"other: cannot be written \(Read-only file system\)"):
+        write_shards(*arguments, tmp_path / "other", shard_text_bytes=4000)

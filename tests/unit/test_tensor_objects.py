@@ -10,8 +10,9 @@ from checkpoints.folder import folder_name
 from checkpoints.location import ObjectPath
 from checkpoints.storage import data_file
 from checkpoints.target import target
-from checkpoints.tensor_objects import TensorObject, regrouped, safetensors_stream
+from checkpoints.tensor_objects import TensorObject, regrouped
 from megamem.errors import DamagedError
+from megamem.tensor_files import safetensors_stream
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ and rename it, so that a reader never sees half of one.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megamem.ops.tables import real_constants
+from megamem.tensor_files import write_tensors
 
 VERSION = "1"
 """Version of the matrices, to be raised when one of the same name changes, so that older files are not read."""
@@ -77,17 +76,7 @@ def _read(path: Path) -> tuple[Tensor, ...]:
 
 
 def _write(path: Path, matrices: Sequence[Tensor]) -> None:
-    """Write the matrices [rows, ...] to a file of another name, then rename it."""
+    """Write the matrices [rows, ...] to a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    os.close(handle)
-    partial = Path(name)
-    try:
-        save_file(
-            {str(i): matrix.contiguous() for i, matrix in enumerate(matrices)},
-            partial,
-            metadata={"version": VERSION, "crc32": _checksum(matrices)},
-        )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    tensors = {str(i): matrix for i, matrix in enumerate(matrices)}
+    write_tensors(path, tensors, {"version": VERSION, "crc32": _checksum(matrices)})

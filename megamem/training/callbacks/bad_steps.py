@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from checkpoints.folder import BadStepCounts
+from checkpoints.records import BadStepCounts
 from megamem.errors import NonFiniteError
 from megamem.runs.sinks.base import LogRecord
 from megamem.training.loop import Callback, Trainer
