@@ -7,19 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import make_tokenizer, text_of
 
 from megamem.config.data import DataConfig
 from megamem.data.batch import IGNORED
 from megamem.data.feeder import Feeder, evaluation_documents
 from megamem.data.tasks.base import TASKS
-from megamem.data.tasks.needle import ADJECTIVES, NOISE, NOUNS
 from megamem.data.tasks.sorting import by_frequency, draw_sequence
 from megamem.data.tasks.store import TaskStore, read_task
 from megamem.errors import DataError
 from tests.snippets import python_snippets
-from tokenization.shards import write_shards
-from tokenization.tokenizer import Tokenizer
 
 TASK_FILES = sorted((Path(__file__).resolve().parents[2] / "configs" / "tasks").glob("*/*.yaml"))
 MQAR = "kind: mqar\nvocab_size: 64\nlength: 48\npairs: 6\nexamples: 20\n"
@@ -89,72 +85,6 @@ class TestRecall:
             TaskStore(str(tmp_path / "none.yaml"))
         with pytest.raises(DataError, match="not valid YAML"):
             TaskStore(write(tmp_path, "kind: [mqar"))
-
-
-class TestNeedle:
-    @pytest.fixture(scope="class")
-    def data(self, tmp_path_factory):
-        root = tmp_path_factory.mktemp("needle")
-        make_tokenizer(root / "tokenizer")
-        (root / "text").mkdir()
-        for document in range(3):
-            sentences = (text_of(8, 100 * document + i) for i in range(60))
-            (root / "text" / f"{document}.txt").write_text("".join(sentences))
-        write_shards([root / "text"], root / "tokenizer", root / "shards")
-        return root, root / "shards"
-
-    def options(self, root, **fields):
-        fields = {"tokenizer": root / "tokenizer", "length": 700, "examples": 10, **fields}
-        return "kind: niah\n" + "".join(f"{name}: {value}\n" for name, value in fields.items())
-
-    @pytest.mark.parametrize(("haystack", "value"), [("noise", "number"), ("text", "number"), ("text", "uuid")])
-    def test_the_needle_says_what_is_asked_for(self, data, haystack, value):
-        root, shards = data
-        where = "noise" if haystack == "noise" else shards
-        store = TaskStore(write(root, self.options(root, haystack=where, value=value)))
-        tokenizer = Tokenizer.load(root / "tokenizer")
-        depths = set()
-        for example in range(len(store)):
-            tokens, labels = store.tokens(example, 0, 700), store.labels(example, 0, 700)
-            answer = tokenizer.decode(labels[labels != IGNORED]).strip()
-            text = tokenizer.decode(tokens)
-            opening, _, rest = text.partition("One of the special magic ")
-            key = rest.partition(" is: ")[0].split(" for ")[1]
-            assert rest.startswith(f"{value}s for {key} is: {answer}.")
-            assert text.count(answer) == 1
-            assert f"What is the special magic {value} for {key} mentioned" in rest
-            adjective, noun = key.split("-")
-            assert adjective in ADJECTIVES
-            assert noun in NOUNS
-            assert (labels[: -len(labels[labels != IGNORED])] == IGNORED).all(), "only the end is asked for"
-            assert len(answer) == (7 if value == "number" else 36)
-            assert (NOISE.strip() in text) == (haystack == "noise")
-            depths.add(len(opening))
-        assert len(depths) > 3
-
-    def test_all_tokens_may_be_predicted(self, data):
-        root, _ = data
-        store = TaskStore(write(root, self.options(root, supervise="all")))
-        assert (store.labels(0, 0, 699) == store.tokens(0, 1, 700)).all()
-
-    def test_foreign_or_short_haystacks_are_refused(self, data, tmp_path):
-        root, shards = data
-        make_tokenizer(tmp_path / "tokenizer", vocab_size=280, seed=5)
-        foreign = self.options(root, haystack=shards, tokenizer=tmp_path / "tokenizer")
-        with pytest.raises(DataError, match="not written with the tokenizer"):
-            TaskStore(write(tmp_path, foreign))
-        with pytest.raises(DataError, match="no document is longer than length 100000"):
-            TaskStore(write(tmp_path, self.options(root, haystack=shards, length=100000)))
-
-    def test_a_length_without_room_for_a_haystack_is_refused(self, data):
-        root, _ = data
-        with pytest.raises(
-            DataError, match=r"task.yaml: length 300 has no room.*take [0-9]+ tokens.*at least [0-9]+"
-        ) as error:
-            TaskStore(write(root, self.options(root, value="uuid", length=300)))
-        least = int(str(error.value).rpartition("at least ")[2])
-        store = TaskStore(write(root, self.options(root, value="uuid", length=least)))
-        assert all(len(store.tokens(example, 0, least + 1)) == least + 1 for example in range(10))
 
 
 class TestSorting:

@@ -1,12 +1,14 @@
 """The task `niah`, a needle in a haystack: one sentence hidden in a long text, and the question for what it says.
 
 Single-needle tasks of RULER (Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?",
-2024), S-NIAH-1 to 3: the haystack is noise or text, the value a number or a UUID. The parts of an example are encoded
-one by one, so that the haystack fills it to the token.
+2024), S-NIAH-1 to 3: the haystack is noise or text, the value a number or a UUID. `ruler.py` writes the text.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,34 +19,12 @@ from megamem.data.batch import IGNORED
 from megamem.data.shard_store import ShardStore
 from megamem.data.store import Int64
 from megamem.data.tasks.base import TASKS, TaskConfig
+from megamem.data.tasks.ruler import Hide, Value, hide_in_noise, hide_in_text, write_example
 from megamem.errors import DataError
 from tokenization.tokenizer import Tokenizer
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-DEPTHS = 40
-"""Places a needle may have in a text, evenly spaced."""
-LEAST_HAYSTACK = 32
-"""Tokens of the shortest haystack; more than the longest key and value add to those that were drawn for the check."""
-_ADJECTIVES = """
-able ancient bitter blue bold brave bright broad calm careful cheap clean clever cold common cool curious damp dark
-deep dry eager early easy empty fair famous fast fierce fine firm flat fond free fresh full gentle glad good grand
-great green grey happy hard heavy high honest hot huge humble idle keen kind large late lazy light little lone long
-loud low lucky mad mild narrow neat new noble odd old open pale plain polite poor proud pure quick quiet rare ready
-red rich ripe rough round sad safe sharp short shy silent simple slow small smooth soft sour steady steep still
-strange strong sweet swift tall tame thick thin tidy tiny true vast warm weak wet white wide wild wise young
-"""
-ADJECTIVES = _ADJECTIVES.split()
-_NOUNS = """
-anchor apple arrow barn basket bell bird blanket boat bone book bottle bowl branch bread bridge brook brush bucket
-candle castle chain chair cherry circle clock cloud coat coin corner cradle crown cup desk door dragon drum eagle farm
-feather fence field finger fire flag flower forest fork fox garden gate glass glove goat grain hammer harbor hat hill
-honey horse house island jar judge key kettle king kite knife ladder lake lamp lantern leaf letter lion lock map
-market meadow mirror moon mountain needle nest night oak ocean orchard owl paper path pear pencil piano pillow planet
-pond potato queen rabbit rain ring river road robin roof rope rose sail salt school shadow sheep shell ship shoe spoon
-spring star stone storm street sword table temple thread tiger tower train tree tunnel valley village violin wagon
-wall water wheel whistle wind window winter wolf
-"""
-NOUNS = _NOUNS.split()
+MARGIN = 32
+"""Tokens by which an example may be longer than the longest of those that are drawn to check that `length` has room."""
 
 
 @TASKS.register
@@ -56,11 +36,14 @@ class NeedleConfig(TaskConfig):
     tokenizer: Path
     """Tokenizer folder; that of `haystack`."""
     haystack: str = "noise"
-    """`noise`, one sentence again and again, or a folder of token shards whose texts hide the needle."""
-    value: Literal["number", "uuid"] = "number"
+    """`noise`, one line again and again, or a folder of token shards whose texts hide the needle."""
+    start: Literal["first", "random"] = "first"
+    """Where a text begins: with the folder's `first` document in every example, as in RULER, or at a `random` place \
+    of a random document, so that models trained on the task read many texts. The next documents follow."""
+    value: Value = "number"
     """What the needle says: seven digits, or a UUID."""
     length: PositiveInt = 1024
-    """Tokens of an example."""
+    """Tokens of an example: as many lines of noise or words of text as fit, and padding behind the answer."""
     supervise: Literal["answer", "all"] = "answer"
     """Which tokens are predicted: the answer's, or all."""
     examples: PositiveInt = 100_000
@@ -72,49 +55,70 @@ class NeedleConfig(TaskConfig):
         """See `TaskConfig.open`.
 
         Raises:
-            DataError: a foreign haystack, one without a text long enough, or a length without room for one.
+            DataError: a foreign haystack, one that is too short, or a length without room for one.
         """
         return Needle(self)
 
 
-class Haystack:
-    """Stretches of tokens to hide a needle in."""
+class Noise:
+    """A haystack of lines that are all the same."""
+
+    fingerprint = "noise"
+
+    def __init__(self, length: int) -> None:
+        """Take the tokens of an example, which bound its lines."""
+        self.length = length
+
+    def draw(self, generator: np.random.Generator) -> tuple[int, Callable[[int], Hide]]:
+        """See `Text.draw`. Nothing is drawn: noise is always the same."""
+        return self.length, lambda units: partial(hide_in_noise, lines=units)
+
+
+class Text:
+    """A haystack of words from the documents of token shards."""
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer) -> None:
-        """Open the haystack that `config` names. Raises DataError where it does not fit the task."""
-        self.noise: Int64 | None = None
-        self.store: ShardStore | None = None
-        if config.haystack == "noise":
-            self.noise = tokenizer.encode(NOISE)
-            self.fingerprint = "noise"
-            return
+        """Open the shards that `config` names. Raises DataError where they do not fit the task."""
+        self.config = config
+        self.tokenizer = tokenizer
         self.store = ShardStore(config.haystack)
         if self.store.tokenizer_hash != tokenizer.hash:
             raise DataError(f"{config.haystack}: not written with the tokenizer of {config.tokenizer}")
-        self.documents = np.flatnonzero(self.store.lengths > config.length)
-        if not len(self.documents):
-            raise DataError(f"{config.haystack}: no document is longer than length {config.length}")
+        if (tokens := int(self.store.lengths.sum())) <= config.length:
+            raise DataError(f"{config.haystack}: holds {tokens} tokens, too few for length {config.length}")
         self.fingerprint = self.store.fingerprint
-        stops = [".", ".\n", "\n", '."']
-        self.ends = np.unique([token[-1] for stop in stops if len(token := tokenizer.encode(stop))])
 
-    def draw(self, generator: np.random.Generator, tokens: int) -> tuple[Int64, int]:
-        """Return so many tokens, and the number of the one that the needle precedes.
+    def draw(self, generator: np.random.Generator) -> tuple[int, Callable[[int], Hide]]:
+        """Return how many units of haystack there are, and what hides a needle in so many of the first of them."""
+        words = self._first_words if self.config.start == "first" else self._random_words(generator)
+        return len(words), lambda units: partial(hide_in_text, words=words[:units])
 
-        The needle stands between two lines of noise, or at the end of a sentence.
+    @cached_property
+    def _first_words(self) -> list[str]:
+        return self._words(0, 0)
+
+    def _random_words(self, generator: np.random.Generator) -> list[str]:
+        document = int(generator.integers(len(self.store)))
+        # a text may begin within a word, which is left out
+        return self._words(document, int(generator.integers(self.store.lengths[document])))[1:]
+
+    def _words(self, document: int, start: int) -> list[str]:
+        """Return the words of the text that begins at a token of a document, more than an example has room for.
+
+        They are read from twice as many tokens as an example has: white space between words becomes one space, which
+        may save a token for each. Where all documents together hold less, there are fewer words.
         """
-        if self.noise is not None:
-            text = np.resize(self.noise, tokens)
-            lines = tokens // len(self.noise)
-            return text, int(generator.integers(lines + 1)) * len(self.noise)
-        assert self.store is not None
-        document = int(generator.choice(self.documents))
-        start = int(generator.integers(self.store.lengths[document] - tokens))
-        text = self.store.tokens(document, start, start + tokens)
-        depth = round(tokens * int(generator.integers(DEPTHS)) / (DEPTHS - 1))
-        borders = np.flatnonzero(np.isin(text, self.ends)) + 1
-        before = borders[borders <= depth]
-        return text, int(before[-1]) if len(before) else 0
+        words: list[str] = []
+        tokens = 2 * self.config.length
+        for number in range(len(self.store)):
+            following = (document + number) % len(self.store)
+            stop = min(int(self.store.lengths[following]), start + tokens)
+            words += self.tokenizer.decode(self.store.tokens(following, start, stop)).split()
+            tokens -= stop - start
+            start = 0
+            if tokens == 0:
+                break
+        return words
 
 
 class Needle:
@@ -124,49 +128,70 @@ class Needle:
         """Open tokenizer and haystack, and check that examples have room for one. Raises DataError."""
         self.config = config
         self.tokenizer = Tokenizer.load(config.tokenizer)
-        self.haystack = Haystack(config, self.tokenizer)
-        self.fingerprint = f"niah-1 {self.tokenizer.hash} {self.haystack.fingerprint}"
+        noise = config.haystack == "noise"
+        self.haystack = Noise(config.length) if noise else Text(config, self.tokenizer)
+        self.fingerprint = f"niah-2 {self.tokenizer.hash} {self.haystack.fingerprint}"
         self.vocab_size = self.tokenizer.vocab_size
         self.tokenizer_hash: str | None = self.tokenizer.hash
-        generator = np.random.default_rng(0)
-        longest = max(sum(map(len, self._framing(generator))) for _ in range(64)) - 1
-        if config.length < longest + LEAST_HAYSTACK:
+        _, hide = self.haystack.draw(np.random.default_rng(0))
+        # the last token of an answer is predicted and not read
+        longest = max(sum(map(len, self._encode(random.Random(draw), hide(1)))) for draw in range(64)) - 1
+        if config.length < longest + MARGIN:
             raise DataError(
-                f"length {config.length} has no room for a haystack: needle, question and answer alone take "
-                f"{longest} tokens with {config.tokenizer}; at least {longest + LEAST_HAYSTACK}"
+                f"length {config.length} has no room for a haystack: with its shortest one an example takes {longest} "
+                f"tokens with {config.tokenizer}; at least {longest + MARGIN}"
             )
 
     def make(self, generator: np.random.Generator) -> tuple[Int64, Int64]:
         """See `Task.make`."""
-        opening, needle, question, answer = self._framing(generator)
-        # the last token of the answer is predicted and not read
-        room = self.config.length + 1 - sum(map(len, (opening, needle, question, answer)))
-        text, depth = self.haystack.draw(generator, room)
-        whole = np.concatenate((opening, text[:depth], needle, text[depth:], question, answer))
-        labels = whole[1:].copy()
-        if self.config.supervise == "answer":
-            labels[: -len(answer)] = IGNORED
-        return whole[:-1], labels
+        seed = int.from_bytes(generator.bytes(16), "little")
+        units, hide = self.haystack.draw(generator)
 
-    def _framing(self, generator: np.random.Generator) -> tuple[Int64, Int64, Int64, Int64]:
-        """Return the tokens of what surrounds the haystack: opening, needle, question, answer."""
-        key = f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
-        value, kind = self._value(generator), self.config.value
-        opening = self.tokenizer.encode(
-            f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {kind} afterwards.\n"
-        )
-        needle = self.tokenizer.encode(f" One of the special magic {kind}s for {key} is: {value}. ")
-        question = self.tokenizer.encode(
-            f"\nWhat is the special magic {kind} for {key} mentioned in the provided text? "
-            f"The special magic {kind} for {key} mentioned in the provided text is"
-        )
-        answer = self.tokenizer.encode(f" {value}")
-        return opening, needle, question, answer
+        def encode(used: int) -> tuple[Int64, Int64]:
+            return self._encode(random.Random(seed), hide(used))
 
-    def _value(self, generator: np.random.Generator) -> str:
-        """Draw what the needle says."""
-        if self.config.value == "number":
-            return str(generator.integers(1_000_000, 10_000_000))
-        digits = "".join(f"{byte:02x}" for byte in generator.bytes(16))
-        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        room = self.config.length + 1
+        prompt, answer = encode(most_that_fit(lambda used: sum(map(len, encode(used))), room, units))
+        whole = np.full(room, self.tokenizer.eos_id)
+        labels = np.full(room, IGNORED)
+        end = len(prompt) + len(answer)
+        whole[:end] = np.concatenate((prompt, answer))
+        predicted = len(prompt) if self.config.supervise == "answer" else 0
+        labels[predicted:end] = whole[predicted:end]
+        return whole[:-1], labels[1:]
+
+    def _encode(self, draws: random.Random, hide: Hide) -> tuple[Int64, Int64]:
+        """Return the tokens of prompt and answer, encoded apart: a model that is asked reads the prompt alone."""
+        prompt, answer = write_example(draws, self.config.value, hide)
+        return self.tokenizer.encode(prompt), self.tokenizer.encode(f" {answer}")
+
+
+def most_that_fit(tokens_of: Callable[[int], int], room: int, most: int) -> int:
+    """Return a number of haystack units that fits and to which no further one can be added, from 1 to `most`.
+
+    Tokens grow nearly in proportion to units: after doubling, false position needs a few tries where halving
+    intervals would need ten.
+
+    Args:
+        tokens_of: tokens of an example with so many units.
+        room: tokens that there may be; one unit fits.
+        most: units that there are.
+    """
+    low, fit = 1, tokens_of(1)
+    while True:
+        if low == most:
+            return low
+        high = min(2 * low, most)
+        above = tokens_of(high)
+        if above > room:
+            break
+        low, fit = high, above
+    while high - low > 1:
+        between = low + (room - fit) * (high - low) // (above - fit)
+        between = min(max(between, low + 1), high - 1)
+        tokens = tokens_of(between)
+        if tokens <= room:
+            low, fit = between, tokens
+        else:
+            high, above = between, tokens
+    return low
