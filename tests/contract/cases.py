@@ -73,6 +73,13 @@ ALL_CASES = [
     ),
     Case("elastic_memory", "backward", {"order": 5, "discretization": "backward"}, queries_per_key=2, core=False),
     Case("elastic_memory", "forward", {"order": 4, "discretization": "forward"}, core=False),
+    Case("elastic_memory", "from_one", {"order": 6, "block": 4, "first_token": 1}, queries_per_key=2, core=False),
+    Case(
+        "elastic_memory",
+        "from_one_bilinear",
+        {"order": 5, "sampling": "uniform", "sample_offset": 0.5, "discretization": "bilinear", "first_token": 1},
+        core=False,
+    ),
     Case("memorizing_attention", "gated", {"queue": 16, "gate_init": 0.7}, core=False),
     Case("memorizing_attention", "qk_norm", {"queue": 11, "block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("memorizing_attention", "short_queue", {"queue": 5, "gate_init": -0.4}, core=False),

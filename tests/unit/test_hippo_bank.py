@@ -176,6 +176,34 @@ def test_the_papers_size_is_finite(sampling, start):
     assert K.abs().sum() > 0
 
 
+# --- the time of the first token ---
+
+
+@pytest.mark.parametrize("rule", ["zoh", *RULES])
+@pytest.mark.parametrize("sampling", ["uniform", "exponential"])
+def test_a_leading_token_of_zeros_turns_one_time_frame_into_the_other(rule, sampling):
+    """Blocks of 5 after one token of zeros at time 0, against `first_token` 1: the same states and samples."""
+    of_zeros = {"discretization": rule, **DOUBLE}
+    made, first = bank(sampling=sampling, first_token=1, **of_zeros), bank(block=1, **of_zeros)
+    shifted = bank(sampling=sampling, **of_zeros)
+    zeros, signal = torch.zeros(1, 1, 2, dtype=torch.float64), random(1, 15, 2)
+    state, expected = torch.zeros(1, 6, 2, dtype=torch.float64), first.update_matrices((0,), CPU)[1] @ zeros
+    for start in range(0, 15, 5):
+        block = signal[:, start : start + 5]
+        (P, K), (late_P, late_K) = made.update_matrices((start,), CPU), shifted.update_matrices((start + 1,), CPU)
+        state, expected = P @ state + K @ block, late_P @ expected + late_K @ block
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
+        read, late_read = made.reconstruction((start + 5,), CPU), shifted.reconstruction((start + 6,), CPU)
+        torch.testing.assert_close(read @ state, late_read @ expected, rtol=0, atol=0)
+    without = bank(sampling=sampling, **of_zeros).update_matrices((0,), CPU)[1] @ signal[:, :5]
+    assert (without - made.update_matrices((0,), CPU)[1] @ signal[:, :5]).abs().max() > 0.01
+
+
+def test_a_row_without_a_history_is_read_as_zeros_at_either_time():
+    assert not bank(first_token=1).reconstruction((0,), CPU).any()
+    assert bank(first_token=1).reconstruction((5,), CPU).any()
+
+
 # --- approximate rules ---
 
 

@@ -52,6 +52,9 @@ class ElasticMemoryConfig(MixerConfig):
 
     discretization: Discretization = "zoh"
     """Rule by which tokens enter the state: zoh (exact for tokens held constant), or an approximate one, for study."""
+    first_token: Literal[0, 1] = 0
+    """Time of a document's first token: 0 as in the paper's equations; 1 as in HiPPO's code and the paper's Table 12, \
+    where the signal is 0 from time 0 to 1."""
 
     @model_validator(mode="after")
     def _fits(self) -> ElasticMemoryConfig:
@@ -126,8 +129,9 @@ class ElasticMemory(BlockAttention):
         """Return the matrices for every position, which layers of one shape share."""
         c = self.config
         return HippoBank(
-            c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, c.points, c.discretization, dtype
-        )
+            c.order, self.block, c.sample_count, c.sampling, c.sample_offset, c.alpha, c.points, c.discretization,
+            c.first_token, dtype,
+        )  # fmt: skip
 
     def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
         """See `BlockAttention.recall`: K_mem, V_mem = R C (equation 8), not rotated.

@@ -107,7 +107,8 @@ class HippoBank:
     """The matrices of one layer's shape, by position.
 
     In its methods `starts` are host integers, one per batch row: the tokens that the row has seen before the block.
-    They need not be multiples of the block. Rows that stand at one position share one matrix.
+    They need not be multiples of the block. Rows that stand at one position share one matrix. The functions that build
+    the matrices count in time: n tokens have come at time n + first_token.
     """
 
     order: int
@@ -118,6 +119,8 @@ class HippoBank:
     alpha: float | None = None
     points: tuple[float, ...] = ()
     discretization: Discretization = "zoh"
+    first_token: Literal[0, 1] = 0
+    """Time at which the first token of a document enters."""
     dtype: torch.dtype = torch.float32
     store: MatrixStore = STORE
 
@@ -145,24 +148,28 @@ class HippoBank:
     def _reading(self) -> Hashable:
         return (self.samples, self.sampling, self.offset, self.alpha, self.points)
 
+    def _interval(self, start: int) -> tuple[int, int]:
+        """Return the times at which a block of tokens begins and ends."""
+        return start + self.first_token, start + self.first_token + self.block
+
     def _transition(self, start: int, device: torch.device) -> tuple[Tensor, ...]:
-        stop = start + self.block
+        interval = self._interval(start)
         exact = self.discretization == "zoh"
-        ratio = Fraction(start, stop)
-        where = (ratio.numerator, ratio.denominator) if exact else (start, stop)
+        ratio = Fraction(*interval)
+        where = (ratio.numerator, ratio.denominator) if exact else interval
 
         def build() -> tuple[Tensor, ...]:
-            return bands(transition(self.order, *where) if exact else self._stepped(start)[0])
+            return bands(transition(self.order, *where) if exact else self._stepped(interval)[0])
 
         return self._kept("P", start, where, build, device)
 
     def _kernel(self, start: int, device: torch.device) -> tuple[Tensor, ...]:
-        stop = start + self.block
+        interval = self._interval(start)
 
         def build() -> tuple[Tensor, ...]:
-            return (kernel(self.order, start, stop) if self.discretization == "zoh" else self._stepped(start)[1],)
+            return (kernel(self.order, *interval) if self.discretization == "zoh" else self._stepped(interval)[1],)
 
-        return self._kept("K", start, (start, stop), build, device)
+        return self._kept("K", start, interval, build, device)
 
     def _kept(
         self,
@@ -190,20 +197,21 @@ class HippoBank:
         again = start % self.block == 0 and start < BLOCKS_ON_DISK * self.block
         return again and self.order >= ON_DISK[self.discretization == "zoh"]
 
-    def _stepped(self, start: int) -> tuple[Tensor, Tensor]:
-        return stepped(self.discretization, self.order, start, start + self.block)
+    def _stepped(self, interval: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        return stepped(self.discretization, self.order, *interval)
 
     def _reconstruction(self, start: int, device: torch.device) -> tuple[Tensor, ...]:
         # without an offset the points are fixed fractions of the history, so that R is the same at all positions
         scaled = self.offset == 0 and (self.sampling != "exponential" or self.alpha is not None)
-        where = min(start, 1) if scaled else start
+        time = start + self.first_token if start else 0
+        where = min(time, 1) if scaled else time
 
         def build() -> list[Tensor]:
             if start == 0:
                 read = torch.zeros(self.samples, self.order, dtype=torch.float64, device="cpu")
             else:
-                at = sample_points(start, self.samples, self.sampling, self.offset, self.alpha, self.points)
-                read = reconstruction(self.order, start, at)
+                at = sample_points(time, self.samples, self.sampling, self.offset, self.alpha, self.points)
+                read = reconstruction(self.order, time, at)
             return [_upload(read.to(self.dtype), device)[None]]
 
         return self.store.get(("R", self.order, where, self._reading, device, self.dtype), build)

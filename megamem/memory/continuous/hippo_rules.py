@@ -1,7 +1,7 @@
 """HiPPO-LegS under approximate discretizations, for study: the matrices of a block by stepping through its tokens.
 
-Forward, backward and bilinear rules freeze A/t and B/t of c' = -(A/t) c + (B/t) f over a step, at its start t = k; the
-first step, where t = 0, stores the first value. They cost a triangular solve per token where zero-order hold
+Forward, backward and bilinear rules freeze A/t and B/t of c' = -(A/t) c + (B/t) f over a step, at its start t; a step
+that starts at t = 0 stores its token as a constant. They cost a triangular solve per token where zero-order hold
 (`hippo.py`) has closed forms, and are less accurate. Source: "Towards Compressive and Scalable Recurrent Memory"
 (Elastic Memory), appendix E.2 and table 12.
 
@@ -49,7 +49,7 @@ RULES: dict[str, Rule] = {"forward": forward, "backward": backward, "bilinear": 
 
 @kept_table(1)
 def stepped(rule: str, order: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return P [N, N] and K [N, stop - start], float64, of a rule's recurrence over tokens start .. stop - 1."""
+    """Return P [N, N] and K [N, stop - start], float64, of a rule's recurrence over times start .. stop - 1."""
     A, B = legs(order)
     # columns: what each unit of the old state, then each token so far, has become
     columns = torch.eye(order, dtype=torch.float64, device="cpu")

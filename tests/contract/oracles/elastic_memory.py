@@ -5,6 +5,7 @@ State:  C_k = Abar_k C_{k-1} + Bbar_k f_k  for every channel f of the keys and v
         Abar_k = (k / (k+1))^A = exp(A ln(k / (k+1))),  Bbar_k = A^-1 (I - Abar_k) B;  Abar_0 = 0, Bbar_0 = e_0.
         The approximate rules, I + A/k and so on below, start from C_0 = e_0 f_0 too.
 Read:   memory token j of a history of t tokens is sum_n sqrt(2n+1) P_n(2 x_j / t - 1) C[n].
+With first_token 1 all times k and t are one more than the numbers of tokens, and C is zero before the first one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def transition(rule: str, order: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def points(mixer, t: int) -> list[float]:
-    """Return the sampled moments of a history of t tokens."""
+    """Return the sampled moments of a history that ends at time t."""
     count = mixer.samples or min(mixer.order, 512)
     if mixer.sampling == "custom":
         return [min(t * point + mixer.sample_offset, t) for point in mixer.points]
@@ -58,7 +59,7 @@ def points(mixer, t: int) -> list[float]:
 
 
 def read(mixer, coefficients: Tensor, t: int) -> Tensor:
-    """Return memory tokens [samples, 2, kv_heads, width] of coefficients [order, 2, kv_heads, width]."""
+    """Return memory tokens [samples, 2, kv_heads, width] of coefficients [order, 2, kv_heads, width] at time t."""
     rows = []
     for x in points(mixer, t):
         basis = [
@@ -88,12 +89,12 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         output.append(weights["output.weight"] @ torch.cat(mixed))
         if (t + 1) % block == 0:
             for k in range(first, t + 1):
-                Abar, Bbar = transition(mixer.discretization, mixer.order, k)
+                Abar, Bbar = transition(mixer.discretization, mixer.order, k + mixer.first_token)
                 token = torch.stack((key[k], value[k]))
                 coefficients = torch.einsum("nm,mchw->nchw", Abar, coefficients) + torch.einsum(
                     "n,chw->nchw", Bbar, token
                 )
-            memory = read(mixer, coefficients, t + 1)
+            memory = read(mixer, coefficients, t + 1 + mixer.first_token)
     done = len(hidden) - len(hidden) % block
     state = {
         "coefficients": coefficients[None],
