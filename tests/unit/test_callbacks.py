@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import NonFiniteError
-from megamem.memory.base import TensorSpec
 from megamem.pipeline.record import read_record
 from megamem.pipeline.schedule import Action
 from megamem.pipeline.simulate import Event
 from megamem.runs.sinks.base import Sink
-from megamem.training.callbacks import memory_sizes, metrics
+from megamem.training.callbacks import metrics
 from megamem.training.callbacks.bad_steps import BadSteps
-from megamem.training.callbacks.memory_sizes import MemorySizes
 from megamem.training.callbacks.metrics import Metrics, Throughput
 from megamem.training.callbacks.profiler import Profiler
 from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
@@ -394,46 +392,3 @@ def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path, monkeypatch, firs
 def test_components_of_parameters():
     names = ["layers.3.mixer.gate.logit", "layers.11.norm.weight", "embedding.weight", "head.weight", "norm.weight"]
     assert [component_of(name) for name in names] == ["layers.3", "layers.11", "embedding", "head", "norm"]
-
-
-# sizes of memories
-
-
-def grown(*sizes):
-    """Warnings of log lines at which a memory of one layer has these sizes."""
-    spec = {"layers.1": {"matrix": TensorSpec((2, 2), dtype="float32"), "tail": TensorSpec((3,))}, "layers.2": {}}
-    callback = MemorySizes(spec, every=1)
-    trainer = FakeTrainer([callback])
-    trainer.engine = SimpleNamespace(observe_states=None)
-    callback.start(trainer)
-    records = []
-    for size in sizes:
-        trainer.step += 1
-        matrix = torch.tensor([[2.0, 0.0], [0.0, 0.0]]) * size  # root mean square: size
-        trainer.engine.observe_states({"layers.1": {"matrix": matrix, "tail": torch.full((3,), 1e9)}, "layers.2": {}})
-        records.append({})
-        callback.at_log(trainer, records[-1])
-    return records
-
-
-def test_a_memory_that_grows_is_logged_and_warned_of_once_for_each_thousandfold(monkeypatch, caplog):
-    monkeypatch.setattr(memory_sizes.dist, "all_reduce", lambda tensor, op: None)
-    sizes = [0.5, 2.0**19, 2.0**21, 2.0**22, 2.0**31, math.nan]
-    records = grown(*sizes)
-    assert [record["memory_rms/layers.1"] for record in records] == [*sizes[:-1], math.inf]
-    assert all(record.keys() == {"memory_rms/layers.1"} for record in records)
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[0] for line in lines] == ["step 3", "step 5", "step 6"]
-    assert "the memory of model.layers.1 has a root mean square of 2.1e+06" in lines[0]
-    assert "\n" not in lines[0]
-
-
-def test_models_without_such_memories_have_no_figures(monkeypatch):
-    monkeypatch.delattr(memory_sizes.dist, "all_reduce")  # not even a collective
-    callback, record = MemorySizes({"layers.0": {"tail": TensorSpec((3,))}}, every=1), {}
-    trainer = FakeTrainer([callback])
-    trainer.engine = SimpleNamespace(observe_states=None)
-    callback.start(trainer)
-    assert trainer.engine.observe_states is None
-    callback.at_log(trainer, record)
-    assert record == {}

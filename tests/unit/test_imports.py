@@ -55,6 +55,7 @@ ALLOWED = {
     },
     "megamem.runs": {"checkpoints", "megamem.config", "megamem.errors", "megamem.files"},
     "megamem.training": {
+        "megamem.memory",  # what layers declare of their states
         "checkpoints", "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.evaluation",
         "megamem.files", "megamem.hardware", "megamem.model", "megamem.ops", "megamem.parallel", "megamem.pipeline",
         "megamem.patience", "megamem.planning", "megamem.runs", "tokenization",
