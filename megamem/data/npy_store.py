@@ -1,6 +1,7 @@
 """A store of documents in `.npy` files of tokens, such as OLMo's: one after the other, each with an end."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,11 +14,13 @@ from megamem.data.file_hash import kept_hash
 from megamem.data.store import Int64
 from megamem.errors import DataError
 from megamem.files import read_json, write_json
+from megamem.patience import reason
 from tokenization.shard_format import DOCUMENTS_FILE
 
 MAGIC = b"\x93NUMPY"
 DOCUMENT = np.dtype([("file", "<u4"), ("start", "<i8"), ("tokens", "<i8")])
 """A document: its file, its first token's place there, its tokens with the end."""
+_log = logging.getLogger("megamem")
 SCANNED = 1 << 26
 """Tokens that are searched for ends at a time."""
 
@@ -62,19 +65,35 @@ class NpyStore:
         types = [array.dtype.str for array in self.arrays]
         hashes = [kept_hash(file, tables) for file in self.files]
         key = hashlib.sha256(repr((*states, types, end_of_document, hashes)).encode()).hexdigest()[:24]
-        table, facts = tables / f"{key}.documents.npy", tables / f"{key}.documents.json"
-        tables.mkdir(parents=True, exist_ok=True)
-        with locked(tables / f"{key}.lock"):
-            # the facts come last: with them the table is whole
-            if not facts.exists():
-                found = self._find_documents(end_of_document)
-                np.save(table, found, allow_pickle=False)
-                made_of = repr((types, hashes)).encode() + found.tobytes()
-                write_json(facts, {"fingerprint": hashlib.sha256(made_of).hexdigest()})
-        self.fingerprint = str(read_json(facts)["fingerprint"])
-        self.table: npt.NDArray[np.void] = np.load(table, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        self.table, self.fingerprint = self._table(tables / key, end_of_document, repr((types, hashes)))
         self.lengths: Int64 = self.table["tokens"]
         self.shard_borders: Int64 = np.searchsorted(self.table["file"], np.arange(len(self.files) + 1)).astype(np.int64)
+
+    def _table(self, place: Path, end: int, made_of: str) -> tuple[npt.NDArray[np.void], str]:
+        """Return the table of documents and its fingerprint: the one that is kept, or else a new one, which is kept.
+
+        Where it cannot be kept this process has it in its own memory.
+
+        Args:
+            place: what the names of the table's files begin with.
+            end: token that ends every document.
+            made_of: types and hashes of the files, for the fingerprint.
+        """
+        table, facts = place.with_suffix(".documents.npy"), place.with_suffix(".documents.json")
+        found = None
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with locked(place.with_suffix(".lock")):
+                # the facts come last: with them the table is whole
+                if not facts.exists():
+                    found = self._find_documents(end)
+                    np.save(table, found, allow_pickle=False)
+                    write_json(facts, {"fingerprint": _fingerprint(found, made_of)})
+            return np.load(table, mmap_mode="r", allow_pickle=False).view(np.ndarray), read_json(facts)["fingerprint"]
+        except (OSError, DataError, KeyError, ValueError) as error:
+            found = self._find_documents(end) if found is None else found
+            _log.warning("%s: the places of documents cannot be kept (%s); kept in memory", place.parent, reason(error))
+            return found, _fingerprint(found, made_of)
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -114,6 +133,11 @@ class NpyStore:
             table["file"], table["start"], table["tokens"] = number, borders[:-1], np.diff(borders)
             tables.append(table)
         return np.concatenate(tables)
+
+
+def _fingerprint(table: npt.NDArray[np.void], made_of: str) -> str:
+    """Return the fingerprint of a table of documents, [documents], of files of these types and hashes."""
+    return hashlib.sha256(made_of.encode() + table.tobytes()).hexdigest()
 
 
 def _in_folder(path: str) -> Sequence[Path]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.config.run import RunConfig
-from megamem.errors import DataError
 from megamem.files import write_json
 from megamem.model.encoder_stage import EncoderStage
 from megamem.model.stage import Stage
@@ -37,6 +37,7 @@ from megamem.pipeline.base import TrainingEngine
 KEY_BYTES, CHECKSUM_BYTES = 16, 4
 ENTRY_BYTES = KEY_BYTES + CHECKSUM_BYTES
 IDENTITY = "identity.json"
+_log = logging.getLogger("megamem")
 
 
 def identity_of(config: RunConfig, stage: Stage, tp_rank: int, device: torch.device) -> dict[str, Any]:
@@ -84,7 +85,10 @@ class _Place(NamedTuple):
 
 class EmbeddingCache:
     """The embeddings that one process finds and adds. Several may use a folder at once; each finds what it added itself
-    and what was there when it began."""
+    and what was there when it began.
+
+    Nothing that happens to the folder ends a run: what cannot be kept or is damaged is made again, after a warning.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,6 @@ class EmbeddingCache:
             shape: of the embeddings of one chunk, [memories, width].
             dtype: of the embeddings.
             agree: whether all processes that compute these embeddings together have them, given whether this one has.
-        Raises: DataError if the folder cannot be written to.
         """
         text = json.dumps(identity, sort_keys=True)
         self.folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -110,14 +113,17 @@ class EmbeddingCache:
         self.row_bytes = torch.Size(self.shape).numel() * dtype.itemsize
         self.agree = agree
         self._places: dict[bytes, _Place] = {}
+        self._part: tuple[BinaryIO, BinaryIO] | None = None
+        self._count = 0
         try:
-            write_json(self.folder / IDENTITY, dict(identity))
+            # first what asks for no room
             for keys in sorted(self.folder.glob("*.keys")):
                 self._read_part(keys)
-            self._keys, self._rows = self._new_part()
+            if not (self.folder / IDENTITY).exists():
+                write_json(self.folder / IDENTITY, dict(identity))
+            self._part = self._new_part()
         except OSError as error:
-            raise DataError(f"training.embedding_cache {self.folder}: cannot be used ({error.strerror})") from None
-        self._count = 0
+            _warn(self.folder, f"cannot be used ({error.strerror}); nothing more is kept")
 
     def __len__(self) -> int:
         """Return the number of chunks whose embeddings are known."""
@@ -126,52 +132,67 @@ class EmbeddingCache:
     def find(self, ids: Tensor) -> Tensor | None:
         """Return the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows], one in each row.
 
-        They lie on the device of the ids. None if those of one chunk are not there, here or where `agree` asks.
-        Raises: DataError for damaged ones, naming the file.
+        They lie on the device of the ids. None if those of one chunk are not there, or damaged, here or where `agree`
+        asks.
         """
-        places = [self._places.get(key) for key in _keys_of(ids)]
-        if not self.agree(None not in places):
+        keys = _keys_of(ids)
+        data = self._read(keys) if all(key in self._places for key in keys) else None
+        # what one process cannot read, all compute together
+        if not self.agree(data is not None) or data is None:
             return None
-        data = self._read([place for place in places if place is not None])
-        found = torch.frombuffer(data, dtype=self.dtype).view(len(places), *self.shape)
+        found = torch.frombuffer(data, dtype=self.dtype).view(len(keys), *self.shape)
         return found.transpose(0, 1).to(ids.device)
 
     def add(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Keep the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows]. Raises DataError."""
+        """Keep the embeddings [memories, rows, width] of chunks of ids [chunk_size, rows], if they can be kept."""
+        if self._part is None:
+            return
+        keys_file, rows_file = self._part
         rows = embeddings.detach().transpose(0, 1).contiguous().cpu()
+        places: dict[bytes, _Place] = {}
+        data = entries = b""
+        for key, row in zip(_keys_of(ids), rows, strict=True):
+            if key in self._places or key in places:
+                continue
+            one = row.contiguous().view(torch.uint8).numpy().tobytes()
+            checksum = zlib.crc32(one)
+            places[key] = _Place(Path(rows_file.name), self._count + len(places), checksum)
+            data += one
+            entries += key + checksum.to_bytes(CHECKSUM_BYTES, "little")
         try:
-            entries = b""
-            for key, row in zip(_keys_of(ids), rows, strict=True):
-                if key in self._places:
-                    continue
-                data = row.contiguous().view(torch.uint8).numpy().tobytes()
-                checksum = zlib.crc32(data)
-                self._rows.write(data)
-                self._places[key] = _Place(Path(self._rows.name), self._count, checksum)
-                self._count += 1
-                entries += key + checksum.to_bytes(CHECKSUM_BYTES, "little")
-            self._rows.flush()
-            self._keys.write(entries)
-            self._keys.flush()
+            _append(rows_file, data)
+            _append(keys_file, entries)
         except OSError as error:
-            raise DataError(f"{self._rows.name}: cannot be written ({error.strerror})") from None
+            # rows of a part that lost one would be taken for others: this process begins no further one
+            _warn(Path(rows_file.name), f"cannot be written ({error.strerror}); nothing more is kept")
+            self._part = None
+            return
+        self._count += len(places)
+        self._places |= places
 
-    def _read(self, places: Sequence[_Place]) -> bytearray:
-        """Return the rows at some places, one behind the other. Raises DataError for damaged ones, naming the file."""
+    def _read(self, keys: Sequence[bytes]) -> bytearray | None:
+        """Return the rows of some keys, one behind the other; None, and forget those that are damaged, if any is."""
         data, files = bytearray(), dict[Path, BinaryIO]()
         # opened anew: there may be more parts than a process may have open files
         with ExitStack() as stack:
-            for place in places:
+            for key in keys:
+                place = self._places[key]
                 try:
                     if place.file not in files:
                         files[place.file] = stack.enter_context(place.file.open("rb"))
                     row = os.pread(files[place.file].fileno(), self.row_bytes, place.row * self.row_bytes)
                 except OSError as error:
-                    raise DataError(f"{place.file}: cannot be read ({error.strerror})") from None
+                    self._forget(key, f"cannot be read ({error.strerror})")
+                    return None
                 if zlib.crc32(row) != place.checksum:
-                    raise DataError(f"{place.file}: the embeddings of chunk {place.row} are damaged; remove the folder")
+                    self._forget(key, f"the embeddings of chunk {place.row} are damaged")
+                    return None
                 data += row
         return data
+
+    def _forget(self, key: bytes, why: str) -> None:
+        """Take a chunk for one whose embeddings are not there."""
+        _warn(self._places.pop(key).file, f"{why}; made again")
 
     def _read_part(self, keys: Path) -> None:
         """Note what a part holds, as far as both of its files were written."""
@@ -183,20 +204,32 @@ class EmbeddingCache:
             self._places[entry[:KEY_BYTES]] = _Place(rows, number, int.from_bytes(entry[KEY_BYTES:], "little"))
 
     def _new_part(self) -> tuple[BinaryIO, BinaryIO]:
-        """Return the two files of a part that no other process has."""
+        """Return the two files of a part that no other process has: of keys, and of rows."""
         number = 0
         while True:
             path = self.folder / f"{number:05d}.rows"
             try:
-                rows = path.open("xb+")
+                rows = path.open("xb", buffering=0)
             except FileExistsError:
                 number += 1
                 continue
-            return path.with_suffix(".keys").open("xb"), rows
+            return path.with_suffix(".keys").open("xb", buffering=0), rows
+
+
+def _append(file: BinaryIO, data: bytes) -> None:
+    """Write all of `data` at the end of an unbuffered file. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _warn(path: Path, what: str) -> None:
+    """Tell in one line of a folder or file of kept embeddings."""
+    _log.warning("training.embedding_cache %s: %s", path, what)
 
 
 def keep_embeddings(engine: TrainingEngine, folder: Path) -> None:
-    """Let the encoder of an engine whose weights are loaded use the cache in a folder. Raises DataError."""
+    """Let the encoder of an engine whose weights are loaded use the cache in a folder."""
     stage, topology = engine.stage, engine.topology
     assert isinstance(stage, EncoderStage), "only they have frozen encoders"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_disk import SmallDisk
 from torch import Tensor
 
 from megamem.config.load import merge, parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.errors import ConfigError, DataError
+from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, detach
 from megamem.model.encoder_stage import EncoderStage
 from megamem.model.objectives.next_token import NextToken
@@ -92,16 +93,78 @@ def test_what_a_kill_cut_off_is_made_again(tmp_path: Path, suffix: str, lost: in
     assert torch.equal(found, made)
 
 
-def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
-    x = ids(2)
+@pytest.mark.parametrize("harm", ["flip", "remove"])
+def test_what_is_damaged_is_told_and_made_again(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, made = ids(2), embeddings(2)
     first = cache(tmp_path)
-    first.add(x, embeddings(2))
+    first.add(x, made)
     (part,) = first.folder.glob("*.rows")
-    data = bytearray(part.read_bytes())
-    data[3] ^= 1
-    part.write_bytes(data)
-    with pytest.raises(DataError, match=r"00000.rows: the embeddings of chunk 0 are damaged; remove the folder"):
-        cache(tmp_path).find(x)
+    left = cache(tmp_path)
+    if harm == "flip":
+        data = bytearray(part.read_bytes())
+        data[3] ^= 1
+        part.write_bytes(data)
+    else:
+        part.unlink()
+    assert left.find(x) is None
+    (record,) = caplog.records
+    why = "the embeddings of chunk 0 are damaged" if harm == "flip" else "cannot be read (No such file or directory)"
+    assert record.getMessage() == f"training.embedding_cache {part}: {why}; made again"
+    while left.find(x) is None:
+        left.add(x, made)
+    found = left.find(x)
+    assert found is not None
+    assert torch.equal(found, made)
+
+
+def test_a_full_disk_ends_the_keeping_and_not_the_run(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+    """What was kept before is found, also by the next process, which keeps on where there is room again."""
+    x, made = ids(4), embeddings(4)
+    first = cache(small_disk.folder)
+    first.add(x, made)
+    small_disk.fill()
+    many, more = ids(5000, seed=3), torch.zeros(2, 5000, 24)
+    for _ in range(2):
+        assert first.find(many) is None
+        first.add(many, more)
+    (record,) = caplog.records
+    said = f"{first.folder}/00000.rows: cannot be written (No space left on device); nothing more is kept"
+    assert record.getMessage() == f"training.embedding_cache {said}"
+    assert len(first) == 4
+    for known in (first, cache(small_disk.folder)):
+        found = known.find(x)
+        assert found is not None
+        assert torch.equal(found, made)
+    small_disk.empty()
+    last = cache(small_disk.folder)
+    y, others = ids(3, seed=4), embeddings(3)
+    last.add(y, others)
+    found = cache(small_disk.folder).find(y)
+    assert found is not None
+    assert torch.equal(found, others)
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on asking the other ranks, which may have what this one cannot keep."""
+    (tmp_path / "file").touch()
+    asked: list[bool] = []
+    none = EmbeddingCache(tmp_path / "file", {}, SHAPE, torch.float32, lambda known: bool(asked.append(known)))
+    none.add(ids(2), embeddings(2))
+    assert none.find(ids(2)) is None
+    assert asked == [False]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(": cannot be used (Not a directory); nothing more is kept")
+
+
+def test_what_one_rank_cannot_read_all_make(tmp_path: Path) -> None:
+    asked: list[bool] = []
+    x = ids(2)
+    shared = EmbeddingCache(tmp_path, {}, SHAPE, torch.float32, lambda known: asked.append(known) or known)
+    shared.add(x, embeddings(2))
+    (part,) = shared.folder.glob("*.rows")
+    part.write_bytes(bytes(part.stat().st_size))
+    assert shared.find(x) is None
+    assert asked == [False]
 
 
 def frozen(dtype: torch.dtype) -> EncoderStage:

@@ -158,3 +158,20 @@ def test_the_end_is_the_tokenizers_for_training_and_held_out_text(tmp_path):
     config = {"sources": train, "validation": held_out, "documents": "pad", "tokenizer": tmp_path / "tokenizer"}
     feeder = feeder_of(tmp_path, rows=1, micro=1, sequence_length=CHUNK, **config)
     assert feeder.stores[0].lengths.tolist() == feeder.held_out[0].lengths.tolist() == [4] * 8
+
+
+def test_a_table_that_cannot_be_kept_is_held_in_memory(tmp_path, small_disk, caplog):
+    """With the same fingerprint, so that another host, which can keep it, reads the same data."""
+    path = write(tmp_path / "a.npy", DOCUMENTS)
+    kept = NpyStore(path, END, None, tmp_path / "kept")
+    assert not caplog.records
+    (tmp_path / "file").touch()
+    small_disk.fill()
+    for tables in (tmp_path / "file", small_disk.folder / "tables"):
+        store = NpyStore(path, END, None, tables)
+        assert documents_of(store) == DOCUMENTS
+        assert store.fingerprint == kept.fingerprint
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        f"{tables}: the places of documents cannot be kept"
+        for tables in (tmp_path / "file", small_disk.folder / "tables")
+    ]
