@@ -11,6 +11,8 @@ from tests.contract.case import QK_NORM, Case
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
+FEW_CHANNELS = {"norm_eps": 0.1}
+"""For a layer norm over 4 channels of positive weights, which are so alike that it makes rounding errors grow."""
 
 ALL_CASES = [
     Case("local_attention", "chunk", core=False),
@@ -237,6 +239,7 @@ ALL_CASES = [
         "memory_caching",
         "memora_gated",
         {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
+        shape=FEW_CHANNELS,
         core=False,
     ),
     Case(
@@ -246,7 +249,13 @@ ALL_CASES = [
         queries_per_key=2,
         core=False,
     ),
-    Case("memora", "paper", {"inner_chunk": 4, "expansion": 2, "max_rate": 0.1, "gate_rank": 2}, core=False),
+    Case(
+        "memora",
+        "paper",
+        {"inner_chunk": 4, "expansion": 2, "max_rate": 0.1, "gate_rank": 2},
+        shape=FEW_CHANNELS,
+        core=False,
+    ),
     Case(
         "memora",
         "exact",
@@ -261,7 +270,19 @@ ALL_CASES = [
         queries_per_key=2,
         core=False,
     ),
-    Case("memora", "fixed", {"inner_chunk": 8, "rate": "fixed", "decay": False, "max_rate": 0.05}, core=False),
+    Case(
+        "memora",
+        "exact_network",
+        {"inner_chunk": 1, "expansion": 2, "max_rate": 0.1, "gate_rank": 3, "layer_norm": False},
+        core=False,
+    ),
+    Case(
+        "memora",
+        "fixed",
+        {"inner_chunk": 8, "rate": "fixed", "decay": False, "max_rate": 0.05},
+        shape=FEW_CHANNELS,
+        core=False,
+    ),
     Case("log_linear", "tokens", {"memory": {"kind": "linear_attention"}, "segment": 1, "levels": 4}, core=False),
     Case(
         "log_linear",

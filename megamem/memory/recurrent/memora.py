@@ -2,8 +2,8 @@
 
 Behrouz et al., "It's All Connected" (Miras), 2025: l = |M(k) - v|^2 with retention by the Kullback-Leibler divergence,
 W_t = c softmax(a_t log W_{t-1} - b_t grad l) for each row of each matrix; rate b and decay a of each token and channel,
-through a low rank. `megamem/ops/deep_memory/simplex.py` says what is computed within an inner chunk. The state is what
-has been added to the logarithms that every document starts from.
+through a low rank. `megamem/ops/deep_memory/simplex.py` says what is approximated within an inner chunk. The state is
+what has been added to the logarithms that every document starts from.
 """
 
 from __future__ import annotations
@@ -62,10 +62,19 @@ class MemoraConfig(DeepConfig):
         return super().extra_parameters(model) - model.resolved_kv_heads * self.token_gates() + gates * per_gate
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
-        """See `deep_flops`; added are the low ranks and the second write of each inner chunk's first token."""
+        """See `deep_flops`.
+
+        Added are the low ranks, the second write of each inner chunk's first token and, where decays differ within a
+        row, three products that keep the rows' sums.
+        """
         parts = super().memory_flops(model, sequence_length, causal, begun)
-        sizes = sum(rows * columns for rows, columns in self.matrices(model).values())
-        parts["memory_update"] += product(2 * model.resolved_kv_heads * sizes / min(self.inner_chunk, begun))
+        sizes = [rows * columns for rows, columns in self.matrices(model).values()]
+        inner = min(self.inner_chunk, begun)
+        parts["memory_update"] += product(2 * model.resolved_kv_heads * sum(sizes) / inner)
+        if self.decay and len(sizes) == 2:
+            shifts = 3 * 2 * model.resolved_kv_heads * sizes[0]
+            # the last update is read by nobody
+            parts["memory_update"] += Flops(shifts, 2 * shifts * (1 - inner / sequence_length))
         ranks = 2 * model.resolved_kv_heads * self.gate_rank * model.resolved_head_dim * len(self.gate_starts())
         return {**parts, "memory_gates": product(ranks)}
 
@@ -109,11 +118,11 @@ class Memora(DeepMemory):
 
     def learn(self, inner: InnerChunk, memory: State, join: Join | None) -> tuple[Tensor, State]:
         """See `DeepMemory.learn`; what is learned are the logarithms of the weights."""
-        rate = inner.tokens["rate"]
-        decay = inner.tokens.get("log_decay", torch.zeros_like(rate))
+        rate, decay = inner.tokens["rate"], inner.tokens.get("log_decay")
         seen = inner.seen()
         if seen is not None:
-            rate, decay = rate * seen[..., None], decay * seen[..., None]
+            rate = rate * seen[..., None]
+            decay = None if decay is None else decay * seen[..., None]
         # open tokens before a row's own inner chunk are not its first
         first = to_device([inner.open_tokens - offset for offset in inner.new.offsets], rate.device)
         logs = self.learned(memory, inner.parameters)

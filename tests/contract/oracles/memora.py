@@ -1,7 +1,10 @@
 """Memora, one token and one head at a time, the inner gradients by autograd.
 
-Rows of W are scale * softmax(L). Gradients are taken at the W of the inner chunk's start; its first token's W is that
-of its L, later ones' are W less their steps, while L gathers all of them.
+W_t = scale * softmax(a_t log W_{t-1} - b_t grad), row by row. Gradients are taken at the W of the inner chunk's start.
+Its first token's W is exact, later ones' are W less their steps, while the logarithms gather all of them. In the first
+of two matrices each entry of a row has a decay of its own: there each token takes from the logarithms of a row what its
+step adds to that of the row's sum, to first order at the W of the inner chunk's start. In the other matrices a row has
+one decay, and any number may be added to its logarithms.
 """
 
 from __future__ import annotations
@@ -23,6 +26,16 @@ class Network:
     now: list[Tensor]
     logs: list[Tensor]
     first: list[Tensor]
+
+
+def shift(log_weights: Tensor, decay: Tensor, step: Tensor) -> float:
+    """Return how much a step adds to the logarithm of a row's sum, to first order; all [inputs of the row].
+
+    The derivative of log sum_j exp(L_j) by L_j is the share of entry j.
+    """
+    shares = log_weights.exp() / log_weights.exp().sum()
+    added = (decay - 1) * log_weights - step
+    return float(sum(share * more for share, more in zip(shares, added, strict=True)))
 
 
 class Memory(deep.Memory):
@@ -64,6 +77,10 @@ class Memory(deep.Memory):
         """See `deep.Memory.write`."""
         starting = t % self.mixer.inner_chunk == 0
         first = memory.logs if starting else memory.first
+        # log W itself, where its entries fade at different rates
+        exact = [self.on_simplex([w])[0].log() if len(first) == 2 and i == 0 else w for i, w in enumerate(first)]
+        uneven = len(first) == 2 and self.mixer.decay
+        last = exact if starting and uneven else memory.logs
         weights = [w.clone().requires_grad_() for w in self.on_simplex(first)]
         steps = torch.autograd.grad((self.answer(weights, key, h) - value).square().sum(), weights)
         rates = self.gates[t, h] = self.token_gates(t, h)
@@ -73,7 +90,11 @@ class Memory(deep.Memory):
             return rates[gate][None, :] if i < len(steps) - 1 else rates[gate][:, None]
 
         taken = [of("rate", i) * step for i, step in enumerate(steps)]
-        logs = [of("decay", i) * w - step for i, (w, step) in enumerate(zip(memory.logs, taken, strict=True))]
+        logs = [of("decay", i) * w - step for i, (w, step) in enumerate(zip(last, taken, strict=True))]
+        if uneven:
+            rows = zip(logs[0], exact[0], taken[0], strict=True)
+            decay = rates["decay"]
+            logs[0] = torch.stack([row - shift(log_weights, decay, step) for row, log_weights, step in rows])
         now = self.on_simplex(logs) if starting else [w - step for w, step in zip(memory.now, taken, strict=True)]
         return Network(h, now, logs, first)
 
