@@ -32,6 +32,7 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
     """One rank's part."""
     from checkpoints.folder import checkpoints_in
     from checkpoints.location import location
+    from checkpoints.records import SavedRun
     from checkpoints.resume import load_training_state
     from checkpoints.saver import Saver
     from checkpoints.training_state import all_fragments, optimizer_steps
@@ -41,7 +42,7 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
     from megamem.costs.parameters import parameter_counts
     from megamem.pipeline.engine import build_engine
     from megamem.training.build import start_topology
-    from megamem.training.checkpointing import cpu_group
+    from megamem.training.checkpointing import cpu_group, run_facts
     from megamem.training.dry_run import mock_batches
 
     config = load_config(RunConfig, Path("configs/recipes/demo.yaml"))
@@ -56,7 +57,13 @@ def measure(folder: str, rounds: int) -> dict[str, Any]:
         return time.perf_counter() - begun
 
     def save(step: int) -> None:
-        saver.save(step, all_fragments(engine), {"step": step, "optimizer_steps": optimizer_steps(engine)})
+        run: SavedRun = {
+            **run_facts(config, ["mock"], None),
+            "step": step, "tokens": 0, "samples": 0, "optimizer_steps": optimizer_steps(engine),
+            "bad_steps": {"total": 0, "streak": []}, "val_loss": None,
+            "layout": {"pp": 1, "dp": topology.dp_size, "tp": topology.tp_size}, "placement": [config.model.layers],
+        }  # fmt: skip
+        saver.save(step, all_fragments(engine), run)
 
     timed_step()
     save(1)  # makes the staging buffers

@@ -11,6 +11,7 @@ import torch
 from tests.contract.case import CHUNK, Case
 from tests.contract.cases import ARCHITECTURES, CASES
 from tests.distributed.training_cases import run_config
+from tests.saved_run import saved_run
 
 EXPORTED = [*CASES, *ARCHITECTURES]
 KINDS = {case.kind: case for case in reversed(EXPORTED)}
@@ -58,12 +59,8 @@ def world(payload: dict[str, Any]) -> dict[str, Any]:
             config = configured(case, parallel)
             engine = build_engine(config, topology)
             folder = Path(payload["folder"]) / f"{case.id}-{layout}"
-            run = {
-                "step": 0,
-                "tokens": 0,
-                "optimizer_steps": optimizer_steps(engine),
-                **run_facts(config, ["none"], None),
-            }
+            facts = run_facts(config, ["none"], None)
+            run = saved_run(0, optimizer_steps=optimizer_steps(engine), **facts)
             Saver(folder, CheckpointConfig(), group).save(0, all_fragments(engine), run, wait=True)
             evaluator = Evaluator(engine.stage, topology)
             ids = tokens(config.model.vocab_size)

@@ -21,6 +21,7 @@ from tests.contract.case import CHUNK, Case
 from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU, inputs, make
 from tests.contract.observe import HEADS, LANES, TP_SIZES
+from tests.saved_run import saved_run
 
 WORLD = 4
 SAVED, TOKENS = 3 * CHUNK, 4 * CHUNK
@@ -75,7 +76,7 @@ def world(folder: str) -> dict[str, Any]:
                     fresh = stage.initial_states(share, CPU, torch.float64)
                     _, states = read(stage, fresh, rows, 0, SAVED)
                     saver = Saver(Path(folder) / f"{case.id}-{tp}", CheckpointConfig(), group)
-                    saver.save(1, lanes.fragments({0: states}), {}, wait=True)
+                    saver.save(1, lanes.fragments({0: states}), saved_run(1), wait=True)
                     kept[f"{case.id}/{tp}"] = states
                     continue
                 for saved in TP_SIZES:

@@ -19,6 +19,7 @@ from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
 from megamem.pipeline.freezing import learning
 from tests.distributed.training_cases import CHUNK, local_batches, read_gradients, run_config
+from tests.saved_run import saved_run
 
 SIGNAL = {"kind": "infinity_former", "basis": 8, "widths": [0.1, 0.2], "samples": 8}
 MODEL = {
@@ -96,7 +97,7 @@ def _save(engine: TrainingEngine, folder: str) -> None:
     from megamem.training.checkpointing import cpu_group
 
     saver = Saver(location(folder), CheckpointConfig(), cpu_group(60))
-    run: Any = {"step": 1, "optimizer_steps": optimizer_steps(engine)}
+    run = saved_run(1, optimizer_steps=optimizer_steps(engine))
     saver.save(1, all_fragments(engine), run, wait=True)
 
 

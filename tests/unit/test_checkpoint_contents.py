@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from checkpoint_helpers import saved_run
 from typer.testing import CliRunner
 
 from checkpoints.folder import MANIFEST, Checkpoint, folder_name, mark_complete, open_checkpoint
@@ -24,6 +23,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.errors import CheckpointError
 from megamem.files import sha256_file
 from megamem.tensor_files import DTYPES, write_tensors
+from tests.saved_run import saved_run
 
 RANKS = [f"rank-0000{rank}.safetensors" for rank in range(2)]
 Change = Callable[[dict[str, Any]], object]

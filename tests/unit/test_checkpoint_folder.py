@@ -7,7 +7,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from checkpoint_helpers import saved_run
 from typer.testing import CliRunner
 
 from checkpoints.folder import MARKER, checkpoints_in, folder_name, mark_complete, open_checkpoint
@@ -20,6 +19,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.files import sha256_file
+from tests.saved_run import saved_run
 
 
 def write(folder, step, val_loss=None):

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from checkpoint_helpers import saved_run
 from safetensors.torch import load_file, save_file
 
 from checkpoints.find import find_checkpoint
@@ -19,6 +18,7 @@ from megamem.errors import CheckpointError
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.start_weights import open_weights
+from tests.saved_run import saved_run
 
 
 def write(folder, tensors, ranks=1, step=4):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_helpers import saved_run
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoints import target as targets
@@ -25,6 +24,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, ConfigError, DamagedError
+from tests.saved_run import saved_run
 
 RUN = {
     "name": "case",

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from checkpoint_helpers import saved_run
 
 from megamem.config.load import config_hash, load_config, parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError, RunFolderError
 from megamem.runs.folder import FREE_BYTES, RESTARTS, RunLock, check_run_folder, create_run_folder
 from megamem.training.checkpointing import check_folder_everywhere
+from tests.saved_run import saved_run
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import saved_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_disk import SmallDisk
@@ -23,6 +22,7 @@ from megamem.hf.export import write_shards
 from megamem.hf.folder import whole_folder
 from megamem.memory.continuous import matrix_cache
 from megamem.tensor_files import write_tensors
+from tests.saved_run import saved_run
 
 MANY = {
     "a": torch.arange(5).bfloat16(),
