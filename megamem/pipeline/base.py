@@ -80,6 +80,9 @@ class StepResult:
 class TrainingEngine(ABC):
     """One rank's layers, optimizer and, in streams mode, memory states carried from step to step."""
 
+    observe_states: Callable[[States], None] | None = None
+    """Called with this rank's states at the end of a step's last micro-batch, off the graph; None: nobody looks."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -124,8 +127,6 @@ class TrainingEngine(ABC):
         """The states at the end of each micro-batch where the next step reads on, by its index."""
         self.steps_before = 0
         """Steps that the run has made before the one under way."""
-        self.observe_states: Callable[[States], None] | None = None
-        """Called with this rank's states at the end of a step's last micro-batch, off the graph; None: nobody looks."""
         self.placement = [range(config.model.layers)]
         """Layers of each stage."""
 
