@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 
 LOGGED = {
     "step", "tokens", "loss", "grad_norm", "lr", "skipped", "tokens_per_second", "tokens_per_second_per_device", "mfu",
-    "padding", "data_wait", "memory_gib", "eta_s", "elapsed_s",
+    "padding", "data_wait", "memory_gib", "eta_s", "elapsed_s", "memory_rms/layers.1",
 }  # fmt: skip
 VALIDATED = {"step", "tokens", "val_loss", "val_accuracy", "val_bits_per_byte", "val_beyond_first_chunk_loss"}
 
@@ -141,6 +141,7 @@ class TestCommand:
             assert record["tokens"] == record["step"] * 512
             assert record["mfu"] is None  # the peak of a CPU is not known
             assert record["skipped"] == 0
+            assert 0 < record["memory_rms/layers.1"] < 100
             assert 0 <= record["data_wait"] < 1
             assert math.isfinite(record["loss"])
             assert record["grad_norm"] > 0
