@@ -97,21 +97,33 @@ def test_a_killed_stage_takes_the_others_along(config, tmp_path, killed):
 
 
 def meddled_with(*arguments: str) -> None:
-    """On a rank: the command, with a stranger at the watchdog's port who writes to all of its keys after step 3."""
+    """On a rank: the command, with a stranger at the watchdog's port who writes to all of its keys for three seconds.
+
+    Ranks write their own keys again in each beat, and may all do so at the same time: the first one reads 0.3 s late,
+    so that what the stranger has written in between is read.
+    """
     from megamem.training import watchdog
 
-    serve = watchdog.serve_store
+    serve, awaited, reading = watchdog.serve_store, watchdog.Messages.awaited, threading.Event()
+
+    def read_late(messages, key):
+        reading.set()
+        time.sleep(0.3)
+        return awaited(messages, key)
 
     def serve_to_all(*given):
         store = serve(*given)
 
         def meddle() -> None:
-            time.sleep(2)
+            reading.wait()
             stranger = TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
-            for key in {*stranger.list_keys(), "watchdog/message", "watchdog/left/1"}:
-                stranger.set(key, b"1|2|\xff")
+            for _ in range(30):
+                for key in ("rank/0", "rank/1", "message", "left/1"):
+                    stranger.set(f"watchdog/{key}", b"1|2|\xff")
+                time.sleep(0.1)
 
         threading.Thread(target=meddle, daemon=True).start()
+        watchdog.Messages.awaited = read_late
         return store
 
     watchdog.serve_store = serve_to_all
