@@ -29,6 +29,9 @@ class EvaluationConfig(ConfigModel):
     """Tokens of each validation while training, taken from the start of the held-out documents."""
     final_max_tokens: PositiveInt | None = None
     """Tokens of the evaluation at the end; all held-out text if not given."""
+    sequence_length: PositiveInt | None = None
+    """Tokens of a held-out text: documents are cut into pieces of this length, each read as a document of its own, \
+    which compares models at the length they were trained on. Documents are read whole if not given."""
     rows: PositiveInt = 8
     """Rows of a batch on each rank: documents read side by side."""
     sliding_stride: PositiveInt | None = None

@@ -157,9 +157,9 @@ class Feeder:
 class HeldOutDocuments:
     """Held-out documents, read anew whenever they are gone through: nobody holds all of them in memory."""
 
-    documents: Sequence[tuple[DocumentStore, int]]
-    """Store and number of each."""
-    read: Callable[[DocumentStore, int], EvaluationDocument]
+    documents: Sequence[tuple[DocumentStore, int, int]]
+    """Store, number in it and first token of each."""
+    read: Callable[[DocumentStore, int, int], EvaluationDocument]
     """Reads one."""
 
     def __len__(self) -> int:
@@ -168,14 +168,14 @@ class HeldOutDocuments:
 
     def __iter__(self) -> Iterator[EvaluationDocument]:
         """Read the documents in order."""
-        return (self.read(store, document) for store, document in self.documents)
+        return (self.read(store, document, start) for store, document, start in self.documents)
 
 
 def evaluation_documents(
     config: DataConfig,
     *,
     chunk_size: int,
-    max_tokens: int | None = None,
+    sequence_length: int | None = None,
     rank: int = 0,
     ranks: int = 1,
 ) -> HeldOutDocuments:
@@ -187,7 +187,9 @@ def evaluation_documents(
     Args:
         config: names the held-out sources and the tokenizer.
         chunk_size: tokens of a chunk; documents are padded to whole chunks.
-        max_tokens: predictions that each document is cut to; all if not given.
+        sequence_length: a text is cut into pieces of so many predictions, each a document of its own; examples of tasks
+            are not. The first pieces of all documents come first, so that a bound on tokens takes some of each. Documents
+            are whole if not given.
         rank: number of this reader.
         ranks: number of readers that share the documents.
 
@@ -199,13 +201,28 @@ def evaluation_documents(
     if not stores:
         raise DataError("data.validation: no held-out source is named")
     counter = TextCounter(Tokenizer.load(config.tokenizer).token_bytes()) if config.tokenizer else None
-    readable = [(store, d) for store in stores for d in np.flatnonzero(store.lengths > 1).tolist()]
+    readable = [
+        (store, document, start)
+        for store in stores
+        for document in np.flatnonzero(store.lengths > 1).tolist()
+        for start in _first_tokens(store, document, sequence_length)
+    ]
     if not readable:
         raise DataError(f"{stores[0].path}: no held-out document has two tokens")
+    readable.sort(key=lambda piece: piece[2])
     return HeldOutDocuments(
         readable[rank::ranks],
-        lambda store, document: _evaluation_document(store, document, chunk_size, max_tokens, counter),
+        lambda store, document, start: _evaluation_document(
+            store, document, start, chunk_size, sequence_length, counter
+        ),
     )
+
+
+def _first_tokens(store: DocumentStore, document: int, sequence_length: int | None) -> Sequence[int]:
+    """Return where the pieces of a held-out document begin."""
+    if sequence_length is None or isinstance(store, TaskStore):
+        return (0,)
+    return range(0, int(store.lengths[document]) - 1, sequence_length)
 
 
 def open_stores(config: DataConfig, paths: Sequence[str], join: bool = False) -> list[DocumentStore]:
@@ -239,17 +256,25 @@ def _open_training(config: DataConfig) -> list[DocumentStore]:
 
 
 def _evaluation_document(
-    store: DocumentStore, document: int, chunk_size: int, max_tokens: int | None, counter: TextCounter | None
+    store: DocumentStore,
+    document: int,
+    start: int,
+    chunk_size: int,
+    sequence_length: int | None,
+    counter: TextCounter | None,
 ) -> EvaluationDocument:
-    """Read a held-out document. counter: of the tokenizer of its text."""
-    predicted = min(int(store.lengths[document]) - 1, max_tokens or int(store.lengths[document]))
+    """Read a held-out document, or a piece of one. counter: of the tokenizer of its text."""
+    name, predicted = store.name(document), int(store.lengths[document]) - 1 - start
+    if sequence_length is not None and not isinstance(store, TaskStore):
+        predicted = min(predicted, sequence_length)
+        name = f"{name}, tokens {start:,} to {start + predicted - 1:,}"
     chunks = -(-predicted // chunk_size)
     row = Row.empty(chunks * chunk_size, chunk_size)
-    fill_row(store, [DocumentSlice(document, start=0, length=predicted, position=0)], chunk_size, row)
+    fill_row(store, [DocumentSlice(document, start=start, length=predicted, position=0)], chunk_size, row)
     _check_ids(store, row.tokens, row.labels, None if counter is None else counter.vocab_size, "tokenizer")
     predicted_labels = row.labels[row.labels != IGNORED]
     return EvaluationDocument(
-        name=store.name(document),
+        name=name,
         tokens=torch.from_numpy(row.tokens),
         labels=torch.from_numpy(row.labels),
         predicted_tokens=predicted,

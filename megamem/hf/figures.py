@@ -13,7 +13,9 @@ from tokenization.tokenizer import Tokenizer
 def held_out_figures(stage: Stage, config: RunConfig, max_tokens: int) -> dict[str, float]:
     """Loss, perplexity and bits per byte on the first `max_tokens` tokens of the run's held-out documents."""
     report = Evaluator(stage, rows=config.evaluation.rows).losses(
-        evaluation_documents(config.data, chunk_size=config.model.chunk_size),
+        evaluation_documents(
+            config.data, chunk_size=config.model.chunk_size, sequence_length=config.evaluation.sequence_length
+        ),
         max_tokens=max_tokens,
         counter=TextCounter(Tokenizer.load(config.data.tokenizer).token_bytes()) if config.data.tokenizer else None,
     )

@@ -50,7 +50,9 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 def held_out_documents(config: RunConfig) -> HeldOutDocuments:
     """Open the held-out documents; they are read when they are gone through."""
-    return evaluation_documents(config.data, chunk_size=config.model.chunk_size)
+    return evaluation_documents(
+        config.data, chunk_size=config.model.chunk_size, sequence_length=config.evaluation.sequence_length
+    )
 
 
 def build_callbacks(config: RunConfig) -> list[Callback]:

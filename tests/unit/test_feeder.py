@@ -339,13 +339,26 @@ def test_held_out_documents_are_read_whole_and_in_order(root):
 
 def test_held_out_documents_are_cut_and_shared_out(root):
     tokenizer = Tokenizer.load(root / "tokenizer")
-    documents = held_out(root, max_tokens=20)
-    assert documents[0].predicted_tokens == 20
-    assert len(documents[0].tokens) == 24
-    text = tokenizer.decode(documents[0].labels[:20].numpy())
-    assert documents[0].text_size == TextSize(len(text.encode()), len(text), len(text.split()), text.count("\n"))
+    pieces = held_out(root, sequence_length=20)
+    assert pieces[0].predicted_tokens == 20
+    assert len(pieces[0].tokens) == 24
+    text = tokenizer.decode(pieces[0].labels[:20].numpy())
+    assert pieces[0].text_size == TextSize(len(text.encode()), len(text), len(text.split()), text.count("\n"))
     shares = [held_out(root, rank=rank, ranks=2) for rank in range(2)]
     assert [[document.name[-5] for document in share] for share in shares] == [["0", "2"], ["1"]]
+
+
+def test_held_out_pieces_have_every_prediction_of_the_documents_once(root):
+    """Pieces of 20 predictions, the first of all documents first; together they are the documents."""
+    whole, pieces = held_out(root), held_out(root, sequence_length=20)
+    assert [piece.name.split(", ")[0] for piece in pieces[:3]] == [document.name for document in whole]
+    for document in whole:
+        count = document.predicted_tokens
+        own = [piece for piece in pieces if piece.name.startswith(document.name + ", tokens ")]
+        assert len(own) == -(-count // 20) and {piece.predicted_tokens for piece in own[:-1]} <= {20}
+        for field in ("tokens", "labels"):
+            joined = torch.cat([getattr(piece, field)[: piece.predicted_tokens] for piece in own])
+            assert torch.equal(joined, getattr(document, field)[:count])
 
 
 def test_held_out_documents_are_read_anew_each_time(root):
