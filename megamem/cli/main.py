@@ -36,6 +36,7 @@ from megamem.cli.runs import runs
 from megamem.cli.shards import shards_app
 from megamem.cli.status import status
 from megamem.cli.study import study_app
+from megamem.cli.tasks import tasks_app
 from megamem.cli.tokenizer import tokenizer_app
 from megamem.cli.train import start_from, train
 from megamem.cli.verify_resume import verify_resume
@@ -45,7 +46,8 @@ from megamem.errors import CheckpointError, ConfigError, MegamemError, NonFinite
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for name, group in {
     "corpus": corpus_app, "tokenizer": tokenizer_app, "shards": shards_app, "checkpoint": checkpoint_app,
-    "convert": convert_app, "study": study_app, "probe": probe_app, "wandb": wandb_app,
+    "convert": convert_app, "study": study_app, "probe": probe_app, "tasks": tasks_app,
+    "wandb": wandb_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 # a function's name is the verb's, with dashes
