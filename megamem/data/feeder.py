@@ -187,9 +187,9 @@ def evaluation_documents(
     Args:
         config: names the held-out sources and the tokenizer.
         chunk_size: tokens of a chunk; documents are padded to whole chunks.
-        sequence_length: a text is cut into pieces of so many predictions, each a document of its own; examples of tasks
-            are not. The first pieces of all documents come first, so that a bound on tokens takes some of each. Documents
-            are whole if not given.
+        sequence_length: a text is cut into pieces of so many predictions, each a document of its own; examples of
+            tasks are not. The first pieces of all documents come first, so that a bound on tokens takes some of each.
+            Documents are whole if not given.
         rank: number of this reader.
         ranks: number of readers that share the documents.
 

