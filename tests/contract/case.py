@@ -46,7 +46,9 @@ class Case:
         """The fewest layers that a model of this case has: one for an encoder's layers, and one more."""
         return 1 + ((self.options.get("encoder") or {}).get("layers", 0) if self.inside is not None else 0)
 
-    def model(self, layers: int = 1, heads: int = 4, head_dim: int = 4, at: int = 0) -> ModelConfig:
+    def model(
+        self, layers: int = 1, heads: int = 4, head_dim: int = 4, at: int = 0, norm_eps: float = 1e-5
+    ) -> ModelConfig:
         """A model with this mixer at layer `at` and plain attention elsewhere."""
         return ModelConfig.model_validate(
             {
@@ -58,6 +60,7 @@ class Case:
                 "vocab_size": 32,
                 "chunk_size": CHUNK,
                 "init_std": self.init_std,
+                "norm_eps": norm_eps,
                 **self.shape,
                 **self._mechanism(at),
             }

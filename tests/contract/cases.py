@@ -237,6 +237,22 @@ ALL_CASES = [
     ),
     Case(
         "memory_caching",
+        "token_gates",
+        {"memory": {"kind": "dla", "inner_chunk": 2, "max_rate": 0.1}, "segment": 2, "scores": "token", "ages": 3}
+        | {"temperature": 0.5},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "selection_without_gates",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05}, "segment": 2}
+        | {"combine": "ssc", "top_k": 2, "router": "query", "gate": "none"},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
         "memora_gated",
         {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
         shape=FEW_CHANNELS,

@@ -56,7 +56,7 @@ Subject = Alone | Stage
 
 
 def make(
-    case: Case, subject: str, dtype: torch.dtype = torch.float64, linears: Linears | None = None, **sizes: int
+    case: Case, subject: str, dtype: torch.dtype = torch.float64, linears: Linears | None = None, **sizes: Any
 ) -> Subject:
     """The case's mixer alone, or a model of three layers: the mixer between two plain ones, or the architecture.
 

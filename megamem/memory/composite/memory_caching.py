@@ -28,137 +28,27 @@ segments, D head_dim, V width of a head's values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
-from megamem.config.cost import Flops, product
-from megamem.config.model import MIXERS, AnyMixer, ModelConfig
-from megamem.memory.base import Chunk, Growing, Losses, Mixer, State, StateSpec, TensorSpec, to_device
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.base import Chunk, Losses, Mixer, State, to_device
+from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
 from megamem.memory.composite.segments import Gating, Segments, SegmentSlice, gate_shares
-from megamem.memory.recurrent.base import Inputs, RecurrentMixer, SegmentedConfig
-from megamem.memory.recurrent.matrix import MatrixConfig
+from megamem.memory.recurrent.base import Inputs, RecurrentMixer
 from megamem.ops.deep_memory.kept import selected_answer
 from megamem.parallel.linears import Linears, normal
 
 
 @MIXERS.register
-class MemoryCachingConfig(SegmentedConfig):
+class MemoryCachingConfig(MemoryCachingSettings):
     """Memory Caching: keep a recurrent memory's states at the ends of segments, and read them all, or some."""
 
     kind: Literal["memory_caching"] = "memory_caching"
     """`memory_caching`"""
-    memory: AnyMixer
-    """The recurrent memory: linear_attention, retnet, delta_net, ssd, dla, titans or memora, with its own fields."""
-    combine: Literal["residual", "grm", "soup", "ssc"] = "grm"
-    """How kept memories take part, by the paper's names: Residual Memory sums their answers; Gated Residual Memory sums
-    them with gates; Memory Soup mixes their weights before a query reads them; Sparse Selective Caching sums, with
-    gates, the answers of the `top_k` best-fitting ones alone."""
-    segment: PositiveInt = 256
-    """Tokens after which the memory's state is kept. Divides model.chunk_size."""
-    gate: Literal["softmax", "sigmoid", "raw"] = "softmax"
-    """How scores become shares: by a softmax over the kept segments and the open one, by sigmoids, or unchanged."""
-    pooling: Literal["mean", "sum"] = "mean"
-    """How a segment's keys become the vector that tokens are scored against."""
-    router: Literal["own", "query"] = "own"
-    """What a token is scored with: a projection of its own, or its query."""
-    write: Literal["independent", "continued"] = "independent"
-    """Whether each segment starts from a fresh memory, or from the one that the segment before it ended with."""
-    top_k: PositiveInt = 2
-    """Kept memories that a token reads with `ssc`."""
-    max_chunks: PositiveInt | None = None
-    """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
-
-    def kept_specs(
-        self, model: ModelConfig, memories: int | str, kind: Literal["memory", "open"]
-    ) -> dict[str, TensorSpec]:
-        """Declare what is kept of `memories` segments: weights, pooled keys, and whose segment ended there."""
-        shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.resolved_head_dim,)}
-        specs = {
-            name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
-            for name, shape in shapes.items()
-        }
-        return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
-
-    def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Declare the open memory, the sum of its segment's keys, and kept memories: by chunk, of the open chunk."""
-        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment, "memory"), self.max_chunks)
-        closed = self.kept_specs(model, "open", "open")
-        return {
-            **self.recurrent.state_specs(model),
-            "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
-            "kept": kept,
-            **{f"closed_{name}": spec for name, spec in closed.items()},
-        }
-
-    def reach(self, start: int, chunk_size: int) -> int:
-        """Return how many segments before its open one a row at position `start` may read."""
-        if start <= 0:
-            return 0
-        if self.max_chunks is None:
-            return start // self.segment
-        return min(start, start % chunk_size + self.max_chunks * chunk_size) // self.segment
-
-    @property
-    def routed(self) -> bool:
-        """Whether scores are made with a projection of their own."""
-        return self.combine != "residual" and self.router == "own"
-
-    def projection_parameters(self, model: ModelConfig) -> int:
-        """Count those of the memory, and the router's."""
-        router = model.hidden_size * model.heads * model.resolved_head_dim if self.routed else 0
-        return self.recurrent.projection_parameters(model) + router
-
-    def extra_parameters(self, model: ModelConfig) -> int:
-        """Count those of the memory."""
-        return self.recurrent.extra_parameters(model)
-
-    def mixing_flops(self, model: ModelConfig, sequence_length: int, causal: bool) -> dict[str, Flops]:
-        """See `MixerConfig.mixing_flops`.
-
-        Beside the memory's own, `memory_routing` counts the scores and `memory_caching` what kept memories answer.
-
-        Each token reads all segments before its own, within reach; with `ssc` `top_k` of them at most.
-        """
-        begun = min(self.segment, sequence_length) if self.write == "independent" else sequence_length
-        several = self.side_by_side() and self.segment < min(model.chunk_size, sequence_length)
-        # the end of a sequence's last segment, which nobody reads, is computed with those of the segments beside it
-        length = math.inf if several else sequence_length
-        parts = self.recurrent.memory_flops(model, length, causal, begun)
-        within, read = self.kept_and_read(model, sequence_length)
-        sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
-        if self.combine != "residual":
-            parts["memory_routing"] = product(2 * model.heads * model.resolved_head_dim * within)
-        parts["memory_caching"] = product(2 * model.heads * sizes * read)
-        return parts
-
-    def side_by_side(self) -> bool:
-        """Return whether the segments of a call are written at the same time, as rows of a batch.
-
-        They are where no segment knows of another's memory, and none has others mixed in while it is written.
-        """
-        return self.write == "independent" and not self.mixes()
-
-    def mixes(self) -> bool:
-        """Return whether networks are mixed matrix by matrix. A mixture of single matrices is that of their answers."""
-        return self.combine == "soup" and not isinstance(self.recurrent, MatrixConfig)
-
-    def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
-        """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""
-        segments = range(-(-sequence_length // self.segment))
-        within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
-        read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
-        return sum(within) / len(segments), sum(read) / len(segments)
-
-    def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
-        """See `MixerConfig.summary`: the share of the kept memories that is read."""
-        within, read = self.kept_and_read(model, sequence_length)
-        share = f", {read / within:.0%}" if within else ""
-        return f"memory caching ({self.combine}): a token reads {read:.2f} of {within:.2f} kept memories{share}"
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> MemoryCaching:
         """See `MixerConfig.build`."""
@@ -175,7 +65,7 @@ class MemoryCaching(Mixer):
         assert isinstance(memory, RecurrentMixer)
         super().__init__(config.state_specs(model), memory.sizes, linears.tp_size)
         self.config = config
-        self.gating = Gating(config.combine, config.gate, config.top_k)
+        self.gating = Gating(config.combine, config.gate, config.top_k, config.scores, config.temperature)
         self.linears = linears
         self.memory = memory
         self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
@@ -183,21 +73,22 @@ class MemoryCaching(Mixer):
         # mixed networks are read matrix by matrix, and so within one block of the memory
         self.step = config.recurrent.block() if config.mixes() else config.segment
         # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
-        self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys))
+        by_keys = config.scores == "context"
+        self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
         self.router = None
         if config.routed:
-            self.router = linears.column(
-                model.hidden_size, model.heads * model.resolved_head_dim, normal(model.init_std)
-            )
+            width = config.router_width(model)
+            self.router = linears.column(model.hidden_size, model.heads * width, normal(model.init_std))
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         x = self.linears.enter(hidden)
         inputs, after = self.memory.inputs(x, state, chunk)
-        # u [B, H, G, T, D]
+        # u [B, H, G, T, D], or scores by age [B, H, G, T, ages]
         router_query = inputs.query
         if self.router is not None:
-            projected = self.router(x).unflatten(-1, (-1, self.memory.width)).permute(1, 2, 0, 3)
+            heads = self.memory.groups * inputs.key.shape[1]
+            projected = self.router(x).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
             router_query = projected.unflatten(1, (-1, self.memory.groups))
         if self.score_scale != 1.0:
             router_query = router_query * self.score_scale
@@ -345,7 +236,7 @@ class MemoryCaching(Mixer):
             visible = (filled > 0) & (from_here <= limit)
             newer = from_here[:, :1]
             weights = tuple(entry[name] for name in self.names[:-2])
-            parts.append(Segments(weights, entry["pool"], visible))
+            parts.append(Segments(weights, entry["pool"], visible, from_here))
         return parts[::-1]
 
     def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:

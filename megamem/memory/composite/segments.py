@@ -28,8 +28,10 @@ class Gating(NamedTuple):
     """How the answers of kept segments are weighed; fields as in `MemoryCachingConfig`."""
 
     combine: Literal["residual", "grm", "soup", "ssc"]
-    gate: Literal["softmax", "sigmoid", "raw"]
+    gate: Literal["softmax", "sigmoid", "raw", "none"]
     top_k: int
+    scores: Literal["context", "token"]
+    temperature: float
 
 
 class Segments(NamedTuple):
@@ -41,6 +43,8 @@ class Segments(NamedTuple):
     """The pooled keys of each segment, [B, H, N, D]."""
     visible: Tensor
     """Which of them each row may read, [B, N] bool."""
+    age: Tensor
+    """How many segments before its open one each row ended them, from 1, [B, N] int64; any number where not visible."""
 
 
 def gate_shares(
@@ -51,7 +55,7 @@ def gate_shares(
     Source: Behrouz et al., "Memory Caching: RNNs with Growing Memory", equations 9, 14 and 15.
 
     Args:
-        router_query: u [B, H, G, T, D].
+        router_query: u [B, H, G, T, D]; with `scores: token` the scores by age, [B, H, G, T, ages].
         pools: the pooled keys of the open segment up to each token, [B, H, T, D].
         kept: lists of kept segments.
         gating: how they are weighed.
@@ -64,11 +68,9 @@ def gate_shares(
         # equation 7: every share is 1
         shape = router_query.shape[:-1]
         return router_query.new_ones((*shape, 1)), [v.to(router_query.dtype).expand(*shape, -1) for v in visible]
-    # scores r = <u_t, pool> of the open segment, and of all kept ones side by side
-    own = (router_query * pools[:, :, None]).sum(-1, keepdim=True)
-    if not kept:
+    own, scores = _scores(router_query, pools, kept, gating)
+    if scores is None:
         return _gates(own, gating.gate), []
-    scores = torch.cat([router_query @ part.pools.mT[:, :, None] for part in kept], dim=-1)
     allowed = torch.cat(visible, dim=-1).expand(scores.shape)
     if gating.combine == "ssc":
         allowed = allowed & _highest(scores.masked_fill(~allowed, -torch.inf), gating.top_k)
@@ -79,11 +81,35 @@ def gate_shares(
     return _gates(own, gating.gate), list(shares.split(sizes, dim=-1))
 
 
+def _scores(router_query: Tensor, pools: Tensor, kept: list[Segments], gating: Gating) -> tuple[Tensor, Tensor | None]:
+    """Return the scores r of the open segment [B, H, G, T, 1] and of all kept ones side by side, [B, H, G, T, N].
+
+    router_query, pools: as in `gate_shares`. The second is None where nothing is kept.
+    """
+    scores = None
+    if gating.scores == "token":
+        own = router_query[..., :1]
+        if kept:
+            # each token has a score for each age; the oldest segments share the last one
+            age = torch.cat([part.age for part in kept], dim=-1).clamp(0, router_query.shape[-1] - 1)
+            scores = router_query.gather(-1, age[:, None, None, None].expand(*router_query.shape[:-1], -1))
+    else:
+        # r = <u_t, pool>
+        own = (router_query * pools[:, :, None]).sum(-1, keepdim=True)
+        if kept:
+            scores = torch.cat([router_query @ part.pools.mT[:, :, None] for part in kept], dim=-1)
+    if gating.temperature != 1.0:
+        own, scores = own / gating.temperature, None if scores is None else scores / gating.temperature
+    return own, scores
+
+
 def _gates(scores: Tensor, gate: str) -> Tensor:
     """Return the shares that scores [B, H, G, T, N] come to, each by itself."""
     if gate == "softmax":
         # the softmax over one segment alone; the scores stay in the graph, with gradients of zero
         return torch.ones_like(scores) + 0.0 * scores
+    if gate == "none":
+        return torch.ones_like(scores)
     return scores.sigmoid() if gate == "sigmoid" else scores
 
 

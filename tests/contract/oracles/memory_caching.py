@@ -15,11 +15,15 @@ from tests.contract.oracles.common import Answer, heads
 def shares_of(mixer, router_query: Tensor, pools: list[Tensor]) -> list[float]:
     """Return the shares of the kept segments that may be read, the oldest first, and of the open one.
 
-    router_query: u [width]; pools: of the same segments, like `router_query`.
+    router_query: u [width], or a score for each age; pools: of the same segments, like u.
     """
     if mixer.combine == "residual":
         return [1.0] * len(pools)
-    scores = [float(router_query @ pool) for pool in pools]
+    if mixer.scores == "token":
+        ages = [min(len(pools) - 1 - i, mixer.ages - 1) for i in range(len(pools))]
+        scores = [float(router_query[age]) / mixer.temperature for age in ages]
+    else:
+        scores = [float(router_query @ pool) / mixer.temperature for pool in pools]
     chosen = set(range(len(pools)))
     if mixer.combine == "ssc":
         best = sorted(range(len(pools) - 1), key=lambda i: -scores[i])[: mixer.top_k]
@@ -27,7 +31,7 @@ def shares_of(mixer, router_query: Tensor, pools: list[Tensor]) -> list[float]:
     if mixer.gate == "softmax":
         total = sum(math.exp(scores[i]) for i in chosen)
         return [math.exp(score) / total if i in chosen else 0.0 for i, score in enumerate(scores)]
-    gate = recurrence.sigmoid if mixer.gate == "sigmoid" else float
+    gate = {"sigmoid": recurrence.sigmoid, "raw": float, "none": lambda score: 1.0}[mixer.gate]
     return [gate(score) if i in chosen else 0.0 for i, score in enumerate(scores)]
 
 
@@ -36,7 +40,8 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
     memory = importlib.import_module(f"tests.contract.oracles.{inner.kind}").Memory(inner, model, own, hidden)
     made, state = recurrence.projections(inner, model, own, hidden)
-    routed = heads(hidden, weights["router.weight"], model.resolved_head_dim) if "router.weight" in weights else None
+    width = mixer.ages if mixer.scores == "token" else model.resolved_head_dim
+    routed = heads(hidden, weights["router.weight"], width) if "router.weight" in weights else None
     groups, tokens, segment = model.heads // model.resolved_kv_heads, len(hidden), mixer.segment
     now = [memory.begin(h) for h in range(model.resolved_kv_heads)]
     total = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
