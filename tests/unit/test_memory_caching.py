@@ -201,3 +201,40 @@ def test_the_share_that_is_read_is_stated() -> None:
     config = model.mixer_at(0)
     assert config.summary(model, 4 * CHUNK) == ("memory caching (ssc): a token reads 1.62 of 3.50 kept memories, 46%")
     assert config.summary(model, CHUNK // 2) == "memory caching (ssc): a token reads 0.00 of 0.00 kept memories"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gate": "none"}, "gate none is for combine ssc; grm without gates is combine residual"),
+        ({"gate": "none", "combine": "ssc"}, "gate none leaves nothing to train scores with"),
+        ({"scores": "token", "router": "query"}, "router query scores segments by their keys"),
+        ({"gate": "sigmoid", "temperature": 2.0}, "temperature 2.0 is the softmax's; gate sigmoid has none"),
+    ],
+)
+def test_gates_that_could_not_learn_or_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        caching(LINEAR, segment=4, **options)
+
+
+def test_equal_scores_of_the_token_weigh_all_segments_alike() -> None:
+    """With a router of zeros: shares of 1 / (segments so far), whose sum times their number is the residual answer."""
+    token, residual = caching(LINEAR, segment=4, scores="token", ages=2), caching(LINEAR, segment=4, combine="residual")
+    same_weights(residual, token)
+    torch.nn.init.zeros_(token.router.weight)
+    reads = {}
+    for name, mixer in (("token", token), ("residual", residual)):
+        mixer.memory.finish = lambda read, x, inputs, name=name: reads.setdefault(name, []).append(read) or x
+        output(mixer)
+    ours, theirs = (torch.cat(reads[name], dim=-2) for name in ("token", "residual"))
+    segments = torch.arange(TOKENS) // 4 + 1
+    agree(ours * segments[:, None], theirs)
+
+
+def test_a_high_temperature_evens_shares_out() -> None:
+    """At 1e9 every score is as good as zero: the same as gates of zero scores."""
+    even = caching(LINEAR, segment=4, temperature=1e9)
+    zero = caching(LINEAR, segment=4)
+    zero.load_state_dict(even.state_dict())
+    torch.nn.init.zeros_(zero.router.weight)
+    torch.testing.assert_close(output(even), output(zero), rtol=0, atol=1e-7)  # scores of 1e-9
