@@ -27,26 +27,27 @@ def read_curves(path: Path) -> Curves:
 def read_points(path: Path, figure: str) -> tuple[tuple[float, float], ...]:
     """(tokens trained on, figure) of the lines in metrics.jsonl that have it; empty without the file.
 
-    A resumed run writes the steps since its last checkpoint again: of each step the last line counts. A line cut short
-    by a crash is left out.
+    A resumed run writes the steps since its last checkpoint again: of each step the last line counts. Lines that
+    are no records, one cut short by a crash among them, are left out.
     """
     return _points(_records(path), figure)
 
 
 def last_step(path: Path, figure: str) -> int:
     """Return the step of the last line in metrics.jsonl that has `figure`; 0 without one."""
-    return max((record["step"] for record in _records(path) if figure in record), default=0)
+    steps = (record.get("step") for record in _records(path) if figure in record)
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     return [record for line in lines if (record := _parse(line)) is not None]
 
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

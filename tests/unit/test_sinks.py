@@ -12,12 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
+from megamem.evaluation.metrics import last_step, read_curves
 from megamem.runs.sinks.base import Sink
 from megamem.runs.sinks.build import build_sinks, closing
 from megamem.runs.sinks.console import ConsoleLines
 from megamem.runs.sinks.csv import CsvFile
 from megamem.runs.sinks.json_lines import JsonLines
 from megamem.runs.sinks.tensorboard import TensorBoard
+from tests.unit.small_disk import SmallDisk
 
 RECORDS = [{"step": step, "tokens": 8 * step, "loss": 1 / step} for step in range(1, 7)]
 
@@ -72,6 +74,70 @@ def test_a_resumed_run_drops_what_it_makes_again(tmp_path, kind, step):
     else:
         assert found == ["step,tokens,loss", *(f"{r['step']},{r['tokens']},{r['loss']}" for r in expected)]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing temporary is left"
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 40, b"\xff\xfe", b"", b"[1]", b'{"tokens": 1}', b"[" * 20000])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_damaged_line_prevents_no_resume(tmp_path, kind, damage, caplog):
+    """It is left out, of the curves too, and of metrics.jsonl a warning says so."""
+    path = tmp_path / f"metrics.{kind}"
+    make = (lambda at: JsonLines(path, at)) if kind == "jsonl" else (lambda at: CsvFile(path, ("tokens", "loss"), at))
+    write(make(0), RECORDS)
+    whole = path.read_bytes()
+    cut = whole.index(b"\n", len(whole) // 2) + 1
+    path.write_bytes(whole[:cut] + damage + b"\n" + whole[cut:])
+    if kind == "jsonl":
+        assert len(read_curves(path).training) == len(RECORDS)
+        assert last_step(path, "loss") == 6
+    write(make(6), [])
+    assert path.read_bytes() == whole
+    assert (f"{path}: 1 lines are damaged and left out" in caplog.text) == (kind == "jsonl")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_full_disk_ends_no_run_and_loses_no_line(small_disk: SmallDisk, kind, caplog):
+    path = small_disk.folder / f"metrics.{kind}"
+    make = (lambda at: JsonLines(path, at)) if kind == "jsonl" else (lambda at: CsvFile(path, ("tokens", "loss"), at))
+    sink = make(0)
+    sink.write(RECORDS[0])
+    small_disk.fill()
+    # more than what is left of the file's last page
+    many = [{"step": step, "tokens": 8 * step, "loss": 0.5} for step in range(2, 2000)]
+    for record in many:
+        sink.write(record)
+    assert caplog.text.count("cannot be written (No space left on device); training goes on") == 1
+    small_disk.empty()
+    last = {"step": 2000, "tokens": 16000, "loss": 0.25}
+    sink.write(last)
+    sink.close()
+    found = path.read_text().splitlines()
+    if kind == "jsonl":
+        assert [json.loads(line) for line in found] == [RECORDS[0], *many, last]
+    else:
+        assert found[1:] == [f"{r['step']},{r['tokens']},{r['loss']}" for r in (RECORDS[0], *many, last)]
+
+
+def test_a_resume_on_a_full_disk_goes_on(small_disk: SmallDisk, caplog):
+    """Lines that cannot be dropped stay, and of each step the last line counts."""
+    path = small_disk.folder / "metrics.jsonl"
+    write(JsonLines(path), RECORDS)
+    with path.open("a") as file:
+        file.write('{"step": 7, "tok')
+    small_disk.fill()
+    sink = JsonLines(path, 3)
+    assert f"{path}: keeps lines of steps that are made again (No space left on device)" in caplog.text
+    small_disk.empty()
+    again = [{**record, "loss": 9.0} for record in RECORDS[3:]]
+    write(sink, again)
+    assert read_curves(path).training == tuple((float(r["tokens"]), r["loss"]) for r in (*RECORDS[:3], *again))
+
+
+def test_a_disk_that_stays_full_is_told_of(small_disk: SmallDisk, caplog):
+    path = small_disk.folder / "metrics.jsonl"
+    sink = JsonLines(path)
+    small_disk.fill()
+    write(sink, RECORDS)
+    assert f"{path}: lacks its last 6 lines" in caplog.text
 
 
 def test_columns_may_change_between_two_parts_of_a_run(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +13,7 @@ from pydantic import Field, field_validator
 
 from megamem.config.extensions import SINKS, SinkConfig
 from megamem.runs.sinks.base import LogRecord, Sink
+from megamem.runs.sinks.lines import GrowingLines
 
 
 @SINKS.register
@@ -40,7 +44,7 @@ class CsvConfig(SinkConfig):
 
 
 class CsvFile(Sink):
-    """A CSV file with one line per record, flushed at once."""
+    """A CSV file with one line per record, written at once."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], step: int = 0) -> None:
         """Open the file.
@@ -52,27 +56,29 @@ class CsvFile(Sink):
             columns: figures after `step`.
             step: where the run resumes, 0 for a new run.
         """
-        self._columns = ("step", *columns)
-        kept = []
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            # a line without its end was being written when the process was killed
-            whole = csv.DictReader(line for line in lines if line.endswith("\n"))
-            kept = [line for line in whole if int(line["step"]) <= step]
-        partial = path.with_name(f".{path.name}.tmp")
-        with partial.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8", newline="")
-        self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
+        self._columns, self._step = ("step", *columns), step
+        self._lines = GrowingLines(path, self._kept)
+
+    def _kept(self, lines: list[str]) -> list[str]:
+        """Return the header and the rows up to the run's step; rows that are damaged are left out."""
+        rows = [row for row in csv.DictReader(line.replace("\0", "") for line in lines) if _step(row) <= self._step]
+        return [f"{self._line(row)}\n" for row in ({name: name for name in self._columns}, *rows)]
+
+    def _line(self, row: Mapping[str, object]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, extrasaction="ignore", lineterminator="").writerow(row)
+        return text.getvalue()
 
     def write(self, record: LogRecord) -> None:
         """See `Sink.write`."""
-        self._writer.writerow(record)
-        self._file.flush()
+        self._lines.append(self._line(record))
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._file.close()
+        self._lines.close()
+
+
+def _step(row: Mapping[str, str | None]) -> float:
+    """Return a row's step; infinity where it has none."""
+    step = row.get("step") or ""
+    return int(step) if step.isdecimal() else math.inf

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 
 from megamem.runs.sinks.base import LogRecord, Sink
+from megamem.runs.sinks.lines import GrowingLines
+
+_log = logging.getLogger(__name__)
 
 
 class JsonLines(Sink):
-    """A file with one JSON object per record, flushed at once."""
+    """A file with one JSON object per record, written at once."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        """Open the file. step: where the run resumes; records of later steps, which are made again, are dropped."""
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            # a line without its end was being written when the process was killed
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            path.with_suffix(".tmp").write_text("".join(kept), encoding="utf-8")
-            path.with_suffix(".tmp").replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        """Open the file. step: where the run resumes; records of later steps, which are made again, are dropped.
+
+        So are lines that are no records, of a damaged file; a warning says how many.
+        """
+        self._path, self._step = path, step
+        self._lines = GrowingLines(path, self._kept)
+
+    def _kept(self, lines: list[str]) -> list[str]:
+        steps = [_step(line) for line in lines]
+        if damaged := steps.count(None):
+            _log.warning("%s: %d lines are damaged and left out", self._path, damaged)
+        return [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= self._step]
 
     def write(self, record: LogRecord) -> None:
         """See `Sink.write`. Numbers that are not finite become null: JSON has none."""
         clean = {
             name: None if value is not None and not math.isfinite(value) else value for name, value in record.items()
         }
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
+        self._lines.append(json.dumps(clean))
 
     def close(self) -> None:
         """See `Sink.close`."""
-        self._file.close()
+        self._lines.close()
+
+
+def _step(line: str) -> int | None:
+    """Return the step of a record; None of a line that is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
