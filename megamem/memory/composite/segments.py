@@ -31,7 +31,6 @@ class Gating(NamedTuple):
     gate: Literal["softmax", "sigmoid", "raw", "none"]
     top_k: int
     scores: Literal["context", "token"]
-    temperature: float
 
 
 class Segments(NamedTuple):
@@ -68,9 +67,12 @@ def gate_shares(
         # equation 7: every share is 1
         shape = router_query.shape[:-1]
         return router_query.new_ones((*shape, 1)), [v.to(router_query.dtype).expand(*shape, -1) for v in visible]
-    own, scores = _scores(router_query, pools, kept, gating)
-    if scores is None:
+    # scores r of the open segment, and of all kept ones side by side
+    by_age = gating.scores == "token"
+    own = router_query[..., :1] if by_age else (router_query * pools[:, :, None]).sum(-1, keepdim=True)
+    if not kept:
         return _gates(own, gating.gate), []
+    scores = torch.cat([_scores(router_query, part, by_age) for part in kept], dim=-1)
     allowed = torch.cat(visible, dim=-1).expand(scores.shape)
     if gating.combine == "ssc":
         allowed = allowed & _highest(scores.masked_fill(~allowed, -torch.inf), gating.top_k)
@@ -81,26 +83,16 @@ def gate_shares(
     return _gates(own, gating.gate), list(shares.split(sizes, dim=-1))
 
 
-def _scores(router_query: Tensor, pools: Tensor, kept: list[Segments], gating: Gating) -> tuple[Tensor, Tensor | None]:
-    """Return the scores r of the open segment [B, H, G, T, 1] and of all kept ones side by side, [B, H, G, T, N].
+def _scores(router_query: Tensor, part: Segments, by_age: bool) -> Tensor:
+    """Return the scores r of kept segments, [B, H, G, T, N]: those of their ages, or <u_t, pool>.
 
-    router_query, pools: as in `gate_shares`. The second is None where nothing is kept.
+    router_query: as in `gate_shares`.
     """
-    scores = None
-    if gating.scores == "token":
-        own = router_query[..., :1]
-        if kept:
-            # each token has a score for each age; the oldest segments share the last one
-            age = torch.cat([part.age for part in kept], dim=-1).clamp(0, router_query.shape[-1] - 1)
-            scores = router_query.gather(-1, age[:, None, None, None].expand(*router_query.shape[:-1], -1))
-    else:
-        # r = <u_t, pool>
-        own = (router_query * pools[:, :, None]).sum(-1, keepdim=True)
-        if kept:
-            scores = torch.cat([router_query @ part.pools.mT[:, :, None] for part in kept], dim=-1)
-    if gating.temperature != 1.0:
-        own, scores = own / gating.temperature, None if scores is None else scores / gating.temperature
-    return own, scores
+    if not by_age:
+        return router_query @ part.pools.mT[:, :, None]
+    # the oldest segments share the last score
+    age = part.age.clamp(0, router_query.shape[-1] - 1)
+    return router_query.gather(-1, age[:, None, None, None].expand(*router_query.shape[:-1], -1))
 
 
 def _gates(scores: Tensor, gate: str) -> Tensor:

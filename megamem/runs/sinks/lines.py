@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megamem.files import write_bytes
+
 _log = logging.getLogger(__name__)
 
 
@@ -34,13 +36,9 @@ class GrowingLines:
 
     def _replace(self, there: bytes, begin: bytes) -> bytes:
         """Let the file begin with `begin`. Returns what is still to be written, where the disk takes nothing."""
-        partial = self.path.with_name(f".{self.path.name}.tmp")
         try:
-            with partial.open("wb", buffering=0) as file:
-                file.write(begin)
-            partial.replace(self.path)
+            write_bytes(self.path, begin)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             if not there:
                 return begin
             _log.warning("%s: keeps lines of steps that are made again (%s)", self.path, error.strerror)
