@@ -253,6 +253,28 @@ ALL_CASES = [
     ),
     Case(
         "memory_caching",
+        "titans_logarithmic",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.02}, "segment": 2}
+        | {"lengths": "logarithmic", "levels": 3},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "delta_logarithmic_continued",
+        {"memory": {"kind": "delta_net", "decay": True}, "segment": 2, "write": "continued", "combine": "ssc"}
+        | {"lengths": "logarithmic", "levels": 2, "top_k": 1},
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "dla_logarithmic_soup",
+        {"memory": {"kind": "dla", "inner_chunk": 2, "max_rate": 0.1}, "segment": 2, "combine": "soup"}
+        | {"lengths": "logarithmic", "levels": 4, "scores": "token", "ages": 3},
+        core=False,
+    ),
+    Case(
+        "memory_caching",
         "memora_gated",
         {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
         shape=FEW_CHANNELS,

@@ -8,9 +8,10 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import AnyMixer, ModelConfig
+from megamem.config.model import MIXERS, AnyMixer, ModelConfig
 from megamem.memory.base import Growing, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import SegmentedConfig
+from megamem.memory.recurrent.base import RecurrentConfig, SegmentedConfig
+from megamem.memory.recurrent.deep import DeepConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
 
 
@@ -25,6 +26,12 @@ class MemoryCachingSettings(SegmentedConfig):
     gates, the answers of the `top_k` best-fitting ones alone."""
     segment: PositiveInt = 256
     """Tokens after which the memory's state is kept. Divides model.chunk_size."""
+    lengths: Literal["constant", "logarithmic"] = "constant"
+    """Lengths of kept segments: `segment` tokens each, so that their number grows with the text; or the powers of two of
+    `segment` whose sum is what has been read, the oldest longest: two kept segments of one length become one."""
+    levels: PositiveInt = 8
+    """With `lengths: logarithmic`, how many lengths there are: 1, 2, 4 ... times `segment`; the longest takes in all
+    that is older."""
     scores: Literal["context", "token"] = "context"
     """What a segment's score is made from: the token and the segment's keys (the paper's choice), or the token alone,
     by a projection to one score for each age of a segment (the paper's ablation)."""
@@ -58,16 +65,51 @@ class MemoryCachingSettings(SegmentedConfig):
         }
         return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
 
+    def level_specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Declare what is kept of one merged segment: weights, the sum of its keys, and what its decays leave."""
+        shapes: dict[str, tuple[int, ...]] = {
+            **self.recurrent.snapshot_shapes(model),
+            "key_sum": (model.resolved_head_dim,),
+            **({"log_kept": ()} if self.fades else {}),
+        }
+        return {
+            name: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads")
+            for name, shape in shapes.items()
+        }
+
     def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Declare the open memory, the sum of its segment's keys, and kept memories: by chunk, of the open chunk."""
+        """Declare the open memory, the sum of its segment's keys, and kept memories.
+
+        Those of constant length by chunk, and of the open chunk; merged ones by level.
+        """
+        own = self.recurrent.state_specs(model)
+        key_sum = TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads")
+        if self.lengths == "logarithmic":
+            level = self.level_specs(model)
+            fading = {"log_kept": level["log_kept"]} if self.fades else {}
+            levels = {f"level_{n}_{name}": spec for n in range(self.levels) for name, spec in level.items()}
+            return {**own, "key_sum": key_sum, **fading, **levels}
         kept = Growing(self.kept_specs(model, model.chunk_size // self.segment, "memory"), self.max_chunks)
         closed = self.kept_specs(model, "open", "open")
-        return {
-            **self.recurrent.state_specs(model),
-            "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
-            "kept": kept,
-            **{f"closed_{name}": spec for name, spec in closed.items()},
-        }
+        return {**own, "key_sum": key_sum, "kept": kept, **{f"closed_{name}": spec for name, spec in closed.items()}}
+
+    @property
+    def fades(self) -> bool:
+        """Whether merging has to know what the decays of a segment's tokens leave of the memory before it."""
+        merges = self.lengths == "logarithmic" and self.write == "independent"
+        return merges and isinstance(self.recurrent, DeepConfig) and self.recurrent.decay
+
+    def occupied(self, segments: int) -> list[int]:
+        """Return the levels that hold something after so many segments, shortest first.
+
+        They are the binary digits of the number that are 1; what is beyond the last level is part of it.
+        """
+        last = self.levels - 1
+        return [n for n in range(self.levels) if (segments >> n) & 1 or (n == last and segments >> n)]
+
+    def merged_segments(self, segments: int, level: int) -> int:
+        """Return how many of so many segments a level holds, if it holds any."""
+        return segments >> level << level if level == self.levels - 1 else 1 << level
 
     def reach(self, start: int, chunk_size: int) -> int:
         """Return how many segments before its open one a row at position `start` may read."""
@@ -88,6 +130,22 @@ class MemoryCachingSettings(SegmentedConfig):
             raise ValueError("router query scores segments by their keys, scores token does not; leave one of them out")
         if self.temperature != 1.0 and self.gate != "softmax":
             raise ValueError(f"temperature {self.temperature} is the softmax's; gate {self.gate} has none")
+        if self.lengths == "logarithmic":
+            self._check_merging()
+
+    def _check_merging(self) -> None:
+        """Raise ValueError if kept segments cannot be merged."""
+        if self.max_chunks is not None:
+            raise ValueError(
+                f"max_chunks {self.max_chunks} is for lengths: constant; lengths: logarithmic is bounded by `levels`"
+            )
+        if self.write == "independent" and not self.recurrent.mergeable:
+            kinds = MIXERS.kinds().items()
+            valid = ", ".join(k for k, c in kinds if issubclass(c, RecurrentConfig) and c.mergeable)
+            raise ValueError(
+                f"memory {self.recurrent.kind} of two segments cannot be merged; lengths: logarithmic needs write: "
+                f"continued, or one of {valid}"
+            )
 
     @property
     def routed(self) -> bool:
@@ -140,7 +198,10 @@ class MemoryCachingSettings(SegmentedConfig):
     def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
         """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
-        within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
+        if self.lengths == "logarithmic":
+            within = [len(self.occupied(segment)) for segment in segments]
+        else:
+            within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
         return sum(within) / len(segments), sum(read) / len(segments)
 
