@@ -27,8 +27,8 @@ class MemoryCachingSettings(SegmentedConfig):
     segment: PositiveInt = 256
     """Tokens after which the memory's state is kept. Divides model.chunk_size."""
     lengths: Literal["constant", "logarithmic"] = "constant"
-    """Lengths of kept segments: `segment` tokens each, so that their number grows with the text; or the powers of two of
-    `segment` whose sum is what has been read, the oldest longest: two kept segments of one length become one."""
+    """Lengths of kept segments: `segment` tokens each, so that their number grows with the text; or 1, 2, 4 ... times
+    `segment`, the oldest longest, as the binary digits of the number read: two of one length become one."""
     levels: PositiveInt = 8
     """With `lengths: logarithmic`, how many lengths there are: 1, 2, 4 ... times `segment`; the longest takes in all
     that is older."""
