@@ -112,7 +112,7 @@ class ConstantSegments:
         }
         kept = list(state["kept"])
         if columns["filled"].shape[1] == self.per_chunk:
-            kept.append(columns)
+            kept.append(self._stored(columns))
             columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
         return {
             **state,
@@ -120,11 +120,27 @@ class ConstantSegments:
             "kept": self._bounded(kept, block_slice),
         }
 
+    def _stored(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a chunk's columns [B, H, N, ...] as they are kept: with `kept_on: host` matrices in host memory.
+
+        What the router needs stays on the device, and so does everything while gradients are taken.
+        """
+        if self.config.kept_on == "device" or torch.is_grad_enabled():
+            return columns
+        return {name: x if name in ("pool", "filled") else in_host_memory(x) for name, x in columns.items()}
+
     def _bounded(self, kept: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[dict[str, Tensor]]:
         """Return the entries [B, H, N, ...] within some row's reach; rows on a grid of their own fill own columns."""
         reach = max(self.config.reach(end, self.chunk_size) for end in block_slice.ends) * block_slice.columns
         needed = -(-reach // self.per_chunk)
         return kept[max(len(kept) - needed, 0) :]
+
+
+def in_host_memory(x: Tensor) -> Tensor:
+    """Return a tensor [...] of a CUDA device in pinned host memory; one of the host as it is."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
 def _axis(name: str) -> int:

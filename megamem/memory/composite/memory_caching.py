@@ -78,8 +78,7 @@ class MemoryCaching(Mixer):
         self.kept: ConstantSegments | LogarithmicSegments = ConstantSegments(config, model)
         if config.lengths == "logarithmic":
             self.kept = LogarithmicSegments(config, model, memory)
-        # mixed networks are read matrix by matrix, and so within one block of the memory
-        self.step = config.recurrent.block() if config.mixes() else config.segment
+        self.step = config.step()
         # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
         by_keys = config.scores == "context"
         scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
@@ -214,7 +213,8 @@ class MemoryCaching(Mixer):
             return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
             query, weights = inputs.query.to(shares[0].dtype), [part.weights for part in kept]
-            made = selected_answer(self.memory.answer_rows, query, weights, shares)
+            width, fetch = inputs.value.shape[-1], self.config.kept_on == "host"
+            made = selected_answer(self.memory.answer_rows, query, weights, shares, width, fetch)
             return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
         answers = (self.memory.answer(inputs, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, shares[0].new_zeros(()))

@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, ModelConfig
-from megamem.memory.base import Growing, StateSpec, TensorSpec
+from megamem.memory.base import Growing, HostReads, StateSpec, TensorSpec
 from megamem.memory.recurrent.base import RecurrentConfig, SegmentedConfig
 from megamem.memory.recurrent.deep import DeepConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
@@ -53,14 +53,21 @@ class MemoryCachingSettings(SegmentedConfig):
     """Kept memories that a token reads with `ssc`."""
     max_chunks: PositiveInt | None = None
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
+    kept_on: Literal["device", "host"] = "device"
+    """Where memories of past chunks lie while text is read without gradients, as in evaluation and generation: on the
+    device, or in pinned host memory, from which those that `combine: ssc` selects are copied for each segment."""
 
     def kept_specs(
         self, model: ModelConfig, memories: int | str, kind: Literal["memory", "open"]
     ) -> dict[str, TensorSpec]:
         """Declare what is kept of `memories` segments: weights, pooled keys, and whose segment ended there."""
         shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.resolved_head_dim,)}
+        # the router needs pools of all memories
+        hosted = {name for name in shapes if name != "pool" and kind == "memory" and self.kept_on == "host"}
         specs = {
-            name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
+            name: TensorSpec(
+                ("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind, host=name in hosted
+            )
             for name, shape in shapes.items()
         }
         return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
@@ -89,7 +96,10 @@ class MemoryCachingSettings(SegmentedConfig):
             fading = {"log_kept": level["log_kept"]} if self.fades else {}
             levels = {f"level_{n}_{name}": spec for n in range(self.levels) for name, spec in level.items()}
             return {**own, "key_sum": key_sum, **fading, **levels}
-        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment, "memory"), self.max_chunks)
+        per_chunk = model.chunk_size // self.segment
+        reads = HostReads(self.segment, model.heads * self.top_k, model.resolved_kv_heads * per_chunk)
+        hosted = reads if self.kept_on == "host" else None
+        kept = Growing(self.kept_specs(model, per_chunk, "memory"), self.max_chunks, hosted)
         closed = self.kept_specs(model, "open", "open")
         return {**own, "key_sum": key_sum, "kept": kept, **{f"closed_{name}": spec for name, spec in closed.items()}}
 
@@ -130,11 +140,19 @@ class MemoryCachingSettings(SegmentedConfig):
             raise ValueError("router query scores segments by their keys, scores token does not; leave one of them out")
         if self.temperature != 1.0 and self.gate != "softmax":
             raise ValueError(f"temperature {self.temperature} is the softmax's; gate {self.gate} has none")
+        if self.mixes() and self.gate == "raw" and isinstance(self.recurrent, MatrixConfig):
+            raise ValueError(
+                "gate raw may be negative, and combine soup weighs normalizers by it; use softmax or sigmoid"
+            )
+        if self.kept_on == "host" and self.combine != "ssc":
+            raise ValueError(f"kept_on host is for combine ssc, which selects; {self.combine} reads every kept memory")
         if self.lengths == "logarithmic":
             self._check_merging()
 
     def _check_merging(self) -> None:
         """Raise ValueError if kept segments cannot be merged."""
+        if self.kept_on == "host":
+            raise ValueError("kept_on host is for lengths: constant; of lengths: logarithmic few memories are kept")
         if self.max_chunks is not None:
             raise ValueError(
                 f"max_chunks {self.max_chunks} is for lengths: constant; lengths: logarithmic is bounded by `levels`"
@@ -192,8 +210,16 @@ class MemoryCachingSettings(SegmentedConfig):
         return self.write == "independent" and not self.mixes()
 
     def mixes(self) -> bool:
-        """Return whether networks are mixed matrix by matrix. A mixture of single matrices is that of their answers."""
-        return self.combine == "soup" and not isinstance(self.recurrent, MatrixConfig)
+        """Return whether memories are mixed matrix by matrix; not where this is the mixture of their answers."""
+        return self.combine == "soup" and not self.recurrent.answers_add_up()
+
+    def step(self) -> int:
+        """Return the tokens that are read in one go at most: a segment, or a block where networks are mixed.
+
+        A single matrix is read by all tokens of a segment, mixed or not.
+        """
+        deep = not isinstance(self.recurrent, MatrixConfig)
+        return self.recurrent.block() if self.mixes() and deep else self.segment
 
     def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
         """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""

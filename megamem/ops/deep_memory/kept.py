@@ -24,10 +24,14 @@ class Rows:
 
     counts: list[Tensor]
     """How many queries each memory has, [memories] int64 for each list of memories."""
+    known: list[list[int]] | None = None
+    """The counts as host integers, where they are known already."""
 
     @cached_property
     def on_host(self) -> list[list[int]]:
         """The counts as host integers; the host waits for them once."""
+        if self.known is not None:
+            return self.known
         sizes = [len(part) for part in self.counts]
         return [part.tolist() for part in torch.cat(self.counts).cpu().split(sizes)]
 
@@ -67,7 +71,7 @@ class Rows:
 
 
 AnswerRows = Callable[[Tensor, Sequence[Matrix], Rows], Tensor]
-"""(x [rows, D], the memories' matrices, which memory each row reads) -> answers [rows, D]."""
+"""(x [rows, D], the memories' matrices, which memory each row reads) -> answers [rows, V]."""
 
 
 def shared_product(x: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
@@ -112,8 +116,38 @@ def each_network(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return made.movedim(2, 3).unflatten(2, x.shape[2:4])
 
 
+def fetched(matrices: Sequence[Matrix], rows: Rows, device: torch.device) -> tuple[list[list[Tensor]], Rows]:
+    """Copy the memories that queries read to the queries' device, each straight from where it lies.
+
+    Args:
+        matrices: the memories' matrices, on any device.
+        rows: which memory each query reads.
+        device: that of the queries.
+    Returns: the matrices of the memories that are read, [read, in, out] for each list that has such; which of them each
+        query reads.
+    """
+    read = [[memory for memory, count in enumerate(part) if count] for part in rows.on_host]
+    copies = [
+        [
+            torch.stack([own[memory].to(device, non_blocking=True) for memory in chosen])
+            for own, chosen in zip(matrix, read, strict=True)
+            if chosen
+        ]
+        for matrix in matrices
+    ]
+    known = [[count for count in part if count] for part in rows.on_host]
+    # where the counts are positive, they follow each other as the memories do
+    counts = [torch.as_tensor(part, device=device) for part in known if part]
+    return copies, Rows(counts, [part for part in known if part])
+
+
 def selected_answer(
-    answer: AnswerRows, query: Tensor, kept: Sequence[Sequence[Tensor]], shares: Sequence[Tensor]
+    answer: AnswerRows,
+    query: Tensor,
+    kept: Sequence[Sequence[Tensor]],
+    shares: Sequence[Tensor],
+    width: int,
+    fetch: bool = False,
 ) -> Tensor:
     """Return the sum of the memories' answers times their shares, computing no answer whose share is 0.
 
@@ -125,20 +159,24 @@ def selected_answer(
         query: [B, H, G, T, D].
         kept: for each list of memories, the matrices [B, H, N, ...].
         shares: for each list, [B, H, G, T, N].
-    Returns: [B, H, G, T, D].
+        width: V, that of an answer.
+        fetch: copy the memories that are read to the queries' device first; they may lie elsewhere.
+    Returns: [B, H, G, T, V].
     """
     # sorted by list, batch row, head and memory, then by query: `nonzero` finds the queries of a memory in one stretch
     by_memory = [share.movedim(-1, 2) for share in shares]
     chosen = [part.detach() != 0 for part in by_memory]
     pairs = torch.cat([part.flatten() for part in chosen]).nonzero()[:, 0]
     if not len(pairs):
-        return kept[0][-1].new_zeros(*query.shape[:-1], kept[0][-1].shape[-1])
+        return kept[0][-1].new_zeros(*query.shape[:-1], width)
     # the query and the share of each pair; a query's number counts through [B, H, G, T]
     numbers = torch.arange(query[..., 0].numel(), device=query.device).view(*query.shape[:2], 1, *query.shape[2:4])
     of_query = torch.cat([numbers.expand_as(part).flatten() for part in by_memory])[pairs]
     share = torch.cat([part.flatten() for part in by_memory]).index_select(0, pairs)
     rows = Rows([part.sum((-2, -1)).flatten() for part in chosen])
     matrices = [[matrix.flatten(0, 2) for matrix in lists] for lists in zip(*kept, strict=True)]
+    if fetch:
+        matrices, rows = fetched(matrices, rows, query.device)
     queries = query.flatten(0, -2)
     weighted = share[:, None] * answer(queries.index_select(0, of_query), matrices, rows)
     # a query adds up the answers of all its pairs
