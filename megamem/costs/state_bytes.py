@@ -106,13 +106,13 @@ def host_memory(model: ModelConfig, rows: int, compute: torch.dtype, tp_size: in
             entry = sum(_tensor_bytes(part, sizes, compute, tp_size) for part in spec.entry.values() if part.host)
 
             def copied(tokens: int, seen: int, entry: int = entry, spec: Growing = spec) -> float:
-                """Return the bytes that some tokens read in one go, of so many finished chunks."""
+                """Return the bytes that a call of so many tokens reads, after so many finished chunks."""
                 assert spec.host is not None
                 entries = seen if spec.limit is None else min(seen, spec.limit)
                 return entry * min(float(entries), tokens * spec.host.memories / spec.host.entry)
 
             held += entry * (chunks if spec.limit is None else min(chunks, spec.limit))
-            to_device += sizes["chunk"] / spec.host.tokens * copied(spec.host.tokens, chunks - 1)
+            to_device += copied(sizes["chunk"], chunks - 1)
             to_host += entry
             for_token += copied(1, chunks)
     return HostMemory(*(round(count) for count in (held, to_device, to_host, for_token)))

@@ -75,10 +75,8 @@ class TensorSpec:
 
 
 class HostReads(NamedTuple):
-    """How much of what lies in host memory a row of a batch reads, over all heads."""
+    """How much of what lies in host memory a row of a batch reads, over all heads; a call copies each memory once."""
 
-    tokens: int
-    """Tokens whose reads are copied to the device in one go; a copy serves all of them."""
     memories: int
     """Memories that one token selects at most."""
     entry: int

@@ -15,7 +15,7 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.composite.memory_caching import MemoryCaching
 from megamem.memory.composite.segments import SegmentSlice
-from megamem.ops.deep_memory.kept import Rows, fetched, selected_answer
+from megamem.ops.deep_memory.kept import Copies, Rows, selected_answer
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 CHUNK, TOKENS, ROWS, SEGMENT = 16, 64, 2, 4
@@ -142,15 +142,33 @@ def test_fetched_memories_answer_the_same(memory: dict[str, Any]) -> None:
 
 
 def test_only_what_is_read_is_fetched() -> None:
-    """Of lists of two, three and one memories the second, the first and third, and none."""
-    matrix = [torch.arange(float(2 * n)).view(n, 1, 2) + 10 * n for n in (2, 3, 1)]
-    rows = Rows([torch.tensor(counts) for counts in ([0, 2], [1, 0, 4], [0])])
-    (copies,), read = fetched([matrix], rows, torch.device("cpu"))
-    assert [part.flatten().tolist() for part in copies] == [[22.0, 23.0], [30.0, 31.0, 34.0, 35.0]]
-    assert read.on_host == [[2], [1, 4]]
+    """Of far lists of two, three and one memories the second, the first and third, and none; of a near one all."""
+    kept = [(torch.arange(float(2 * n)).view(1, 1, n, 1, 2) + 10 * n,) for n in (2, 3, 1, 2)]
+    rows = Rows([torch.tensor(counts) for counts in ([0, 2], [1, 0, 4], [0], [0, 3])])
+    copies = Copies()
+    (made,), read = copies.fetched(kept, rows, (True, True, True, False), torch.device("cpu"))
+    numbers = [[22.0, 23.0], [30.0, 31.0, 34.0, 35.0], [20.0, 21.0, 22.0, 23.0]]
+    assert [part.flatten().tolist() for part in made] == numbers
+    assert read.on_host == [[2], [1, 4], [0, 3]]
     assert [part.tolist() for part in read.counts] == read.on_host
-    x = torch.ones(7, 1)
-    assert torch.equal(read.times(x, copies), read.padded(x, copies))
+    x = torch.ones(10, 1)
+    assert torch.equal(read.times(x, made), read.padded(x, made))
+
+
+def test_a_memory_is_copied_once_a_call() -> None:
+    kept, copied = [(torch.randn(1, 1, 3, 1, 2),)], []
+
+    class Counting(Copies):
+        def _copy(self, matrix: Tensor, memory: int, device: torch.device) -> Tensor:
+            before = len(self._made)
+            found = super()._copy(matrix, memory, device)
+            copied.extend([memory] * (len(self._made) - before))
+            return found
+
+    copies = Counting()
+    for counts in ([1, 0, 2], [1, 1, 0]):
+        copies.fetched(kept, Rows([torch.tensor(counts)]), (True,), torch.device("cpu"))
+    assert copied == [0, 2, 1]
 
 
 def test_nothing_is_fetched_where_nothing_is_selected() -> None:
@@ -160,7 +178,8 @@ def test_nothing_is_fetched_where_nothing_is_selected() -> None:
     def answer(x: Tensor, matrices: Any, rows: Rows) -> Tensor:
         return rows.times(x, matrices[0])
 
-    assert torch.equal(selected_answer(answer, query, kept, [shares], 5, fetch=True), torch.zeros(1, 1, 1, 3, 5))
+    found = selected_answer(answer, query, kept, [shares], 5, Copies(), (True,))
+    assert torch.equal(found, torch.zeros(1, 1, 1, 3, 5))
 
 
 def test_bytes_in_host_memory_and_of_copies() -> None:
@@ -168,10 +187,10 @@ def test_bytes_in_host_memory_and_of_copies() -> None:
     mixer = {"kind": "memory_caching", "memory": NORMALIZED, "segment": SEGMENT, "combine": "ssc", "top_k": 1}
     model, memory = model_of({**mixer, "kept_on": "host"}, layers=2), 4 * 5 * 4
     found = host_memory(model, 3, torch.bfloat16, chunks=5)
-    # a segment's 4 tokens of 4 heads select 16 of 32 at most, one token 4 of 40
+    # a chunk's 16 tokens of 4 heads select all of the 32 before it at most, one token 4 of 40
     assert found == HostMemory(
         held=2 * 3 * 40 * memory,
-        to_device=2 * 3 * 4 * 16 * memory,
+        to_device=2 * 3 * 32 * memory,
         to_host=2 * 3 * 8 * memory,
         for_token=2 * 3 * 4 * memory,
     )

@@ -97,7 +97,8 @@ class ConstantSegments:
             visible = (filled > 0) & (from_here <= limit)
             newer = from_here[:, :1]
             weights = tuple(entry[name] for name in self.names[:-2])
-            parts.append(Segments(weights, entry["pool"], visible, from_here))
+            far = self.config.kept_on == "host" and filled.shape[1] == self.per_chunk
+            parts.append(Segments(weights, entry["pool"], visible, from_here, far))
         return parts[::-1]
 
     def _append(self, state: State, new: list[Tensor], block_slice: SegmentSlice) -> State:

@@ -46,7 +46,7 @@ from megamem.memory.composite.logarithmic_segments import LogarithmicSegments
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
 from megamem.memory.composite.segments import Ended, Gating, Segments, SegmentSlice, gate_shares, pool
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer
-from megamem.ops.deep_memory.kept import selected_answer
+from megamem.ops.deep_memory.kept import Copies, selected_answer
 from megamem.parallel.linears import Linears, normal
 
 
@@ -101,6 +101,7 @@ class MemoryCaching(Mixer):
         if self.score_scale != 1.0:
             router_query = router_query * self.score_scale
         reads, done = [], 0
+        copies = Copies() if self.config.kept_on == "host" else None
         while done < inputs.tokens:
             here = chunk.after(done)
             state = self.reset_inside(state, done, here.starts, inputs.key)
@@ -108,12 +109,13 @@ class MemoryCaching(Mixer):
             count = self._whole_segments(here, left, state)
             if count:
                 part = slice(done, done + count * self.config.segment)
-                read, state = self._read_segments(inputs.part(part), router_query[..., part, :], state, here, count)
+                asked = inputs.part(part), router_query[..., part, :]
+                read, state = self._read_segments(*asked, state, here, count, copies)
             else:  # up to the next border of any row
                 tokens = min(left, *(self.step - start % self.step for start in here.starts))
                 part = slice(done, done + tokens)
                 block_slice = self._slice(here, tokens)
-                read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice)
+                read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice, copies)
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
@@ -135,11 +137,18 @@ class MemoryCaching(Mixer):
         return count if count > 1 else 0
 
     def _read_segments(
-        self, inputs: Inputs, router_query: Tensor, state: State, chunk: Chunk, count: int
+        self,
+        inputs: Inputs,
+        router_query: Tensor,
+        state: State,
+        chunk: Chunk,
+        count: int,
+        copies: Copies | None,
     ) -> tuple[Tensor, State]:
         """Write `count` whole segments of each row at the same time, then read them one after the other.
 
-        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        router_query: u [B, H, G, T, D]; copies: see `_answers`.
+        Returns: what the tokens read, [B, H, G, T, V]; the new state.
         """
         size, rows = self.config.segment, chunk.rows
         # each segment is a batch row of its own with a fresh memory: [B * count, ...]
@@ -168,15 +177,16 @@ class MemoryCaching(Mixer):
         for i, kept in enumerate(readable):
             part = slice(i * size, (i + 1) * size)
             own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
-            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares))
+            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares, copies))
         return torch.cat(reads, dim=-2), state
 
     def _read(
-        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice
+        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice, copies: Copies | None
     ) -> tuple[Tensor, State]:
         """Write and read tokens that lie within one segment of each row; the segment is kept if it ends with them.
 
-        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        router_query: u [B, H, G, T, D]; copies: see `_answers`.
+        Returns: what the tokens read, [B, H, G, T, V]; the new state.
         """
         kept = self.kept.readable(state, block_slice)
         # the open segment's pool at each token: the mean of its keys so far
@@ -197,24 +207,24 @@ class MemoryCaching(Mixer):
             read, memory = self.memory.recur(inputs, state, chunk, join)
         else:
             read, memory = self.memory.recur(inputs, state, chunk)
-            read = own * read + self._answers(inputs, kept, shares)
+            read = own * read + self._answers(inputs, kept, shares, copies)
         state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
         if self.config.fades:
             state["log_kept"] = state["log_kept"] + inputs.gates["log_decay"].sum(2)
         return read, self._close(state, inputs.parameters, block_slice) if any(block_slice.closing) else state
 
-    def _answers(self, inputs: Inputs, kept: list[Segments], shares: list[Tensor]) -> Tensor:
+    def _answers(self, inputs: Inputs, kept: list[Segments], shares: list[Tensor], copies: Copies | None) -> Tensor:
         """Return the sum of the kept memories' answers times their shares, [B, H, G, T, V].
 
-        inputs: of the tokens that ask; shares: [B, H, G, T, N] of each list. With `ssc` only what the router chose is
-            computed.
+        inputs: of the tokens that ask; shares: [B, H, G, T, N] of each list; copies: made in this call of memories that
+            lie elsewhere. With `ssc` only what the router chose is computed.
         """
         if not kept:
             return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
             query, weights = inputs.query.to(shares[0].dtype), [part.weights for part in kept]
-            width, fetch = inputs.value.shape[-1], self.config.kept_on == "host"
-            made = selected_answer(self.memory.answer_rows, query, weights, shares, width, fetch)
+            width, far = inputs.value.shape[-1], [part.far for part in kept]
+            made = selected_answer(self.memory.answer_rows, query, weights, shares, width, copies, far)
             return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
         answers = (self.memory.answer(inputs, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, shares[0].new_zeros(()))

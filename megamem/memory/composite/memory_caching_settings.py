@@ -55,7 +55,7 @@ class MemoryCachingSettings(SegmentedConfig):
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
     kept_on: Literal["device", "host"] = "device"
     """Where memories of past chunks lie while text is read without gradients, as in evaluation and generation: on the
-    device, or in pinned host memory, from which those that `combine: ssc` selects are copied for each segment."""
+    device, or in pinned host memory, from which those that `combine: ssc` selects are copied in each call."""
 
     def kept_specs(
         self, model: ModelConfig, memories: int | str, kind: Literal["memory", "open"]
@@ -97,7 +97,7 @@ class MemoryCachingSettings(SegmentedConfig):
             levels = {f"level_{n}_{name}": spec for n in range(self.levels) for name, spec in level.items()}
             return {**own, "key_sum": key_sum, **fading, **levels}
         per_chunk = model.chunk_size // self.segment
-        reads = HostReads(self.segment, model.heads * self.top_k, model.resolved_kv_heads * per_chunk)
+        reads = HostReads(model.heads * self.top_k, model.resolved_kv_heads * per_chunk)
         hosted = reads if self.kept_on == "host" else None
         kept = Growing(self.kept_specs(model, per_chunk, "memory"), self.max_chunks, hosted)
         closed = self.kept_specs(model, "open", "open")

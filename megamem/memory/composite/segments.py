@@ -45,6 +45,8 @@ class Segments(NamedTuple):
     """Which of them each row may read, [B, N] bool."""
     age: Tensor
     """How many segments before its open one each row ended them, from 1, [B, N] int64; any number where not visible."""
+    far: bool = False
+    """Whether their memories may lie in host memory."""
 
 
 class Ended(NamedTuple):

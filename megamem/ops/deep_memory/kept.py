@@ -116,29 +116,44 @@ def each_network(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return made.movedim(2, 3).unflatten(2, x.shape[2:4])
 
 
-def fetched(matrices: Sequence[Matrix], rows: Rows, device: torch.device) -> tuple[list[list[Tensor]], Rows]:
-    """Copy the memories that queries read to the queries' device, each straight from where it lies.
+class Copies:
+    """Copies of memories that lie elsewhere, on the device of the queries that read them; each is made once."""
 
-    Args:
-        matrices: the memories' matrices, on any device.
-        rows: which memory each query reads.
-        device: that of the queries.
-    Returns: the matrices of the memories that are read, [read, in, out] for each list that has such; which of them each
-        query reads.
-    """
-    read = [[memory for memory, count in enumerate(part) if count] for part in rows.on_host]
-    copies = [
-        [
-            torch.stack([own[memory].to(device, non_blocking=True) for memory in chosen])
-            for own, chosen in zip(matrix, read, strict=True)
-            if chosen
-        ]
-        for matrix in matrices
-    ]
-    known = [[count for count in part if count] for part in rows.on_host]
-    # where the counts are positive, they follow each other as the memories do
-    counts = [torch.as_tensor(part, device=device) for part in known if part]
-    return copies, Rows(counts, [part for part in known if part])
+    def __init__(self) -> None:
+        # by the tensor and the number of a memory in it; the tensor is held, so that no other gets its identity
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def fetched(
+        self, kept: Sequence[Sequence[Tensor]], rows: Rows, far: Sequence[bool], device: torch.device
+    ) -> tuple[list[list[Tensor]], Rows]:
+        """Copy the memories that queries read, each straight from where it lies.
+
+        Args:
+            kept: for each list of memories, the matrices [B, H, N, ...].
+            rows: which memory each query reads.
+            far: for each list, whether it is fetched; the others are read where they are.
+            device: that of the queries.
+        Returns: the matrices as lists of memories, only those that are read of what is fetched; which each query reads.
+        """
+        found: list[list[Tensor]] = [[] for _ in kept[0]]
+        counts, known = [], []
+        for matrices, away, count, on_host in zip(kept, far, rows.counts, rows.on_host, strict=True):
+            read = [n for n, queries in enumerate(on_host) if queries]
+            if away and not read:
+                continue
+            for lists, matrix in zip(found, matrices, strict=True):
+                copies = [self._copy(matrix, n, device) for n in read] if away else []
+                lists.append(torch.stack(copies) if away else matrix.flatten(0, 2))
+            known.append([on_host[n] for n in read] if away else on_host)
+            counts.append(torch.as_tensor(known[-1], device=device) if away else count)
+        return found, Rows(counts, known)
+
+    def _copy(self, matrix: Tensor, memory: int, device: torch.device) -> Tensor:
+        """Return the matrix of one memory of those in [B, H, N, ...], counted through, on a device."""
+        key = id(matrix), memory
+        if key not in self._made:
+            self._made[key] = matrix, matrix.flatten(0, 2)[memory].to(device, non_blocking=True)
+        return self._made[key][1]
 
 
 def selected_answer(
@@ -147,7 +162,8 @@ def selected_answer(
     kept: Sequence[Sequence[Tensor]],
     shares: Sequence[Tensor],
     width: int,
-    fetch: bool = False,
+    copies: Copies | None = None,
+    far: Sequence[bool] = (),
 ) -> Tensor:
     """Return the sum of the memories' answers times their shares, computing no answer whose share is 0.
 
@@ -160,7 +176,8 @@ def selected_answer(
         kept: for each list of memories, the matrices [B, H, N, ...].
         shares: for each list, [B, H, G, T, N].
         width: V, that of an answer.
-        fetch: copy the memories that are read to the queries' device first; they may lie elsewhere.
+        copies: those made so far, if memories may lie elsewhere than the queries.
+        far: for each list, whether its memories do.
     Returns: [B, H, G, T, V].
     """
     # sorted by list, batch row, head and memory, then by query: `nonzero` finds the queries of a memory in one stretch
@@ -174,9 +191,10 @@ def selected_answer(
     of_query = torch.cat([numbers.expand_as(part).flatten() for part in by_memory])[pairs]
     share = torch.cat([part.flatten() for part in by_memory]).index_select(0, pairs)
     rows = Rows([part.sum((-2, -1)).flatten() for part in chosen])
-    matrices = [[matrix.flatten(0, 2) for matrix in lists] for lists in zip(*kept, strict=True)]
-    if fetch:
-        matrices, rows = fetched(matrices, rows, query.device)
+    if copies is None:
+        matrices = [[matrix.flatten(0, 2) for matrix in lists] for lists in zip(*kept, strict=True)]
+    else:
+        matrices, rows = copies.fetched(kept, rows, far, query.device)
     queries = query.flatten(0, -2)
     weighted = share[:, None] * answer(queries.index_select(0, of_query), matrices, rows)
     # a query adds up the answers of all its pairs
