@@ -8,10 +8,11 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import MIXERS, AnyMixer, ModelConfig
+from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Growing, HostReads, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import RecurrentConfig, SegmentedConfig
+from megamem.memory.recurrent.base import SegmentedConfig
 from megamem.memory.recurrent.deep import DeepConfig
+from megamem.memory.recurrent.linear_attention import LinearAttentionConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
 
 
@@ -157,9 +158,8 @@ class MemoryCachingSettings(SegmentedConfig):
             raise ValueError(
                 f"max_chunks {self.max_chunks} is for lengths: constant; lengths: logarithmic is bounded by `levels`"
             )
-        if self.write == "independent" and not self.recurrent.mergeable:
-            kinds = MIXERS.kinds().items()
-            valid = ", ".join(k for k, c in kinds if issubclass(c, RecurrentConfig) and c.mergeable)
+        if self.write == "independent" and not _adds_up(type(self.recurrent)):
+            valid = ", ".join(kind for kind, config in MIXERS.kinds().items() if _adds_up(config))
             raise ValueError(
                 f"memory {self.recurrent.kind} of two segments cannot be merged; lengths: logarithmic needs write: "
                 f"continued, or one of {valid}"
@@ -236,3 +236,8 @@ class MemoryCachingSettings(SegmentedConfig):
         within, read = self.kept_and_read(model, sequence_length)
         share = f", {read / within:.0%}" if within else ""
         return f"memory caching ({self.combine}): a token reads {read:.2f} of {within:.2f} kept memories{share}"
+
+
+def _adds_up(memory: type[MixerConfig]) -> bool:
+    """Return whether the memory of two segments is the sum that `logarithmic_segments.py` makes of theirs."""
+    return issubclass(memory, LinearAttentionConfig) or (issubclass(memory, DeepConfig) and memory.mergeable)
