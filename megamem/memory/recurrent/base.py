@@ -83,6 +83,10 @@ class RecurrentConfig(MixerConfig):
         """Return the tokens after which a memory can be kept: 1 where it is written token by token."""
         return 1
 
+    def answers_add_up(self) -> bool:
+        """Return whether a weighted sum of memories answers with the weighted sum of their answers."""
+        return False
+
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory, and the projections of the last tokens for the short convolutions."""
         return {**self.memory_specs(model), **self._convolution_specs(model)}
@@ -308,8 +312,8 @@ class RecurrentMixer(Mixer):
             inputs: of the tokens.
             memory: the state before them.
             chunk: where they lie in their documents.
-            join: lets other memories take part in what each matrix answers; the tokens must lie in one `block` of each
-                row then.
+            join: lets other memories take part in what each matrix answers; the tokens of a memory that is written in
+                blocks must lie in one `block` of each row then.
         Returns: what the tokens read, [B, H, G, T, V]; the state tensors that changed.
         """
 

@@ -37,14 +37,22 @@ class MatrixConfig(RecurrentConfig):
         """See `RecurrentConfig.values`."""
         return self.expand_v * model.resolved_head_dim
 
+    def columns(self, model: ModelConfig) -> int:
+        """Return the number of columns of S: the width of a head's values."""
+        return self.values(model)
+
     def memory_specs(self, model: ModelConfig) -> StateSpec:
         """See `RecurrentConfig.memory_specs`: S."""
-        shape = ("batch", "kv_heads", model.resolved_head_dim, self.values(model))
+        shape = ("batch", "kv_heads", model.resolved_head_dim, self.columns(model))
         return {"memory": TensorSpec(shape, "float32", shard="kv_heads")}
 
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
         """See `RecurrentConfig.snapshot_shapes`: S."""
-        return {"memory": (model.resolved_head_dim, self.values(model))}
+        return {"memory": (model.resolved_head_dim, self.columns(model))}
+
+    def answers_add_up(self) -> bool:
+        """See `RecurrentConfig.answers_add_up`."""
+        return True
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
@@ -66,7 +74,7 @@ def matrix_flops(
     seen = (inner + 1) / 2 if causal else inner
     # shares of the inner chunks: those with one before them, those whose matrix is read afterwards
     older, newer = 1 - inner / begun, 1 - inner / sequence_length
-    keys, values = model.resolved_head_dim, config.values(model)
+    keys, values = model.resolved_head_dim, config.columns(model)
     within = 2 * model.heads * seen * (keys + values)
     read, write = 2 * model.heads * keys * values, 2 * model.resolved_kv_heads * keys * values
     parts = {
