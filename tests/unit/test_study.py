@@ -370,7 +370,28 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     assert (len(mended.done), mended.failed) == (10, [])
 
 
-def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
+def test_a_hangup_that_was_to_be_ignored_stops_nothing(study, fake):
+    """As under nohup."""
+    log, sent = study.folder / "pair" / "logs" / "memory-narrow-3.log", threading.Event()
+
+    def hang_up() -> None:
+        while not log.exists():
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGHUP)
+        sent.set()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        threading.Thread(target=hang_up, daemon=True).start()
+        outcome, _, _ = run(study)
+        assert sent.is_set()
+        assert (len(outcome.done), outcome.stopped) == (10, False)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch, interruptible):
     monkeypatch.setenv("HANGS", "memory-narrow-3")
     log = study.folder / "pair" / "logs" / "memory-narrow-3.log"
 
