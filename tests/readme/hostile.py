@@ -5,7 +5,7 @@
     python3 tests/readme/hostile.py umask home   shortened, under these two at once
 
 Everything happens in a copy of the checkout in a temporary folder and with an environment of its own there. It runs as
-an ordinary user: whoever starts it or, for root, one that is made for the time being. Needs Python 3.11 alone.
+an ordinary user: whoever starts it or, for root, one that is made for the time being. Needs git and Python alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CIRCUMSTANCES = {
     "home": "a home that cannot be written",
     "folder": "a checkout below a folder whose name has a space and an umlaut",
 }
-USER = "megamem-readme"
+USER = f"megamem-{os.getpid()}"
 """The user that is made for root."""
 FEW_STEPS = "training.steps=4 optimizer.warmup_ratio=0.5 evaluation.every=2 evaluation.max_tokens=2048 "
 FEW_STEPS += "evaluation.final_max_tokens=4096"
@@ -62,16 +62,19 @@ class Place:
     """None: whoever runs this."""
 
     def checkout(self, names: Sequence[str]) -> Path:
-        """Return the checkout for these circumstances, copied where there is none yet."""
+        """Return the checkout for these circumstances, a clone with what is not committed where there is none yet."""
         found = self.folder / ("my möbel folder" if "folder" in names else "plain") / "megamem"
         if not found.exists():
-            found.mkdir(parents=True)
+            subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), found], check=True)
             listed = subprocess.run(
                 ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
                 cwd=ROOT, check=True, capture_output=True,
             )  # fmt: skip
             for name in listed.stdout.decode().split("\0"):
-                if name and (ROOT / name).exists():
+                if not name:
+                    continue
+                (found / name).unlink(missing_ok=True)
+                if (ROOT / name).exists():
                     (found / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(ROOT / name, found / name, follow_symlinks=False)
             self.give(found.parent)
