@@ -42,7 +42,7 @@ FEW_STEPS += "evaluation.final_max_tokens=4096"
 SHORT_TESTS = (
     "tests/unit/test_process.py tests/unit/test_launcher.py tests/unit/test_makefile.py tests/unit/test_files.py "
     "tests/unit/test_tensor_files.py tests/unit/test_run_folder.py tests/unit/test_hippo_bank.py "
-    "tests/unit/test_docs.py tests/unit/test_readers.py tests/unit/test_study.py tests/unit/test_wandb.py "
+    "tests/unit/test_docs.py tests/unit/test_readers.py tests/unit/test_study_signals.py tests/unit/test_wandb.py "
     "tests/unit/test_cli_data.py "
     "tests/integration/test_agent.py::TestStops tests/integration/test_interrupts.py::TestSignals"
 )
