@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 from megamem.config.cost import Flops, product
 from megamem.config.model import AnyMixer, ModelConfig
 from megamem.memory.base import Growing, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import SegmentedConfig
+from megamem.memory.composite.segmented import SegmentedConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
 
 

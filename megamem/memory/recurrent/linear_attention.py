@@ -8,7 +8,7 @@ Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers w
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +25,6 @@ class LinearAttentionConfig(MatrixConfig):
 
     kind: Literal["linear_attention"] = "linear_attention"
     """`linear_attention`"""
-    mergeable: ClassVar[bool] = True
     features: Literal["identity", "elu"] = "identity"
     """Feature map f of queries and keys: the identity, or ELU + 1, which keeps every weight positive."""
 
