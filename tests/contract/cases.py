@@ -11,6 +11,7 @@ import os
 
 from tests.contract.caching_cases import CACHING
 from tests.contract.case import FEW_CHANNELS, QK_NORM, Case
+from tests.contract.log_linear_cases import LOG_LINEAR
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
@@ -232,24 +233,7 @@ ALL_CASES = [
         shape=FEW_CHANNELS,
         core=False,
     ),
-    Case("log_linear", "tokens", {"memory": {"kind": "linear_attention"}, "segment": 1, "levels": 4}, core=False),
-    Case(
-        "log_linear",
-        "titans",
-        {
-            "memory": {"kind": "titans", "inner_chunk": 2, "max_rate": 0.02, "layer_norm": False},
-            "segment": 2,
-            "levels": 3,
-        },
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "log_linear",
-        "dla",
-        {"memory": {"kind": "dla", "network": "linear", "inner_chunk": 4, "max_rate": 0.1}, "segment": 4, "levels": 1},
-        core=False,
-    ),
+    *LOG_LINEAR,
     Case("masked_mixer", "flat", {"kernel_width": 3}),
     Case("masked_mixer", "pointwise", core=False),
     Case("masked_mixer", "long_map", {"map_size": 11, "kernel_width": 2}, core=False),

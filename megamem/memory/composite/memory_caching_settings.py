@@ -10,8 +10,8 @@ from pydantic import PositiveFloat, PositiveInt
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Growing, HostReads, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import SegmentedConfig
-from megamem.memory.recurrent.deep import DeepConfig
+from megamem.memory.composite.segmented import SegmentedConfig
+from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.memory.recurrent.linear_attention import LinearAttentionConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
 

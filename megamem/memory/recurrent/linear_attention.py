@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,6 @@ class LinearAttentionConfig(MatrixConfig):
 
     kind: Literal["linear_attention"] = "linear_attention"
     """`linear_attention`"""
-    mergeable: ClassVar[bool] = True
     features: Literal["identity", "elu"] = "identity"
     """Feature map f of queries and keys: the identity, or ELU + 1, which keeps every weight positive."""
     normalizer: bool = False

@@ -9,6 +9,7 @@ definition: inner chunks change the order of sums alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
+from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
 from megamem.ops.deep_memory.network import Join
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
+from megamem.ops.linear_recurrence.unrolled import Unrolled, unrolled
 from megamem.parallel.linears import Linears
 
 
 class MatrixConfig(RecurrentConfig):
     """Fields of every matrix memory."""
 
+    mergeable: ClassVar[bool] = True
     expand_v: PositiveInt = 1
     """Width of a head's values over that of its keys."""
     inner_chunk: PositiveInt = 64
@@ -90,7 +93,7 @@ def matrix_flops(
 
 
 class MatrixMixer(RecurrentMixer):
-    """A matrix per head, written by `linear_recurrence` with the gates `log_decay` and `rate` of each token."""
+    """A matrix per head, written by `linear_recurrence` with the gates `log_decay` and `rate` of tokens, or without."""
 
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
@@ -99,13 +102,22 @@ class MatrixMixer(RecurrentMixer):
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
-        given = (inputs.query, inputs.key, inputs.value, memory["memory"])
-        resets = chunk.borders or ()
+        given = (inputs.query, inputs.key, self.written(inputs), memory["memory"])
+        gates = (inputs.gates.get("log_decay"), inputs.gates.get("rate"), chunk.borders or ())
         if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
-            read, after = fla_recurrence(*given, **inputs.gates, resets=resets)
+            read, after = fla_recurrence(*given, *gates)
         else:
-            read, after = linear_recurrence(*given, **inputs.gates, resets=resets, inner=self.inner_chunk)
+            read, after = linear_recurrence(*given, *gates, inner=self.inner_chunk)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
+
+    def written(self, inputs: Inputs) -> Tensor:
+        """Return v [B, H, T, V] as the recurrence takes it."""
+        return inputs.value
+
+    def unrolled(self, inputs: Inputs) -> Unrolled:
+        """Return what the tokens, few enough for one set of products, read and write of their values and of S."""
+        gates = (inputs.gates.get("log_decay"), inputs.gates.get("rate"))
+        return unrolled(inputs.query, inputs.key, *gates, state_dtype(inputs.key.dtype))
 
     def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""
@@ -114,6 +126,10 @@ class MatrixMixer(RecurrentMixer):
     def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.answer`."""
         return self.product(0, inputs.query, kept, shares)
+
+    def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.mixed`: the same as `answer`."""
+        return self.answer(inputs, kept, shares)
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`."""
