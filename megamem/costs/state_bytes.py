@@ -83,7 +83,7 @@ class HostMemory:
     """Bytes of a rank's states in host memory, where it reads text without gradients, and of their copies."""
 
     held: int
-    """In host memory once the text is read; part of what `state_bytes` counts."""
+    """What lies there once the text is read; part of what `state_bytes` counts."""
     to_device: int
     """Copied to the device by the text's last chunk, at most."""
     to_host: int

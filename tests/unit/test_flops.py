@@ -111,18 +111,10 @@ MIXERS = {
         "combine": "residual",
         "max_chunks": 2,
     },
-    "caching, logarithmic": {
-        "kind": "memory_caching",
-        "memory": {"kind": "titans", "inner_chunk": 16},
-        "segment": 16,
-        "lengths": "logarithmic",
-        "levels": 3,
-    },
-    "caching, normalized": {
-        "kind": "memory_caching",
-        "memory": {"kind": "linear_attention", "inner_chunk": 16, "features": "elu", "normalizer": True},
-        "segment": 32,
-    },
+    "caching, logarithmic": {"kind": "memory_caching", "memory": {"kind": "titans", "inner_chunk": 16}, "segment": 16}
+    | {"lengths": "logarithmic", "levels": 3},
+    "caching, normalized": {"kind": "memory_caching", "segment": 32}
+    | {"memory": {"kind": "linear_attention", "inner_chunk": 16, "features": "elu", "normalizer": True}},
     "memora": {"kind": "memora", "inner_chunk": 16, "gate_rank": 3},
     "memora, matrix": {"kind": "memora", "inner_chunk": 32, "network": "linear"},
     "log-linear": {"kind": "log_linear", "memory": {"kind": "linear_attention", "inner_chunk": 16}, "segment": 32},

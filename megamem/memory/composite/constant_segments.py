@@ -42,7 +42,7 @@ class ConstantSegments:
         """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
 
         Args:
-            ended: N segments.
+            ended: N segments, [B, H, N, ...].
             slices: where the tokens of each lie.
             parameters: see `Inputs`.
         """
@@ -57,7 +57,7 @@ class ConstantSegments:
         return readable, self._append(state, [*new, filled], slices[-1])
 
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
-        """Keep the segment of rows whose segment ends with the slice. parameters: see `Inputs`."""
+        """Keep the segment [B, H, ...] of rows whose segment ends with the slice. parameters: see `Inputs`."""
         closing = to_device(block_slice.closing, ended.key_sum.device, torch.bool)
         new = self._columns(Ended(tuple(x[:, :, None] for x in ended.matrices), ended.key_sum[:, :, None], None))
         if not all(block_slice.closing):  # nothing is kept of other rows

@@ -62,7 +62,7 @@ class LogarithmicSegments:
         """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
 
         Args:
-            ended: N segments.
+            ended: N segments, [B, H, N, ...].
             slices: where the tokens of each lie.
             parameters: see `Inputs`.
         """
@@ -73,7 +73,9 @@ class LogarithmicSegments:
         return readable, state
 
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
-        """Carry the segment of rows whose segment ends with the slice into their levels. parameters: see `Inputs`.
+        """Carry the segment [B, H, ...] of rows whose segment ends with the slice into their levels.
+
+        parameters: see `Inputs`.
 
         At each level below its target it takes in what the level holds, and leaves it empty; there it stays.
         """
