@@ -75,9 +75,8 @@ class LogarithmicSegments:
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
         """Carry the segment [B, H, ...] of rows whose segment ends with the slice into their levels.
 
+        It takes in what each level below its target holds and leaves that level empty; at its target it stays.
         parameters: see `Inputs`.
-
-        At each level below its target it takes in what the level holds, and leaves it empty; there it stays.
         """
         counts, last = self._ended(block_slice), self.config.levels - 1
         device = ended.key_sum.device

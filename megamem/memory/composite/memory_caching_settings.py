@@ -31,8 +31,8 @@ class MemoryCachingSettings(SegmentedConfig):
     """Lengths of kept segments: `segment` tokens each, so that their number grows with the text; or 1, 2, 4 ... times
     `segment`, the oldest longest, as the binary digits of the number read: two of one length become one."""
     levels: PositiveInt = 8
-    """How many lengths there are with `lengths: logarithmic`: 1, 2, 4 ... times `segment`; the longest takes in all that
-    is older."""
+    """How many lengths there are with `lengths: logarithmic`: 1, 2, 4 ... times `segment`; the longest takes in all
+    that is older."""
     scores: Literal["context", "token"] = "context"
     """What a segment's score is made from: the token and the segment's keys (the paper's choice), or the token alone,
     by a projection to one score for each age of a segment (the paper's ablation)."""
