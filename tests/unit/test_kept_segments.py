@@ -205,6 +205,14 @@ def test_bytes_in_host_memory_and_of_copies() -> None:
     assert host_memory(model_of(mixer), 1, torch.bfloat16, chunks=5) == HostMemory(0, 0, 0, 0)
 
 
+def test_normalized_levels_of_log_linear_attention_are_kept_as_they_were() -> None:
+    """One product of all that fades has no sum for each level."""
+    mixer = {"kind": "log_linear", "memory": NORMALIZED, "segment": SEGMENT}
+    assert outputs(built(mixer), hidden())[0].isfinite().all()
+    with pytest.raises(ConfigError, match="closed faded reads all levels in one product, normalizer true divides each"):
+        model_of({**mixer, "closed": "faded"})
+
+
 @pytest.mark.parametrize(
     ("memory", "options", "message"),
     [

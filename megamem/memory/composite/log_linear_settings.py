@@ -48,6 +48,14 @@ class LogLinearSettings(SegmentedConfig):
         """Return whether the levels are faded matrices, which are read with many segments' tokens at once."""
         return self.closed == "faded" and isinstance(self.recurrent, MatrixConfig)
 
+    def check(self, model: ModelConfig) -> None:
+        """See `MixerConfig.check`."""
+        super().check(model)
+        if self.fades() and not self.recurrent.answers_add_up():
+            raise ValueError(
+                "closed faded reads all levels in one product, normalizer true divides each; use closed: kept"
+            )
+
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the open memory and the levels; where levels are kept, the transitions of both besides."""
         own = self.recurrent.state_specs(model)
