@@ -19,7 +19,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # that tests and jobs start would compile torch and its kin again
 unexport PYTHONDONTWRITEBYTECODE
 # tests/cluster needs root and packages of the system, tests/package installs packages: they have targets of their own
-# and so has tests/readme, a script that is no test of pytest's
+# as tests/readme has, a script
 OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
 # files in the order of their folders: those that take minutes, of few tests each, come before the many short ones
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder

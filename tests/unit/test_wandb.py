@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 import time
@@ -98,6 +99,22 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     assert (end["figures/nrows"], end["figures/ncols"]) == (4, 2), "val_loss, steps, tokens and speed"
     summary = [item for record in parts[1] if record.HasField("summary") for item in record.summary.update]
     assert "val_loss" in {"/".join(item.nested_key) or item.key for item in summary}
+
+
+def test_a_home_that_cannot_be_written_is_not_needed(tmp_path, monkeypatch):
+    """Tables wait for their upload in the run folder, and two runs of one process keep apart."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    config = parse_config(RunConfig, RUN, "run")
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        run = Wandb(config, folder)
+        run.finish(RunResult(str(folder), 4, 64, 100.0, (1.5,), {"val_loss": 2.5}))
+        run.close()
+        assert [path for path in (folder / "wandb/data/artifacts/staging").iterdir() if path.stat().st_size]
+        assert "WANDB_DATA_DIR" not in os.environ
 
 
 # --- megamem wandb sync ---

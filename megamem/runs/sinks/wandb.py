@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ from megamem.config.run import RunConfig
 from megamem.runs.result import RunResult
 from megamem.runs.sinks.base import LogRecord, Sink
 
+FOLDERS = {"WANDB_DATA_DIR": "data", "WANDB_CACHE_DIR": "cache"}
+"""Variables that name folders of W&B's outside the run's, and what takes their place in it."""
+
 
 class Wandb(Sink):
-    """A Weights & Biases run; offline runs lie in the run folder until `megamem wandb sync`."""
+    """A Weights & Biases run; offline runs lie in the run folder until `megamem wandb sync`.
+
+    So does all else that W&B writes, tables that wait for their upload among it, unless variables of W&B's say where:
+    by itself it writes to the home folder, which compute nodes need not be able to write.
+    """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Start the W&B run, or continue the one that an earlier part of this run has started in `folder`."""
@@ -22,6 +30,9 @@ class Wandb(Sink):
         identity = folder / "wandb-run-id"
         if not identity.exists():
             identity.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        own = {name: str(folder / "wandb" / place) for name, place in FOLDERS.items()}
+        self._variables = {name: path for name, path in own.items() if name not in os.environ}
+        os.environ |= self._variables
         self._run: Any = wandb.init(
             id=identity.read_text(encoding="utf-8").strip(),
             resume="allow",
@@ -56,3 +67,5 @@ class Wandb(Sink):
     def close(self) -> None:
         """See `Sink.close`."""
         self._run.finish()
+        for name in self._variables:
+            os.environ.pop(name, None)
