@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 
-from tests.contract.case import QK_NORM, Case
+from tests.contract.case import FEW_CHANNELS, QK_NORM, Case
 from tests.contract.log_linear_cases import LOG_LINEAR
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
-FEW_CHANNELS = {"norm_eps": 0.1}
-"""For a layer norm over 4 channels of positive weights, which are so alike that it makes rounding errors grow."""
 
 ALL_CASES = [
     Case("local_attention", "chunk", core=False),
