@@ -50,7 +50,7 @@ class Levels:
         """Return the level of each `segment`, counted from 0, after so many `segments` have ended; shapes broadcast."""
         first, apart = (0, 1) if self.admissibility == "strong" else (1, 0)
         shifts = range(first, first + self.last)
-        beyond = ((segments >> j) - (segment >> j) > apart for j in shifts)
+        beyond = (((segments >> j) - (segment >> j) > apart).astype(np.int64) for j in shifts)
         return sum(beyond, start=np.zeros(np.broadcast(segments, segment).shape, dtype=np.int64))
 
     def holding(self, segments: int) -> list[int]:
