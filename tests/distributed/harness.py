@@ -12,7 +12,8 @@ port the system chose, so worlds may run side by side.
                  └── rank 1 ...
 
 Whoever dies takes those below along, SIGKILL included: no rank outlives the tests. Importing torch, Megatron and
-DeepSpeed costs many seconds of processor time: the supervisor does it once for all its ranks. It still pays to start few worlds, to do many checks in each, to return plain data and to assert in the caller.
+DeepSpeed costs many seconds of processor time: the supervisor does it once for all its ranks. It still pays to start
+few worlds, to do many checks in each, to return plain data and to assert in the caller.
 """
 
 from __future__ import annotations

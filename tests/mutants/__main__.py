@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int, root: Path) -> tuple[dict[Mutant, Outcome], list[str]]:
-    """Try each mutant in one of `jobs` copies; returns what became of them, and the errors of those without a verdict."""
+    """Try each mutant in one of `jobs` copies; returns what became of them, and why others have no verdict."""
     # those with the same tests one after the other: their run without a mutation counts for all
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
     for mutant in sorted(mutants, key=lambda mutant: (mutant.area, mutant.cases, mutant.tests)):
