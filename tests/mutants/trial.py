@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -10,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tests.mutants.mutant import Mutant
 
@@ -24,6 +27,11 @@ UNMUTATED_S = 900
 FAILED = (1, 2)
 """pytest's exit codes for failed tests and for test files that could not be imported."""
 PACKAGES = ("megamem", "checkpoints", "launchers", "tokenization", "tests")
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.mutants.preload"])
+"""Tests run in processes forked from one that has imported what is not mutated: importing takes longer than most."""
 
 
 class TrialError(Exception):
@@ -42,6 +50,38 @@ class Outcome:
     @property
     def killed(self) -> bool:
         return self.verdict != "survived"
+
+
+def run_pytest(folder: Path, env: Mapping[str, str], arguments: Sequence[str], output: str) -> NoReturn:
+    """Run pytest in `folder`: the body of a process of its own, which ends with pytest's exit code.
+
+    Args:
+        folder: a copy of the repository, from which the mutated packages are imported.
+        env: all environment variables.
+        arguments: those of pytest.
+        output: the file that its output goes to.
+    """
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env
+    os.chdir(folder)
+    # as `python -m pytest` has it; what came from elsewhere is imported anew, from the copy
+    sys.path[:] = [str(folder), *(path for path in sys.path if not (Path(path) / "tests" / "mutants").is_dir())]
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    code = 1
+    try:
+        import pytest
+
+        code = int(pytest.main(list(arguments)))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Copy:
@@ -122,26 +162,21 @@ class Copy:
 
     def _pytest(self, mutant: Mutant, limit_s: float, env: Mapping[str, str]) -> tuple[int | None, str, float]:
         """Return pytest's exit code (None if it did not end in time), what it printed, and its seconds."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.arguments]
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", *mutant.arguments]
         begun = time.monotonic()
-        with tempfile.TemporaryFile("w+") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self._env() | {"MEGAMEM_CASES": mutant.cases} | env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+            process = CONTEXT.Process(
+                target=run_pytest,
+                args=(self.folder, self._env() | {"MEGAMEM_CASES": mutant.cases} | env, arguments, output.name),
             )
-            try:
-                code: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if process.poll() is None:
+            process.start()
+            process.join(limit_s)
+            code = process.exitcode
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            output.seek(0)
+                process.kill()
+                process.join()
             return code, output.read(), time.monotonic() - begun
 
     def _env(self) -> dict[str, str]:

@@ -143,6 +143,22 @@ class TestSlurm:
         counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
         assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
 
+    @pytest.mark.parametrize("restarts", [1, 3])
+    def test_the_last_requeue(self, config, tmp_path, restarts):
+        """A job that goes on failing is started once, and again as often as `max_restarts` says."""
+        log = tmp_path / "scontrol"
+        text = script(config, "slurm", f"max_restarts={restarts}")
+        fails = f'srun() {{ return 6; }}; squeue() {{ echo RUNNING; }}; scontrol() {{ echo "$1" >> {log}; }}'
+        said = []
+        for _ in range(restarts + 1):
+            done, folder = self.played(text, fails)
+            assert done.returncode == 6
+            said.append(done.stdout.splitlines()[-1])
+        requeued = "ended with 6; requeued, the run goes on from its newest checkpoint"
+        assert said == [requeued] * restarts + [f"ended with 6 after {restarts} requeue(s) (max_restarts)"]
+        assert log.read_text().split().count("requeue") == restarts
+        assert (folder / "failures").read_text() == "6\n" * (restarts + 1)
+
     SAVES = 'saves() {{ mkdir -p "{runs}/run/checkpoints/step-$1"; : > "{runs}/run/checkpoints/step-$1/COMPLETE"; }}'
 
     def test_a_stop_without_a_checkpoint_counts(self, config, tmp_path):
