@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.mutants.mutant import ROOT, Mutant, read_lists
-from tests.mutants.trial import Copy, Outcome, TrialError
+from tests.mutants.trial import CONTEXT, Copy, Outcome, TrialError
 
 ENOUGH = 0.95
 
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{mutant.title}: {mutant.breaks}" for mutant in mutants))
         return 0
+    CONTEXT.set_forkserver_preload(["tests.mutants.preload"])
     outcomes, errors = try_all(mutants, options.jobs, ROOT)
     print(report(mutants, outcomes, errors))
     killed = sum(outcome.killed for outcome in outcomes.values())

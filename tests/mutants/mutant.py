@@ -36,7 +36,7 @@ class Mutant:
     tests: str
     """The nearest tests, as arguments of pytest."""
     cases: str = ""
-    """Kinds whose contract cases run beside those of every run (MEGAMEM_CASES)."""
+    """The contract cases on which laws run (MEGAMEM_CASES)."""
 
     @property
     def title(self) -> str:

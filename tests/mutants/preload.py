@@ -19,7 +19,7 @@ import pytest  # noqa: E402, F401
 import safetensors.torch  # noqa: E402, F401
 import scipy.optimize  # noqa: E402, F401
 import tokenizers  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401
+import torch._dynamo  # noqa: E402
 import torch.distributed.checkpoint  # noqa: E402, F401
 import transformers  # noqa: E402, F401
 import typer.testing  # noqa: E402, F401

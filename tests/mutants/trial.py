@@ -30,8 +30,7 @@ PACKAGES = ("megamem", "checkpoints", "launchers", "tokenization", "tests")
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.mutants.preload"])
-"""Tests run in processes forked from one that has imported what is not mutated: importing takes longer than most."""
+"""Tests run in processes forked from one that has imported libraries before, which takes longer than most of them."""
 
 
 class TrialError(Exception):

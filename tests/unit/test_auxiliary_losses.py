@@ -1,4 +1,4 @@
-"""Layers' own losses in a training step: without a pipeline and with one, they weigh what one graph over the text says."""
+"""Layers' own losses in a training step: with and without a pipeline they weigh what one graph over the text says."""
 
 import numpy as np
 import pytest
