@@ -74,7 +74,7 @@ def expected(name):
         hidden, states, auxiliary = stage(batch.tokens[part], states, chunk)
         parts = stage.token_losses(hidden, batch.labels[part]).sum(), auxiliary[name] * CHUNK * ROWS
         total = total + sum(parts)
-        sums = [before + float(own) for before, own in zip(sums, parts, strict=True)]
+        sums = [before + own.item() for before, own in zip(sums, parts, strict=True)]
     (FACTOR * SCALE * total).backward()
     assert sums[1] > 0.01, "a term that is next to nothing would hide its weight"
     return sums, gradients(stage)
