@@ -108,7 +108,7 @@ class TestSlurm:
     def played(self, text, functions, **variables):
         """The script in a real shell, with SLURM's commands played by functions of it."""
         folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         played = 'scontrol() { [ "$1" = show ] && echo head-node; }; sleep() { :; }\n' + functions + "\n"
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin", **variables}
         done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
