@@ -20,6 +20,8 @@ from tests.mutants.mutant import ROOT, Mutant, read_lists
 from tests.mutants.trial import CONTEXT, Copy, Outcome, TrialError
 
 ENOUGH = 0.95
+QUICK = "tests/unit/"
+"""What the tests of one process begin with; others start several or whole runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def try_all(mutants: Sequence[Mutant], jobs: int, root: Path) -> tuple[dict[Mutant, Outcome], list[str]]:
     """Try each mutant in one of `jobs` copies; returns what became of them, and why others have no verdict."""
-    # those with the same tests one after the other: their run without a mutation counts for all
+    # those of one process first; those with the same tests one after the other, as their run without a mutation counts
+    # for all
     waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in sorted(mutants, key=lambda mutant: (mutant.area, mutant.cases, mutant.tests)):
+    for mutant in sorted(mutants, key=lambda mutant: (not mutant.tests.startswith(QUICK), mutant.tests, mutant.cases)):
         waiting.put(mutant)
     outcomes: dict[Mutant, Outcome] = {}
     errors: list[str] = []
