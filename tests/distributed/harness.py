@@ -18,7 +18,6 @@ few worlds, to do many checks in each, to return plain data and to assert in the
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -35,11 +34,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from tests.processes import end_with
+
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = ("tests.distributed.preload",)
 """Modules worth preloading for worlds that start a `Topology`."""
 _SHOWN = 6000
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 60
 """What the supervisor may take beyond the ranks' own time: interpreter start and imports."""
 
@@ -107,15 +107,6 @@ def run_distributed(
 
 def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-_SHOWN:]
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent, the process of that id, has ended."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before this process could ask for the signal
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _supervise(function: str, folder: Path, world_size: int, timeout_s: float, preload: Sequence[str]) -> int:
