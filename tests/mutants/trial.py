@@ -134,7 +134,7 @@ class Copy:
             return Outcome("survived", seconds)
         if code in FAILED or code < 0:
             failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            return Outcome("killed", seconds, failures[0] if failures else f"exit code {code}")
+            return Outcome("killed", seconds, failures[0][:120] if failures else f"exit code {code}")
         raise TrialError(f"{mutant.title}: pytest ended with {code}\n{output[-2000:]}")
 
     def _seconds_unmutated(self, mutant: Mutant) -> float:
