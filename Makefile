@@ -27,7 +27,7 @@ SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 OVERRIDES ?=
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo dist test test-full test-package test-readme test-cluster test-gpu lint format docs site bench bench-gpu clean
+.PHONY: install demo dist test test-full test-package test-readme test-cluster test-gpu mutants lint format docs site bench bench-gpu clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -73,6 +73,9 @@ test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after
 
 test-gpu: install  ## The tests for a CUDA device
 	$(BIN)/python -m pytest tests/gpu -m gpu
+
+mutants: install  ## Whether tests notice small slips in the code, tried one by one; before releases
+	$(BIN)/python -m tests.mutants
 
 lint: install  ## Formatting, lint rules, strict types; the Dockerfiles
 	$(BIN)/ruff format --check .

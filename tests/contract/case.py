@@ -23,8 +23,8 @@ class Case:
     queries_per_key: int = 1
     core: bool = True
     """Whether every run of the tests takes it; the others wait for MEGAMEM_CASES=all, as `make test-full` sets it, or
-    for their kind in MEGAMEM_CASES=titans,dla. One for each way of keeping a state: matrix memories are one family, and
-    Memory Caching brings Titans with it."""
+    for their kind in MEGAMEM_CASES=titans,dla. Cases that are named, as in MEGAMEM_CASES=titans-paper, run alone. One
+    for each way of keeping a state: matrix memories are one family, and Memory Caching brings Titans with it."""
 
     inside: str | dict[str, Any] | None = field(default=None, hash=False)
     """Of an architecture: the mixer in all its layers."""

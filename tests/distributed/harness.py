@@ -11,8 +11,9 @@ port the system chose, so worlds may run side by side.
                  ├── rank 0
                  └── rank 1 ...
 
-Importing torch, Megatron and DeepSpeed costs many seconds of processor time: the supervisor does it once for all its
-ranks. It still pays to start few worlds, to do many checks in each, to return plain data and to assert in the caller.
+Whoever dies takes those below along, SIGKILL included: no rank outlives the tests. Importing torch, Megatron and
+DeepSpeed costs many seconds of processor time: the supervisor does it once for all its ranks. It still pays to start
+few worlds, to do many checks in each, to return plain data and to assert in the caller.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import end_with
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = ("tests.distributed.preload",)
@@ -82,7 +85,8 @@ def run_distributed(
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             **(env or {}),
         }
-        command = [sys.executable, "-m", __name__, function, name, str(world_size), str(timeout_s), *preload]
+        command = [sys.executable, "-m", __name__, str(os.getpid()), function, name]
+        command += [str(world_size), str(timeout_s), *preload]
         with (folder / "output").open("wb") as output:
             supervisor = subprocess.Popen(
                 command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -132,9 +136,11 @@ def _supervise(function: str, folder: Path, world_size: int, timeout_s: float, p
 
 
 def _fork(rank: int, function: str, folder: Path) -> int:
+    supervisor = os.getpid()
     pid = os.fork()
     if pid:
         return pid
+    end_with(supervisor)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -182,4 +188,5 @@ def _stuck(running: Mapping[int, int], folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(_supervise(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:]))
+    end_with(int(sys.argv[1]))
+    sys.exit(_supervise(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), sys.argv[6:]))

@@ -2,13 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.harness import WorldError, run_distributed
+from tests.distributed.harness import ROOT, WorldError, run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +39,14 @@ def die_on_one_rank(payload):
 def hang_on_one_rank(payload):
     if os.environ["RANK"] == "1":
         time.sleep(600)
+
+
+def write_process_ids(payload):
+    folder = Path(payload)
+    for name, pid in (("supervisor", os.getppid()), (f"rank-{os.environ['RANK']}", os.getpid())):
+        (folder / f".{name}").write_text(str(pid))
+        (folder / f".{name}").replace(folder / name)
+    time.sleep(600)
 
 
 def test_every_rank_returns_its_result():
@@ -66,3 +77,40 @@ def test_a_stuck_rank_is_named_and_shows_where_it_stands():
 def test_a_function_that_does_not_exist_is_an_error_with_its_cause():
     with pytest.raises(WorldError, match=r"No module named 'tests\.no_such_module'"):
         run_distributed(2, "tests.no_such_module:function")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("killed", ["caller", "supervisor"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_no_rank_outlives_the_tests(killed, number, tmp_path):
+    """Neither when pytest is ended by a signal, which runs no `finally`, nor when the supervisor is."""
+    call = "from tests.distributed.harness import run_distributed as run; import sys; run(2, *sys.argv[1:])"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", call, f"{__name__}:write_process_ids", str(tmp_path)],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    )
+    names = ["supervisor", "rank-0", "rank-1"]
+    try:
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / name).exists() for name in names):
+            assert time.monotonic() < deadline
+            assert caller.poll() is None
+            time.sleep(0.05)
+        pids = {name: int((tmp_path / name).read_text()) for name in names}
+        os.kill(caller.pid if killed == "caller" else pids["supervisor"], number)
+        caller.wait(60)
+    finally:
+        caller.kill()
+        caller.wait()
+    deadline = time.monotonic() + 20
+    while not all(has_ended(pid) for pid in pids.values()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [name for name, pid in pids.items() if not has_ended(pid)] == []

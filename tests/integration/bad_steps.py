@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,7 @@ from megamem.parallel.gather import gather_shards, whole_parameter
 from megamem.parallel.topology import Topology
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.engine import build_engine
-from tests.distributed.training_cases import LENGTH, local_batches, run_config
+from tests.distributed.training_cases import CHUNK, LENGTH, local_batches, run_config
 
 BAD_STEP, STEPS, GUILTY = 1, 3, 1
 LR = 1e-2
@@ -162,6 +163,39 @@ def spikes(todo: dict[str, dict[str, Any]], spike_step: int, steps: int) -> dict
             "history": engine.spikes.history.tolist(),
         }
     return out
+
+
+def ended_documents(exact: bool) -> dict[str, Any]:
+    """A bad step in which the first row's document ends and the second one's goes on: what each row reads on with.
+
+    exact: the next document begins inside a chunk; if not, at its border.
+    """
+    data = {"feeding": "streams", "documents": "join" if exact else "pad"}
+    config = run_config(
+        model={"layers": 1, "memory": [{"layers": [0], "mixer": {"kind": "elastic_memory", "order": 8, "block": 8}}]},
+        data={**data, "reset": "exact"} if exact else data,
+        training={"bptt_chunks": 2, "micro_batch_size": 2, "batch_tokens": 2 * LENGTH},
+        parallel={"tp": 1, "zero_stage": 0},
+    )
+    topology = Topology.start(1, device="cpu", timeout_s=60)
+    engine = build_engine(config, topology)
+    spoiler = Spoiler(engine, True, "loss", math.nan)
+    found = []
+    for step in range(2):
+        tokens = torch.randint(0, 64, (LENGTH, 2), generator=torch.Generator().manual_seed(step))
+        starts = np.arange(step * LENGTH, (step + 1) * LENGTH, CHUNK)[:, None].repeat(2, 1)
+        begins = np.zeros((LENGTH, 2), np.bool_)
+        begins[0] = step == 0
+        if step == BAD_STEP:
+            first = CHUNK + 3 if exact else CHUNK
+            begins[first, 0] = True
+            starts[-(-first // CHUNK) :, 0] -= step * LENGTH + first
+        spoiler.active = step == BAD_STEP
+        result = engine.step([Batch(tokens, tokens, starts, (0, 1), begins if exact else None)], LR)
+        (memory,) = (state["coefficients"] for state in engine.carried[0].values())
+        found.append((float(result.bad), memory.clone()))
+    (_, before), (bad, after) = found
+    return {"bad": bad, "before": before.flatten(1).norm(dim=1).tolist(), "after": after, "kept": before}
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ import math
 from io import StringIO
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from megamem.config.load import parse_config
@@ -27,11 +28,25 @@ def poison_new_models() -> None:
     base.build_stage = poisoned
 
 
+def draw_in_each_step() -> None:
+    """From now on, each step of this process draws a random number: generators show whether they were put back."""
+    from megamem.pipeline import base
+
+    step = base.TrainingEngine.step
+
+    def drawing(*arguments: Any, **options: Any) -> Any:
+        torch.rand(())
+        return step(*arguments, **options)
+
+    base.TrainingEngine.step = drawing
+
+
 def train_each(trees: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """One run after the other; whether each came to its end."""
     from megamem.training.train import train
 
     poison_new_models()
+    draw_in_each_step()
     ended = {}
     for name, tree in trees.items():
         figures = train(parse_config(RunConfig, tree, name), Console(file=StringIO()))

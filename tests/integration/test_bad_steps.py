@@ -106,6 +106,17 @@ def test_every_stage_of_zero(tmp_path):
         assert_the_run_goes_on(verdicts, name)
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["at chunk borders", "inside chunks"])
+def test_a_row_whose_document_ended_in_a_bad_step_begins_afresh(tmp_path, exact):
+    """What follows it is another document, and a row that goes on keeps the memory from before the step."""
+    with Job(tmp_path, 1, bad_steps.ended_documents, exact) as job:
+        (found,) = job.results()
+    assert found["bad"] == 1.0
+    assert all(norm > 0 for norm in found["before"]), "both rows have a memory to lose"
+    assert not found["after"][0].any()
+    assert found["after"][1].equal(found["kept"][1])
+
+
 def test_gathering_shards(tmp_path):
     with Job(tmp_path, 2, bad_steps.gathered) as job:
         results = job.results()

@@ -108,7 +108,7 @@ class TestSlurm:
     def played(self, text, functions, **variables):
         """The script in a real shell, with SLURM's commands played by functions of it."""
         folder = Path(re.search(r"^folder=(.*)$", text, re.MULTILINE)[1])
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         played = 'scontrol() { [ "$1" = show ] && echo head-node; }; sleep() { :; }\n' + functions + "\n"
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "head-node", "PATH": "/usr/bin:/bin", **variables}
         done = subprocess.run(["bash"], input=played + text, env=variables, capture_output=True, text=True, check=False)
@@ -142,6 +142,22 @@ class TestSlurm:
         failures = folder / "failures"
         counted = (requeued and code != STOPPED) or "max_restarts=0" in overrides
         assert (failures.read_text() if failures.exists() else "") == (f"{code}\n" if counted else "")
+
+    @pytest.mark.parametrize("restarts", [1, 3])
+    def test_the_last_requeue(self, config, tmp_path, restarts):
+        """A job that goes on failing is started once, and again as often as `max_restarts` says."""
+        log = tmp_path / "scontrol"
+        text = script(config, "slurm", f"max_restarts={restarts}")
+        fails = f'srun() {{ return 6; }}; squeue() {{ echo RUNNING; }}; scontrol() {{ echo "$1" >> {log}; }}'
+        said = []
+        for _ in range(restarts + 1):
+            done, folder = self.played(text, fails)
+            assert done.returncode == 6
+            said.append(done.stdout.splitlines()[-1])
+        requeued = "ended with 6; requeued, the run goes on from its newest checkpoint"
+        assert said == [requeued] * restarts + [f"ended with 6 after {restarts} requeue(s) (max_restarts)"]
+        assert log.read_text().split().count("requeue") == restarts
+        assert (folder / "failures").read_text() == "6\n" * (restarts + 1)
 
     SAVES = 'saves() {{ mkdir -p "{runs}/run/checkpoints/step-$1"; : > "{runs}/run/checkpoints/step-$1/COMPLETE"; }}'
 

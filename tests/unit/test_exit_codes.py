@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megamem import errors
-from megamem.errors import STOPPED, MegamemError, StoppedError
+from megamem.errors import FINAL, STOPPED, MegamemError, StoppedError
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, MegamemError)]
@@ -30,6 +30,13 @@ def test_nothing_else_is_listed() -> None:
     names = {name for classes in documented().values() for name in re.findall(r"`(\w+)`", classes)}
     assert names == {cls.__name__ for cls in CLASSES}
     assert set(documented()) == {cls.exit_code for cls in CLASSES} | {0, STOPPED}
+
+
+def test_launchers_try_again_what_the_table_says() -> None:
+    """1 may be a defect or a lost rank: it says no for a user, and launchers try it again."""
+    text = (ROOT / "docs" / "exit_codes.md").read_text(encoding="utf-8")
+    worth = {int(code): word for code, word in re.findall(r"^\| (\d+) \|.*\| (yes|no) \|$", text, re.MULTILINE)}
+    assert {code for code, word in worth.items() if word == "no"} - {MegamemError.exit_code} == FINAL
 
 
 def test_codes_tell_conditions_apart() -> None:

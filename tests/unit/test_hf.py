@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, DependencyError
 from megamem.hf import MegamemCache, MegamemConfig
 from megamem.hf.cache import padding_of
+from megamem.hf.export import llama_config
+from megamem.hf.names import LLAMA, is_llama, renamed
 from megamem.hf.version import check_transformers
 
 CHUNK, VOCABULARY = 8, 32
@@ -304,3 +306,15 @@ def test_an_exported_tokenizer_adds_nothing_in_front(tmp_path):
     (tmp_path / "out").mkdir()
     export_tokenizer(tmp_path / "ours", ours, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("It was")["input_ids"] == ours.encode("It was").tolist()
+
+
+def test_a_llama_with_grouped_heads_computes_the_same():
+    ours = make(memory=[], mixer="full_attention")
+    shape = ours.config.model
+    assert is_llama(shape)
+    assert shape.kv_heads < shape.heads
+    llama = LlamaForCausalLM(llama_config(shape, 64)).eval()
+    llama.load_state_dict({renamed(name, LLAMA): value for name, value in ours.model.state_dict().items()})
+    expected = logits(ours, ids())
+    # FP32, other kernels
+    assert (logits(llama, ids()) - expected).abs().max() <= 1e-5 * expected.abs().max()

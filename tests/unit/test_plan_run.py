@@ -95,6 +95,24 @@ def test_compute_is_flops_over_the_rate_of_the_device():
     assert seconds.data == pytest.approx((gradients + gradients / 2) / (ACHIEVED * 450e9))
 
 
+@pytest.mark.parametrize(("recompute", "sums"), [("false", 2 + 2), ("true", 2 + 3)])
+def test_two_ranks_share_the_work_and_sum_around_it(recompute, sums):
+    """Tensor parallelism by hand: half of the operations each; two sums forward in each of 4 layers and two backward,
+    of which recomputation repeats the first."""
+    local = ("parallel.tp=2", "model.memory=[]", "model.mixer=local_attention")
+    config = demo(*local, f"training.recompute={recompute}")
+    assert config.model.layers == 4
+    seconds = make_plan(config, 1, H100, efficiency=0.5).time
+    plain = make_plan(demo(*local, "training.recompute=false"), 1, H100, efficiency=0.5).time
+    flops = flops_per_token(config.model, config.data.sequence_length)["training"]
+    assert plain.compute == pytest.approx(flops * config.training.batch_tokens / 2 / (0.5 * 67e12))
+    assert seconds.compute <= plain.compute * 4 / 3 * (1 + 1e-9), "a forward more, and no sum among the operations"
+    summed = config.training.batch_tokens * config.model.hidden_size * 4  # bytes of a step's hidden chunks, FP32
+    # a ring of two: each rank sends half of the bytes twice
+    assert seconds.tensor == pytest.approx(4 * sums * (2 * summed / 2) / (ACHIEVED * 450e9))
+    assert seconds.bubble == 0.0
+
+
 @pytest.mark.parametrize(("sequences", "window"), [(2, 8), (16, 8), (16, 2), (64, 4)])
 def test_long_schedules_are_played_in_part(sequences, window):
     """The rest of a full pipeline takes what it takes its slowest stage; exact to a chunk's time."""

@@ -225,6 +225,22 @@ def test_norms_behind_a_relu_mlp_and_scaled_embeddings() -> None:
     assert "norm.weight" not in dict(stage.named_parameters())
 
 
+def test_the_reconstruction_trains_the_compression_alone() -> None:
+    """Also where a call is longer than the cache, so that what leaves it has a gradient of its own."""
+    model = model_of({"kind": "compressive_transformer", "ratio": 2}, layers=1)
+    mixer = built(model).own_layers[0].mixer
+    x = torch.randn(TOKENS, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    state = mixer.initial_state(1, torch.device("cpu"), torch.float64)
+    mixed, _, losses = mixer.forward(x, state, Chunk((0,)))
+    losses["reconstruction"].backward(retain_graph=True)
+    trained = {name for name, p in mixer.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert trained == {"compressor.weight", "compressor.bias"}
+    assert x.grad is None or not x.grad.any()
+    mixed.sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+
+
 def test_a_step_sums_the_layers_own_losses_by_name() -> None:
     """The window's loss is the objective's plus the auxiliary ones, which come back by name behind it."""
     stage, tokens = built(model_of({"kind": "compressive_transformer", "ratio": 2})), ids()

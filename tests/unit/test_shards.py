@@ -21,7 +21,7 @@ from megamem.data.verify import verify_shards
 from megamem.errors import DataError
 from tokenization import shard_folder, shards
 from tokenization.parts import Part
-from tokenization.shard_format import ShardIndex
+from tokenization.shard_format import ShardIndex, token_dtype
 from tokenization.shards import write_shards
 from tokenization.tokenizer import Tokenizer
 
@@ -84,6 +84,11 @@ def test_the_webdataset_library_reads_the_tars(tmp_path):
         assert meta["tokens"] == len(tokens)
         assert meta["text_bytes"] == len(text)
         assert meta["text_sha256"] == hashlib.sha256(text).hexdigest()
+
+
+def test_ids_fit_their_type():
+    """The largest of 65,536 is 65,535."""
+    assert [token_dtype(size) for size in (1, 65_536, 65_537, 131_072)] == ["uint16", "uint16", "uint32", "uint32"]
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path, monkeypatch):

@@ -1,0 +1,16 @@
+"""Processes of tests that end with the process that started them."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent, the process of that id, has ended."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before this process could ask for the signal
+        os.kill(os.getpid(), signal.SIGKILL)
