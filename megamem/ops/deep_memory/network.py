@@ -77,6 +77,12 @@ def gelu_slope(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * density
 
 
+def gelu_curve(x: Tensor) -> Tensor:
+    """Return the second derivative of the (exact) GELU at x, of any shape [..., width]."""
+    square = x.square()
+    return (2 - square) * torch.exp(-0.5 * square) * 0.3989422804014327
+
+
 def coefficients(rates: InnerRates) -> Coefficients:
     """Return what the recurrence of weights and momentum comes to over an inner chunk.
 
