@@ -16,169 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype, to_device
-from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer, TokenGate
+from megamem.memory.base import Chunk, State, state_dtype, to_device
+from megamem.memory.recurrent.base import Inputs, RecurrentMixer, TokenGate
+from megamem.memory.recurrent.deep_settings import DeepSettings
 from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
-from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
+from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
-from megamem.ops.deep_memory.error import Loss, OutputNorm, standardized
+from megamem.ops.deep_memory.error import OutputNorm, standardized
+from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears
 
-FIRST_DECAY = 4.6
-"""Start value of the decay gate before its sigmoid: a memory fades by 1 % per token."""
 
-
-class DeepConfig(RecurrentConfig):
+class DeepConfig(DeepSettings):
     """Fields of every deep memory."""
-
-    loss: ClassVar[Loss]
-    network: Literal["mlp", "linear"] = "mlp"
-    """The memory of a head: two layers with a GELU between, or one matrix."""
-    expansion: PositiveInt = 4
-    """Inner width of an `mlp` over the width of a head."""
-    residual: bool = True
-    """Whether the memory adds its input to its output."""
-    layer_norm: bool = True
-    """Normalize what the network's last matrix makes, by LayerNorm with a learned weight per channel, before the memory
-    adds its input. Without it a memory may grow with the text until it overflows."""
-    inner_chunk: PositiveInt = 64
-    """Tokens whose gradients are taken at the same weights. Divides model.chunk_size."""
-    rate: Literal["token", "fixed"] = "token"
-    """The size of a gradient step: `max_rate` times the sigmoid of a projection of the token, or `max_rate` itself."""
-    max_rate: PositiveFloat | None = None
-    """Largest step; 1 / head_dim if not given, as though the loss were a mean over channels."""
-    start: Literal["learned", "zero"] = "learned"
-    """The weights every document starts from; `zero` is for `linear` alone, as an `mlp` of zeros never learns."""
-    normalize: bool = True
-    """Divide queries and keys by their lengths."""
-    decay: bool = False
-    """Fade the network's weights at a rate of each token and head."""
-
-    def check(self, model: ModelConfig) -> None:
-        """See `MixerConfig.check`."""
-        super().check(model)
-        if model.chunk_size % self.inner_chunk:
-            raise ValueError(f"inner_chunk {self.inner_chunk} does not divide model.chunk_size {model.chunk_size}")
-        if self.start == "zero" and self.network == "mlp":
-            raise ValueError("start zero does not go with network mlp, whose gradients would be zero for ever")
-        if self.start == "zero" and self.layer_norm:
-            raise ValueError("start zero does not go with layer_norm true, which would divide by zero; use false")
-
-    def gate_starts(self) -> dict[str, float]:
-        """Name the gates that each token has by projection, with their start values before the sigmoid."""
-        starts = {"rate": 0.0} if self.rate == "token" else {}
-        return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
-
-    def token_gates(self) -> int:
-        """See `RecurrentConfig.token_gates`."""
-        return len(self.gate_starts())
-
-    def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """Return the shape of each gate of one token and head: () for one number."""
-        return ()
-
-    def has_momentum(self) -> bool:
-        """Return whether past gradients go on acting."""
-        return False
-
-    def matrices(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Name the matrices of a head's network, first to last, with their shapes [outputs, inputs]."""
-        width = model.resolved_head_dim
-        if self.network == "linear":
-            return {"matrix": (width, width)}
-        return {"up": (self.expansion * width, width), "down": (width, self.expansion * width)}
-
-    def memory_specs(self, model: ModelConfig) -> StateSpec:
-        """Declare what was added to the weights, their momentum, and the tokens of the open inner chunk."""
-        shapes = self.matrices(model)
-        if self.has_momentum():
-            shapes |= {f"{name}_momentum": shape for name, shape in shapes.items()}
-        open_vectors = TensorSpec(("batch", "kv_heads", "open", model.resolved_head_dim), shard="kv_heads", kind="open")
-        gate_shape: tuple[int | str, ...] = ("batch", "kv_heads", "open", *self.gate_shape(model))
-        gate = TensorSpec(gate_shape, "float32", shard="kv_heads", kind="open")
-        return {
-            **{
-                name: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads")
-                for name, shape in shapes.items()
-            },
-            "open_key": open_vectors,
-            "open_value": open_vectors,
-            **{f"open_{name}": gate for name in ("rate", *self.gate_starts())},
-        }
-
-    def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
-        """See `RecurrentConfig.snapshot_shapes`.
-
-        The second of two matrices is transposed, so that those of many memories can stand upon each other.
-        """
-        shapes = self.matrices(model)
-        return {name: shape[::-1] if name == "down" else shape for name, shape in shapes.items()}
-
-    def block(self) -> int:
-        """See `RecurrentConfig.block`."""
-        return self.inner_chunk
-
-    def extra_parameters(self, model: ModelConfig) -> int:
-        """Count convolutions and norms, start values of the gates, and the weights that documents start from."""
-        start = sum(rows * columns for rows, columns in self.matrices(model).values())
-        norm = model.resolved_head_dim if self.layer_norm else 0
-        learned = model.resolved_kv_heads * (self.token_gates() + (start if self.start == "learned" else 0) + norm)
-        return super().extra_parameters(model) + learned
-
-    def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
-        """See `deep_flops`."""
-        return deep_flops(self, model, sequence_length, causal, begun)
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
         """See `MixerConfig.build`."""
         return DeepMemory(self, model, linears)
-
-
-def deep_flops(
-    config: DeepConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int
-) -> dict[str, Flops]:
-    """Return the FLOPs per token of a deep memory, see `RecurrentConfig.memory_flops`.
-
-    `memory_attention` is what lies within inner chunks, `memory_retrieval` and `memory_update` what goes through the
-    weights. The update of the last inner chunk is read by nobody and has no backward pass; the momentum that a memory
-    begins with is zero and has no gradient, and the one that it ends with is read by nobody.
-
-    causal: a token counts itself and those before it in its inner chunk.
-    """
-    inner = min(config.inner_chunk, begun)
-    newer, momentum = 1 - inner / sequence_length, 1 - inner / begun
-    seen = (inner + 1) / 2 if causal else inner
-    sizes = [rows * columns for rows, columns in config.matrices(model).values()]
-    sides = [rows + columns for rows, columns in config.matrices(model).values()]
-    through = 2 * model.heads * sum(sizes)
-    within = 2 * model.heads * seen * sum(sides)
-    # each key passes all layers but the last, the last one too where the error is made of its answer, and back through
-    # it for the slope
-    last, answered = len(sizes) - 1, config.loss == "l2" or config.layer_norm
-    gradients = 2 * model.resolved_kv_heads * (sum(sizes[:last]) + sizes[-1] * (answered + last))
-    write = 2 * model.resolved_kv_heads * sum(sizes)
-    # weights that begin as zeros have no gradient
-    taught = 2.0 if config.start == "learned" else 1 + momentum
-    read, update = Flops(through, taught * through), Flops(gradients + write, taught * gradients + 2 * write * newer)
-    attention = Flops(within, 2 * within)
-    if config.has_momentum():
-        read += Flops(through, through * (1 + momentum))
-        update += Flops(write, 2 * write * momentum)
-        # the weights of gradients, two triangles of inner x inner in each head, and of the first momentum
-        coefficients = 2 * model.resolved_kv_heads * (seen * inner + seen)
-        attention += Flops(coefficients, coefficients * (1 + config.decay))
-    return {"memory_attention": attention, "memory_retrieval": read, "memory_update": update}
 
 
 @dataclass(frozen=True)
@@ -281,14 +143,55 @@ class DeepMemory(RecurrentMixer):
                 lambda row, own, here: self.recur(inputs.rows(row), own, here),
             )  # fmt: skip
             return torch.cat(rows), memory
-        reads = []
-        for block_slice in block_slices(chunk, inputs.tokens, self.config.inner_chunk):
-            memory = self.reset_inside(memory, block_slice.begin, block_slice.starts, inputs.key)
-            read, memory = self._read_inner_chunk(
-                inputs.part(slice(block_slice.begin, block_slice.end)), memory, block_slice, join
-            )
+        reads, done = [], 0
+        while done < inputs.tokens:
+            here = chunk.after(done)
+            memory = self.reset_inside(memory, done, here.starts, inputs.key)
+            left = here.document_splits(inputs.tokens - done)[0].stop
+            tokens = self.whole_inner_chunks(here, left) if join is None else 0
+            part = slice(done, done + tokens)
+            if tokens:
+                read, memory = self._read_whole(inputs.part(part), memory)
+            else:
+                # up to the next border of an inner chunk of any row
+                size = self.config.inner_chunk
+                tokens = min(left, *(size - start % size for start in here.starts))
+                part = slice(done, done + tokens)
+                read, memory = self._read_inner_chunk(
+                    inputs.part(part), memory, BlockSlice(0, tokens, here.starts, size), join
+                )
             reads.append(read)
+            done = part.stop
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
+
+    def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
+        """Return how many of the next tokens make up whole inner chunks of all rows, computed in few large products."""
+        size = self.config.inner_chunk
+        if any(start < 0 or start % size for start in chunk.starts):
+            return 0
+        return tokens - tokens % size
+
+    def _read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
+        """Read and write tokens that make up whole inner chunks of each row."""
+
+        def cut(x: Tensor, axis: int) -> Tensor:
+            """Cut the token axis of x [B, ..., T, ...] into inner chunks."""
+            return x.unflatten(axis, (-1, self.config.inner_chunk))
+
+        gates = (inputs.gates.get(name) for name in ("rate", "log_decay", "log_momentum"))
+        start = tuple(inputs.parameters[name] for name in self.names) if self.start is not None else None
+        momentum = None
+        if self.config.has_momentum():
+            momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
+        read, added, last_momentum = deep_memory_chunks(
+            cut(inputs.query, 3), cut(inputs.key, 2), cut(inputs.value, 2), start,
+            tuple(memory[name] for name in self.names), momentum,
+            InnerRates(*(None if gate is None else cut(gate, 2) for gate in gates)),
+            self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
+        )  # fmt: skip
+        momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
+        new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}
+        return read.flatten(3, 4), {**memory, **new}
 
     def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""

@@ -78,13 +78,14 @@ def deep_memory_chunks(
     """
     dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
     # the queries of all heads of a memory beside each other [B, H, N, Q, D]
-    rows = query.to(dtype).movedim(2, 3).flatten(3, 4)
+    rows = query.to(dtype).movedim(2, 3).flatten(3, 4).contiguous()
+    key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
     shares = _shares(rates, groups)
     network = Network(loss, residual, None if norm is None else norm.eps)
     weight, reads, carried = None if norm is None else norm.weight, [], momentum or ()
     for begin in range(0, key.shape[2], group):
         here = slice(begin, begin + group)
-        of_tokens = (x[:, :, here].to(dtype) for x in (rows, key, value))
+        of_tokens = (x[:, :, here] for x in (rows, key, value))
         of_group = (None if x is None else x[:, :, here] for x in shares)
         answered, *after = _Group.apply(
             network, len(added), *of_tokens, *of_group, weight, *(start or ()), *added, *carried
@@ -108,7 +109,7 @@ class _Group(torch.autograd.Function):
         ctx.save_for_backward(*given)
         tokens, shares, weight, start, added, momentum = _parted(given, matrices)
         written, after, last_momentum = write(network, tokens, shares, weight, start, added, momentum)
-        made = read(tokens.query, shares, side_by_side(written)).made
+        made = read(tokens.query, shares, side_by_side(written))
         norm = network.norm(weight)
         made = made if norm is None else norm(made)
         return tokens.query + made if network.residual else made, *after, *last_momentum

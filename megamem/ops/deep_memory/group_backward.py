@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import error_gradients, norm_gradients
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written, read, shares_at, side_by_side
-from megamem.ops.deep_memory.network import gelu_curve, gelu_slope
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written, product, shares_at, side_by_side
+from megamem.ops.deep_memory.network import gelu
 
 Gradient = Tensor | None
 
@@ -77,15 +76,17 @@ class Backward:
     def through_reads(self, out: Tensor) -> None:
         """Go back through what queries have read. out: the gradient of the answers, [B, H, N, Q, D]."""
         query, norm, written = self._given.query, self._network.norm(self._weight), side_by_side(self._written)
-        answered, made = read(query, self._shares, written)
         of_query = out if self._network.residual else None
+        networks = len(written.weights) == 2
+        if networks:
+            answered = product(query, self._shares, written, 0)
+            active, slope, _ = gelu(answered)
+        last_inputs = active if networks else query
         if norm is not None:
-            out, self.weight = norm_gradients(out, made, norm)
-        self._reads = []
-        if answered is not None:
-            self._reads = [product_gradients(out, F.gelu(answered), self._shares, written, 1)]
-            out = self._reads[0].x * gelu_slope(answered)
-        self._reads.insert(0, product_gradients(out, query, self._shares, written, 0))
+            out, self.weight = norm_gradients(out, product(last_inputs, self._shares, written, networks), norm)
+        self._reads = [product_gradients(out, last_inputs, self._shares, written, networks)]
+        if networks:
+            self._reads.insert(0, product_gradients(self._reads[0].x * slope, query, self._shares, written, 0))
         of_read = self._reads[0].x
         self.tokens = [of_read if of_query is None else of_query + of_read]
         self.shares = [_sum([part.rated for part in self._reads])]
@@ -168,11 +169,10 @@ class Backward:
         written, norm = self._written[n], self._network.norm(self._weight)
         key, value, last = self._given.key[:, :, n], self._given.value[:, :, n], written.weights[-1]
         of_wrong, of_active, of_hidden = of_changes[-1], of_inputs[-1], None
-        if written.hidden is not None and written.back is not None:
+        if written.hidden is not None and written.active is not None and written.back is not None:
             # d = (W1^T r) s'(z)
-            slope = gelu_slope(written.hidden)
-            of_back = of_changes[0] * slope
-            of_hidden = of_changes[0] * written.back * gelu_curve(written.hidden)
+            of_back = of_changes[0] * written.active.slope
+            of_hidden = of_changes[0] * written.back * written.active.curve(written.hidden)
             of_wrong = of_wrong + of_back @ last.mT
             of_weights[-1] = of_weights[-1] + written.changes[-1].mT @ of_back
         of_answered, of_key, of_value, of_norm = error_gradients(
@@ -182,10 +182,10 @@ class Backward:
         if of_answered is not None:
             of_active = of_active + of_answered @ last
             of_weights[-1] = of_weights[-1] + of_answered.mT @ written.inputs[-1]
-        if of_hidden is None:
+        if of_hidden is None or written.active is None:
             keys = of_active
         else:
-            of_hidden = of_hidden + of_active * slope
+            of_hidden = of_hidden + of_active * written.active.slope
             keys = of_inputs[0] + of_hidden @ written.weights[0]
             of_weights[0] = of_weights[0] + of_hidden.mT @ key
         return of_weights, keys if of_key is None else keys + of_key, of_value

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import Loss, OutputNorm, output_error
-from megamem.ops.deep_memory.network import Weights, gelu_slope
+from megamem.ops.deep_memory.network import Gelu, Weights, gelu
 
 
 class Shares(NamedTuple):
@@ -74,7 +74,9 @@ class Written(NamedTuple):
     momentum: Weights
     """S, as the inner chunk starts."""
     hidden: Tensor | None
-    """z [T, I]; None of a single matrix, as `back`."""
+    """z [T, I]; None of a single matrix, as `active` and `back`."""
+    active: Gelu | None
+    """h and its slope, [T, I]."""
     answered: Tensor
     """W1 h [T, D]"""
     back: Tensor | None
@@ -102,18 +104,19 @@ def write(
     written, norm = [], network.norm(weight)
     for n, (key, value) in enumerate(zip(tokens.key.unbind(2), tokens.value.unbind(2), strict=True)):
         weights = tuple(map(torch.add, start, added)) if start else added
-        last, hidden, back = weights[-1], None, None
-        active = key
+        last, hidden, active, back = weights[-1], None, None, None
         if len(weights) == 2:
             hidden = key @ weights[0].mT
-            active = F.gelu(hidden)
-        answered = active @ last.mT
+            active = gelu(hidden)
+        read = key if active is None else active.value
+        answered = read @ last.mT
         wrong = output_error(answered, key, value, network.loss, network.residual, norm)
-        changes, inputs = (wrong,), (active,)
-        if hidden is not None:
+        changes: tuple[Tensor, ...] = (wrong,)
+        inputs: tuple[Tensor, ...] = (read,)
+        if active is not None:
             back = wrong @ last
-            changes, inputs = (back * gelu_slope(hidden), wrong), (key, active)
-        written.append(Written(weights, momentum, hidden, answered, back, changes, inputs))
+            changes, inputs = (back * active.slope, wrong), (key, read)
+        written.append(Written(weights, momentum, hidden, active, answered, back, changes, inputs))
         added, momentum = _after(shares_at(shares, n), written[-1], added)
     return written, added, momentum
 
@@ -147,12 +150,12 @@ def side_by_side(written: Sequence[Written]) -> Written:
 
     return Written(
         each([part.weights for part in written]), each([part.momentum for part in written]),
-        None, written[0].answered, None,
+        None, None, written[0].answered, None,
         each([part.changes for part in written]), each([part.inputs for part in written]),
     )  # fmt: skip
 
 
-def _product(x: Tensor, shares: Shares, written: Written, i: int) -> Tensor:
+def product(x: Tensor, shares: Shares, written: Written, i: int) -> Tensor:
     """Return x_t A_t^T [B, H, N, Q, out], where A_t is matrix i as it is after token t; x [B, H, N, Q, in]."""
     out = x @ written.weights[i].mT
     if shares.first is not None:
@@ -162,18 +165,8 @@ def _product(x: Tensor, shares: Shares, written: Written, i: int) -> Tensor:
     return out - ((x @ written.inputs[i].mT) * shares.rated) @ written.changes[i]
 
 
-class Read(NamedTuple):
-    """What reading has made, [B, H, N, Q, ...]."""
-
-    answered: Tensor | None
-    """u [I], before the GELU; None of a single matrix."""
-    made: Tensor
-    """What the last matrix makes, before the norm, [D]."""
-
-
-def read(query: Tensor, shares: Shares, written: Written) -> Read:
-    """Read all inner chunks with queries [B, H, N, Q, D]."""
+def read(query: Tensor, shares: Shares, written: Written) -> Tensor:
+    """Return what the last matrix makes, before the norm, of queries of all inner chunks; both [B, H, N, Q, D]."""
     if len(written.weights) == 1:
-        return Read(None, _product(query, shares, written, 0))
-    answered = _product(query, shares, written, 0)
-    return Read(answered, _product(F.gelu(answered), shares, written, 1))
+        return product(query, shares, written, 0)
+    return product(F.gelu(product(query, shares, written, 0)), shares, written, 1)
