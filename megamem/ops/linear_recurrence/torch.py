@@ -127,23 +127,32 @@ def _read_and_write(chunks: InnerChunks, state: Tensor) -> tuple[Tensor, Tensor]
         writing = torch.where(of_last, writing, 0)
         between = torch.where((series[..., :, None] == series[..., None, :])[:, None], between, 0)
     scores = (query @ key.mT[:, :, None]) * between[:, :, None]
-    if rate is None:
-        states = _sums(state, writing.mT @ value, log_kept, numbers)
-        new = value
-    else:
+    new, states = value, None  # states: S before each inner chunk, and after the last
+    if rate is not None:
         # the delta rule: what earlier tokens of the inner chunk wrote for similar keys is taken back
-        overlap = rate[..., None] * (key @ key.mT) * between
-        written, erased = torch.linalg.solve_triangular(
-            overlap.tril(-1), rate[..., None] * torch.cat((value, erasing), dim=-1), upper=False, unitriangular=True
-        ).split((value.shape[-1], key.shape[-1]), dim=-1)
-        states = _products(state, writing.mT @ written, -writing.mT @ erased, log_kept, numbers)
-        new = written - erased @ states[:, :, :-1]
-    output = reading @ states[:, :, None, :-1] + scores @ new[:, :, None]
-    return output, states[:, :, -1]
+        overlap = (rate[..., None] * (key @ key.mT) * between).tril(-1)
+
+        def solved(right: Tensor) -> Tensor:
+            """Return the solution of (I + overlap) X = b right, [B, H, N, L, ...]."""
+            return torch.linalg.solve_triangular(overlap, rate[..., None] * right, upper=False, unitriangular=True)
+
+        if key.shape[2] == 1:
+            new = solved(value - erasing @ state[:, :, None])
+        else:
+            sizes = value.shape[-1], key.shape[-1]
+            written, erased = solved(torch.cat((value, erasing), dim=-1)).split(sizes, dim=-1)
+            states = _products(state, writing.mT @ written, -writing.mT @ erased, log_kept, numbers)
+            new = written - erased @ states[0]
+    if states is None:
+        states = _sums(state, writing.mT @ new, log_kept, numbers)
+    before, after = states
+    return reading @ before[:, :, None] + scores @ new[:, :, None], after
 
 
-def _sums(state: Tensor, writes: Tensor, log_kept: Tensor | None, numbers: Tensor | None) -> Tensor:
-    """Return S before each inner chunk and after the last one, [B, H, N + 1, D, V], of S_{n+1} = c_n S_n + X_n.
+def _sums(
+    state: Tensor, writes: Tensor, log_kept: Tensor | None, numbers: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return S before each inner chunk [B, H, N, D, V], and after the last one, of S_{n+1} = c_n S_n + X_n.
 
     Args:
         state: S_0 [B, H, D, V].
@@ -151,20 +160,28 @@ def _sums(state: Tensor, writes: Tensor, log_kept: Tensor | None, numbers: Tenso
         log_kept: log c [B or 1, H, N]; None: c = 1.
         numbers: of the series that goes on across each border, [B, N + 1] int64; None: there are no resets.
     """
+    if writes.shape[2] == 1:
+        kept = state if log_kept is None else log_kept.exp()[..., None] * state
+        if numbers is not None:
+            kept = torch.where((numbers[:, 1] == numbers[:, 0])[:, None, None, None], kept, 0)
+        return state[:, :, None], kept + writes[:, :, 0]
     terms = torch.cat((state[:, :, None], writes), dim=2)
     if log_kept is None and numbers is None:
-        return terms.cumsum(2)
-    # what is left of each term at each border
-    logs = terms.new_zeros(1, 1, terms.shape[2]) if log_kept is None else F.pad(log_kept, (1, 0))
-    _, left = decay_ratios(logs)
-    if numbers is not None:
-        left = torch.where((numbers[:, :, None] == numbers[:, None])[:, None], left, 0)
-    return (left @ terms.flatten(3)).unflatten(3, terms.shape[3:])
+        states = terms.cumsum(2)
+    else:
+        # what is left of each term at each border
+        logs = terms.new_zeros(1, 1, terms.shape[2]) if log_kept is None else F.pad(log_kept, (1, 0))
+        _, left = decay_ratios(logs)
+        if numbers is not None:
+            left = torch.where((numbers[:, :, None] == numbers[:, None])[:, None], left, 0)
+        states = (left @ terms.flatten(3)).unflatten(3, terms.shape[3:])
+    # a copy: a view would keep the states of all borders alive
+    return states[:, :, :-1], states[:, :, -1].clone()
 
 
 def _products(
     state: Tensor, writes: Tensor, changes: Tensor, log_kept: Tensor | None, numbers: Tensor | None
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the same as `_sums` of S_{n+1} = P_n S_n + X_n, P_n = c_n I + changes_n.
 
     changes: [B, H, N, D, D]; the rest as in `_sums`.
@@ -178,7 +195,8 @@ def _products(
     states = [state.flatten(0, 1)]
     for factor, write in zip(factors.unbind(1), writes.flatten(0, 1).unbind(1), strict=True):
         states.append(torch.baddbmm(write, factor, states[-1]))
-    return torch.stack(states, dim=1).unflatten(0, state.shape[:2])
+    before = torch.stack(states[:-1], dim=1).unflatten(0, state.shape[:2])
+    return before, states[-1].unflatten(0, state.shape[:2])
 
 
 def decay_ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
