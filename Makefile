@@ -2,7 +2,9 @@
 # virtual environment or, if there is none, into .venv.
 
 SHELL := /bin/bash
-VENV := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),$(CURDIR)/.venv)
+# spaces end the names of targets and the words of the shell unless a backslash stands before them
+SPACE := $() $()
+VENV := $(subst $(SPACE),\$(SPACE),$(or $(VIRTUAL_ENV),$(CURDIR)/.venv))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.megamem-installed
 # the first interpreter that is new enough; override with `make PYTHON=/path/to/python`
@@ -17,12 +19,15 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # that tests and jobs start would compile torch and its kin again
 unexport PYTHONDONTWRITEBYTECODE
 # tests/cluster needs root and packages of the system, tests/package installs packages: they have targets of their own
+# and so has tests/readme, a script that is no test of pytest's
 OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
 # files in the order of their folders: those that take minutes, of few tests each, come before the many short ones
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+# of the demo's configuration: `make demo OVERRIDES=training.steps=24` trains a tenth of its steps
+OVERRIDES ?=
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo dist test test-full test-package test-cluster test-gpu lint format docs site bench bench-gpu clean
+.PHONY: install demo dist test test-full test-package test-readme test-cluster test-gpu lint format docs site bench bench-gpu clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -34,14 +39,14 @@ $(BIN)/python:
 # torch comes first: DeepSpeed is a source package whose set-up imports it (hence no build isolation). DS_BUILD_OPS=0
 # keeps DeepSpeed from compiling kernels; nothing here needs a compiler.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing into $(VENV): one to two minutes, without a compiler"
+	@echo Installing into $(VENV): one to two minutes, without a compiler
 	$(PIP_INSTALL) -c constraints.txt "$(TORCH)" 2>/dev/null \
 		|| $(PIP_INSTALL) -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
-	@touch $@
+	@touch "$@"
 
 demo: install  ## Fetch the corpus, train tokenizer and model on two processes, print the result
-	$(BIN)/megamem demo
+	$(BIN)/megamem demo $(OVERRIDES)
 
 dist: install  ## Build the sdist, and the wheel from it, into dist/
 	rm -rf dist
@@ -58,6 +63,9 @@ test-full: install  ## All tests; those for a CUDA device skip without one
 
 test-package: install  ## The wheel: what is in it, and that it works in an empty environment
 	$(BIN)/python -m pytest tests/package -m package
+
+test-readme:  ## make demo and make test, shortened, under nohup, umask 077, LANG=C and the like; FLAGS=--full in full
+	$(PYTHON) tests/readme/hostile.py $(FLAGS)
 
 test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after tests/cluster/install.sh
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,cluster]'

@@ -68,6 +68,8 @@ FIRST_RANK_S = 20
 def main() -> None:
     """Run the command; a MegamemError becomes one line on standard error and its exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # it warns where the home folder cannot be written, and when it lists the fonts of a machine for the first time
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app(standalone_mode=True)
     except MegamemError as error:

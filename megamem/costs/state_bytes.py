@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from megamem.config.model import ModelConfig
 from megamem.errors import LayoutError
-from megamem.memory.base import StateSpec, TensorSpec
+from megamem.memory.base import Growing, StateSpec, TensorSpec
 
 
 def state_sizes(model: ModelConfig, component: str, rows: int, open_tokens: int = 0) -> dict[str, int]:
@@ -75,6 +76,46 @@ def _rows_before(model: ModelConfig, component: str) -> int:
         return 0
     side = model.side_rows_at(int(component.removeprefix("layers.")))
     return model.architecture.rows_before + (0 if side is None else side.before)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a rank's states in host memory, where it reads text without gradients, and of their copies."""
+
+    held: int
+    """In host memory once the text is read; part of what `state_bytes` counts."""
+    to_device: int
+    """Copied to the device by the text's last chunk, at most."""
+    to_host: int
+    """Copied to the host by each chunk."""
+    for_token: int
+    """Copied to the device by one more token, at most."""
+
+
+def host_memory(model: ModelConfig, rows: int, compute: torch.dtype, tp_size: int = 1, chunks: int = 1) -> HostMemory:
+    """Return what all layers of one tensor-parallel rank keep in host memory, for `rows` texts of so many chunks.
+
+    Raises: LayoutError as `state_bytes`.
+    """
+    held = to_device = to_host = for_token = 0.0
+    for component, specs in model.component_specs().items():
+        sizes = state_sizes(model, component, rows)
+        for spec in specs.values():
+            if not isinstance(spec, Growing) or spec.host is None:
+                continue
+            entry = sum(_tensor_bytes(part, sizes, compute, tp_size) for part in spec.entry.values() if part.host)
+
+            def copied(tokens: int, seen: int, entry: int = entry, spec: Growing = spec) -> float:
+                """Return the bytes that a call of so many tokens reads, after so many finished chunks."""
+                assert spec.host is not None
+                entries = seen if spec.limit is None else min(seen, spec.limit)
+                return entry * min(float(entries), tokens * spec.host.memories / spec.host.entry)
+
+            held += entry * (chunks if spec.limit is None else min(chunks, spec.limit))
+            to_device += copied(sizes["chunk"], chunks - 1)
+            to_host += entry
+            for_token += copied(1, chunks)
+    return HostMemory(*(round(count) for count in (held, to_device, to_host, for_token)))
 
 
 def stage_state_bytes(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,8 @@ class TensorSpec:
     long_term: bool = False
     """Whether it belongs to a long-term memory beside a shorter one, which gives nothing to read where it is zeros:
     evaluation can take that memory away alone."""
+    host: bool = False
+    """Whether it lies in host memory while a CUDA device reads text without gradients."""
 
     def sizes(self, names: Mapping[str, int], tp_size: int = 1) -> tuple[int, ...]:
         """Return the shape on one rank; names: the global size of each name."""
@@ -72,6 +74,15 @@ class TensorSpec:
         return None if self.shard is None else self.axis(self.shard)
 
 
+class HostReads(NamedTuple):
+    """How much of what lies in host memory a row of a batch reads, over all heads; a call copies each memory once."""
+
+    memories: int
+    """Memories that one token selects at most."""
+    entry: int
+    """Memories that an entry holds."""
+
+
 @dataclass(frozen=True)
 class Growing:
     """The declaration of a list of entries that grows by one per chunk."""
@@ -81,6 +92,8 @@ class Growing:
     limit: int | None = None
     """Entries kept at most; None: as many as the context has chunks. Rows that do not share one grid of chunks (left
     padding) may need one entry more."""
+    host: HostReads | None = None
+    """How entries are read whose tensors lie in host memory (`TensorSpec.host`); None: they lie on the device."""
 
 
 StateSpec = Mapping[str, "TensorSpec | Growing"]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from megamem.config.run import RunConfig
 from megamem.costs.flops import flops_per_token
 from megamem.costs.parameters import parameter_counts
-from megamem.costs.state_bytes import split_state_bytes
+from megamem.costs.state_bytes import HostMemory, host_memory, split_state_bytes
 from megamem.errors import LayoutError
 from megamem.memory.base import DTYPES
 from megamem.pipeline.balancing import place
@@ -75,6 +75,8 @@ class PlanReport:
     states: dict[str, int]
     """Bytes of a micro-batch's memory states at the end of a sequence, in all layers of a tensor-parallel rank: those
     of `fixed` size, and those in `banks` that grow."""
+    host: HostMemory
+    """Those of them that lie in host memory where text is read without gradients, which training does not."""
 
     @property
     def config(self) -> RunConfig:
@@ -145,6 +147,7 @@ class PlanReport:
             "ranks": [rank.to_dict() for rank in self.ranks],
             switched: [rank.to_dict() for rank in self.switched_ranks],
             "states": self.states,
+            "host": asdict(self.host),
             "fits": self.fits,
             "traffic": [asdict(sent) for sent in self.traffic],
             "bubble": self.time.bubble_share,
@@ -220,6 +223,7 @@ def make_plan(
         stage_traffic(layout, parameters),
         step_time(layout, parameters, machine, efficiency),
         split_state_bytes(config.model, *sizes),
+        host_memory(config.model, *sizes),
     )
 
 

@@ -31,6 +31,13 @@ def show_plan(plan: PlanReport) -> Iterator[Table | str]:
         f"memory states of a micro-batch at the end of a sequence, all layers: {plan.states['fixed'] / GIB:.3f} GiB of "
         f"fixed size, {plan.states['banks'] / GIB:.3f} GiB in banks that grow"
     )
+    if plan.host.held:
+        yield (
+            f"read without gradients: {plan.host.held / GIB:.3f} GiB of these in host memory; at most "
+            f"{plan.host.to_device / GIB:.3f} GiB copied to the device by the last chunk and "
+            f"{plan.host.for_token / GIB:.3f} GiB by one token more, {plan.host.to_host / GIB:.3f} GiB to the host by "
+            "a chunk"
+        )
     yield _traffic(plan)
     yield _time(plan)
     saved = plan.checkpoint

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import torch
 
+from launchers.signals import not_ignored
 from megamem.errors import FINAL, STOPPED, DependencyError, MegamemError, RunFolderError
 from megamem.hardware import cores
 from megamem.runs.folder import RunLock
@@ -259,7 +260,7 @@ class Queue:
             for job, _ in list(running.values()):
                 job.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        before = {number: signal.signal(number, stop) for number in not_ignored()}
         try:
             yield
         finally:

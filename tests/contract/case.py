@@ -9,6 +9,8 @@ from megamem.config.model import ModelConfig
 
 CHUNK = 8
 QK_NORM = {"qk_norm": True}
+FEW_CHANNELS = {"norm_eps": 0.1}
+"""For a layer norm over 4 channels of positive weights, which are so alike that it makes rounding errors grow."""
 
 
 @dataclass(frozen=True)

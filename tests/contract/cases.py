@@ -1,4 +1,6 @@
-"""Small configurations of every registered mixer and architecture: the only place of the laws that knows them by name.
+"""Small configurations of every registered mixer and architecture.
+
+Besides `caching_cases.py` and `whole_models.py` the only place of the laws that knows them by name.
 
 Add at least one entry for each, and one for every option that changes what passes from call to call.
 """
@@ -7,12 +9,12 @@ from __future__ import annotations
 
 import os
 
-from tests.contract.case import QK_NORM, Case
+from tests.contract.caching_cases import CACHING
+from tests.contract.case import FEW_CHANNELS, QK_NORM, Case
+from tests.contract.log_linear_cases import LOG_LINEAR
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
-FEW_CHANNELS = {"norm_eps": 0.1}
-"""For a layer norm over 4 channels of positive weights, which are so alike that it makes rounding errors grow."""
 
 ALL_CASES = [
     Case("local_attention", "chunk", core=False),
@@ -109,6 +111,29 @@ ALL_CASES = [
         {"queue": 10, "block": 4, "retrieval": "topk", "top_k": 4, "normalize_keys": True, "stop_gradient": True},
         core=False,
     ),
+    Case("memorizing_attention", "window", {"queue": 13, "window": 11, "gate_init": 0.4}, core=False),
+    Case(
+        "memorizing_attention",
+        "window_nearest",
+        {"queue": 14, "block": 4, "window": 7, "retrieval": "topk", "top_k": 5, "normalize_keys": True},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memorizing_attention",
+        "window_stopped",
+        {"queue": 9, "block": 4, "window": 10, "stop_gradient": True},
+        shape=QK_NORM,
+        core=False,
+    ),
+    Case("memorizing_attention", "window_joint", {"queue": 19, "block": 4, "window": 9, "gate": "none"}, core=False),
+    Case(
+        "memorizing_attention",
+        "window_joint_nearest",
+        {"queue": 17, "window": 8, "gate": "none", "retrieval": "topk", "top_k": 3},
+        queries_per_key=2,
+        core=False,
+    ),
     Case("melodi", "short_block", {"summaries": 2, "block": 4}, core=False),
     Case("melodi", "chunk", {"summaries": 3}, core=False),
     Case(
@@ -127,6 +152,7 @@ ALL_CASES = [
         queries_per_key=2,
     ),
     Case("linear_attention", "plain", core=False),
+    Case("linear_attention", "normalized", {"features": "elu", "normalizer": True, "expand_v": 2}, core=False),
     Case("linear_attention", "positive", {"features": "elu", "convolution": 1, "output_gate": False}, core=False),
     Case(
         "linear_attention",
@@ -172,99 +198,7 @@ ALL_CASES = [
         core=False,
     ),
     Case("titans", "no_decay", {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.05}, core=False),
-    Case(
-        "memory_caching",
-        "titans_gated",
-        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05}, "segment": 4},
-        queries_per_key=2,
-    ),
-    Case(
-        "memory_caching",
-        "dla_soup",
-        {"memory": {"kind": "dla", "inner_chunk": 4, "max_rate": 1.0}, "segment": 8, "combine": "soup"},
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "titans_soup_continued",
-        {
-            "memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.02},
-            "segment": 4,
-            "combine": "soup",
-            "write": "continued",
-            "gate": "sigmoid",
-            "max_chunks": 2,
-        },
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "dla_selective",
-        {"memory": {"kind": "dla", "inner_chunk": 2, "max_rate": 0.1}, "segment": 2, "combine": "ssc", "top_k": 1},
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "delta_selective",
-        {"memory": {"kind": "delta_net"}, "segment": 2, "combine": "ssc", "router": "query"},
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "retnet_selective",
-        {"memory": {"kind": "retnet", "expand_v": 1}, "segment": 4, "combine": "ssc", "top_k": 1, "gate": "raw"},
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "linear_residual",
-        {"memory": {"kind": "linear_attention"}, "segment": 4, "combine": "residual", "max_chunks": 1},
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "gated_delta_sum",
-        {
-            "memory": {"kind": "delta_net", "decay": True},
-            "segment": 8,
-            "pooling": "sum",
-            "gate": "sigmoid",
-            "write": "continued",
-        },
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "token_gates",
-        {"memory": {"kind": "dla", "inner_chunk": 2, "max_rate": 0.1}, "segment": 2, "scores": "token", "ages": 3}
-        | {"temperature": 0.5},
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "selection_without_gates",
-        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05}, "segment": 2}
-        | {"combine": "ssc", "top_k": 2, "router": "query", "gate": "none"},
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "memora_gated",
-        {"memory": {"kind": "memora", "inner_chunk": 2, "expansion": 2, "max_rate": 0.1}, "segment": 4},
-        shape=FEW_CHANNELS,
-        core=False,
-    ),
-    Case(
-        "memory_caching",
-        "ssd_gated",
-        {"memory": {"kind": "ssd", "inner_chunk": 3}, "segment": 4, "gate": "sigmoid"},
-        queries_per_key=2,
-        core=False,
-    ),
+    *CACHING,
     Case(
         "memora",
         "paper",
@@ -299,24 +233,7 @@ ALL_CASES = [
         shape=FEW_CHANNELS,
         core=False,
     ),
-    Case("log_linear", "tokens", {"memory": {"kind": "linear_attention"}, "segment": 1, "levels": 4}, core=False),
-    Case(
-        "log_linear",
-        "titans",
-        {
-            "memory": {"kind": "titans", "inner_chunk": 2, "max_rate": 0.02, "layer_norm": False},
-            "segment": 2,
-            "levels": 3,
-        },
-        queries_per_key=2,
-        core=False,
-    ),
-    Case(
-        "log_linear",
-        "dla",
-        {"memory": {"kind": "dla", "network": "linear", "inner_chunk": 4, "max_rate": 0.1}, "segment": 4, "levels": 1},
-        core=False,
-    ),
+    *LOG_LINEAR,
     Case("masked_mixer", "flat", {"kernel_width": 3}),
     Case("masked_mixer", "pointwise", core=False),
     Case("masked_mixer", "long_map", {"map_size": 11, "kernel_width": 2}, core=False),

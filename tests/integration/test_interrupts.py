@@ -23,7 +23,7 @@ from tests.integration.commands import finish, megamem, run_tree, torchrun, writ
 from tests.integration.ranks import Job, command
 from tests.integration.test_agent import Nodes
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = [pytest.mark.distributed, pytest.mark.alone, pytest.mark.usefixtures("interruptible")]
 
 ENDLESS = {"training": {"steps": 100_000}, "parallel": {"tp": 2}, "evaluation": {"every": 0}, "logging": {"every": 1}}
 SOON_S = 20

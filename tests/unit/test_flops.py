@@ -54,6 +54,15 @@ MIXERS = {
     "memorizing, stopped": {"kind": "memorizing_attention", "queue": 24, "block": 32, "stop_gradient": True},
     "memorizing, nearest": {"kind": "memorizing_attention", "queue": 90, "retrieval": "topk", "top_k": 70},
     "memorizing, joint": {"kind": "memorizing_attention", "queue": 80, "gate": "none", "normalize_keys": True},
+    "memorizing, window": {"kind": "memorizing_attention", "queue": 100, "block": 32, "window": 50},
+    "memorizing, original": {
+        "kind": "memorizing_attention",
+        "queue": 90,
+        "window": 91,
+        "retrieval": "topk",
+        "top_k": 9,
+    },
+    "memorizing, window, joint": {"kind": "memorizing_attention", "queue": 120, "window": 80, "gate": "none"},
     "melodi": {"kind": "melodi", "summaries": 12},
     "melodi in blocks": {"kind": "melodi", "summaries": 5, "block": 32},
     "melodi, long memory": {"kind": "melodi", "summaries": 6, "block": 32, "long_memory": 7, "long_increment": 4},
@@ -104,6 +113,18 @@ MIXERS = {
         "combine": "residual",
         "max_chunks": 2,
     },
+    "caching, logarithmic": {
+        "kind": "memory_caching",
+        "memory": {"kind": "titans", "inner_chunk": 16},
+        "segment": 16,
+        "lengths": "logarithmic",
+        "levels": 3,
+    },
+    "caching, normalized": {
+        "kind": "memory_caching",
+        "memory": {"kind": "linear_attention", "inner_chunk": 16, "features": "elu", "normalizer": True},
+        "segment": 32,
+    },
     "memora": {"kind": "memora", "inner_chunk": 16, "gate_rank": 3},
     "memora, matrix": {"kind": "memora", "inner_chunk": 32, "network": "linear"},
     "log-linear": {"kind": "log_linear", "memory": {"kind": "linear_attention", "inner_chunk": 16}, "segment": 32},
@@ -112,6 +133,39 @@ MIXERS = {
         "memory": {"kind": "titans", "inner_chunk": 16},
         "segment": 16,
         "levels": 3,
+    },
+    "log-linear, dla, faded": {
+        "kind": "log_linear",
+        "memory": {"kind": "dla", "inner_chunk": 16, "decay": True},
+        "segment": 16,
+        "closed": "faded",
+    },
+    "log-linear, retnet, strong": {
+        "kind": "log_linear",
+        "memory": {"kind": "retnet", "inner_chunk": 16},
+        "segment": 32,
+        "admissibility": "strong",
+    },
+    "log-linear, ssd, faded": {
+        "kind": "log_linear",
+        "memory": {"kind": "ssd", "inner_chunk": 16},
+        "segment": 1,
+        "closed": "faded",
+    },
+    "log-linear, gated delta net, faded": {
+        "kind": "log_linear",
+        "memory": {"kind": "delta_net", "decay": True, "inner_chunk": 16, "expand_v": 2},
+        "segment": 1,
+        "closed": "faded",
+        "levels": 7,
+    },
+    "log-linear, delta net, faded, strong": {
+        "kind": "log_linear",
+        "memory": {"kind": "delta_net", "inner_chunk": 16},
+        "segment": 32,
+        "levels": 3,
+        "closed": "faded",
+        "admissibility": "strong",
     },
     "masked mixer": {"kind": "masked_mixer"},
     "masked mixer, headed": {"kind": "masked_mixer", "form": "headed", "kernel_width": 3, "map_size": 70},
@@ -358,6 +412,18 @@ def test_frozen_parts_are_counted_as_they_are_computed(frozen: str) -> None:
     # by layer and of the whole model the same
     costs, whole = (cost(model, CHUNKS * CHUNK, backward_pass) for cost in (flop_costs, flops_per_token))
     assert sum(costs.layers) + costs.head == pytest.approx(whole["training"])
+
+
+@pytest.mark.parametrize("admissibility", ["weak", "strong"])
+def test_transitions_of_kept_levels_count_at_least_what_is_computed(admissibility: str) -> None:
+    """Forward exactly; backward with those products that no later segment needs."""
+    memory = {"kind": "delta_net", "inner_chunk": 16, "expand_v": 2}
+    mixer = {"kind": "log_linear", "memory": memory, "segment": 32, "levels": 3, "admissibility": admissibility}
+    model = small_model(mixer, kv_heads=2)
+    parts = flops_by_part(model, CHUNKS * CHUNK, causal=False)
+    forward, backward = counted(model)
+    assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
+    assert backward <= sum(part.backward for part in parts.values()) < 1.1 * backward
 
 
 def test_every_registered_mixer_is_compared() -> None:

@@ -10,7 +10,8 @@ import torch
 from megamem.config.model import ModelConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.memory.attention.memorizing_attention import INITIAL_SCALE, MemorizingAttention
-from megamem.memory.base import Chunk, TensorSpec, detach
+from megamem.memory.base import Chunk, Mixer, TensorSpec, detach
+from megamem.memory.shared.blocks import BlockSlice
 from megamem.ops.attention import nearest as search
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
@@ -20,16 +21,21 @@ from tests.unit.shipped import shipped
 CHUNK, CPU = 8, torch.device("cpu")
 
 
-def built(kv_heads: int = 4, dtype: torch.dtype = torch.float64, **options: object) -> MemorizingAttention:
+def made(kind: str, kv_heads: int = 4, **options: object) -> Mixer:
     model = {
         "layers": 1, "hidden_size": 16, "heads": 4, "kv_heads": kv_heads, "chunk_size": CHUNK, "init_std": 0.3,
-        "mixer": {"kind": "memorizing_attention", **options},
+        "mixer": {"kind": kind, **options},
     }  # fmt: skip
     config = ModelConfig.model_validate(model)
     mixer = config.mixer_at(0).build(config, PlainLinears(), 0)
     initialize_parameters(mixer, 1)
+    return mixer.to(torch.float64)
+
+
+def built(kv_heads: int = 4, **options: object) -> MemorizingAttention:
+    mixer = made("memorizing_attention", kv_heads, **options)
     assert isinstance(mixer, MemorizingAttention)
-    return mixer.to(dtype)
+    return mixer
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -169,6 +175,68 @@ class TestNearest:
                 torch.testing.assert_close(found[:, b, h], expected, rtol=0, atol=1e-13)
 
 
+class TestWindow:
+    @pytest.mark.parametrize("kv_heads", [4, 2])
+    @pytest.mark.parametrize(("window", "block"), [(8, 8), (9, 4), (13, 8), (5, 2)])
+    def test_with_the_gate_shut_it_is_sliding_attention(self, window: int, block: int, kv_heads: int) -> None:
+        """The same weights, rows at different places of their blocks, another mixer's code."""
+        ours = built(kv_heads, queue=15, block=block, window=window, gate_init=-60.0)
+        theirs = made("sliding_attention", kv_heads, window=window)
+        shared = {name: weight for name, weight in ours.state_dict().items() if not name.startswith("gate.")}
+        theirs.load_state_dict(shared)
+        x = random(3 * CHUNK, 2, 16)
+        for lanes in ((0, 0), (0, -3)):
+            found = []
+            for mixer in (ours, theirs):
+                state, outputs = mixer.initial_state(2, CPU, x.dtype), []
+                for begin, end in ((0, 3), (3, 8), (8, 9), (9, 20), (20, 24)):
+                    place = Chunk(tuple(start + begin for start in lanes))
+                    state = mixer.reset(state, place, CPU, x.dtype)
+                    output, state, _ = mixer(x[begin:end], state, place)
+                    outputs.append(output)
+                found.append(torch.cat(outputs)[3 if lanes[1] else 0 :])
+            torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+
+    def test_one_softmax_counts_a_token_once(self) -> None:
+        """A query sees each of the queue's tokens in one of its two forms: without a place, or rotated by it."""
+        mixer = built(queue=15, window=8, gate="none")
+        query, past = random(1, 1, 4, 4), Past(random(15, 1, 4, 4, seed=1), random(15, 1, 4, 4, seed=2))
+        state = {**mixer.initial_state(1, CPU, torch.float64), "keys": past.key, "values": past.value}
+        for offset in range(CHUNK):
+            here = BlockSlice(0, 1, (2 * CHUNK + offset,), CHUNK)
+            far, near = mixer.recall(state, here, query)
+            seen = [part.visible.expand(1, 1, 1, -1).flatten() for part in (far, near) if part.visible is not None]
+            # the newest 7 entries, less those that the query's own block has driven out of its window
+            assert seen[1].tolist() == [age <= 7 - offset for age in range(7, 0, -1)]
+            assert seen[0].tolist() == [age > 7 - offset for age in range(15, 0, -1)]
+
+    def test_it_needs_no_state_and_no_parameters(self) -> None:
+        plain, windowed = built(queue=15), built(queue=15, window=16)
+        assert windowed.specs == plain.specs
+        assert windowed.state_dict().keys() == plain.state_dict().keys()
+
+    def test_where_nothing_lies_before_the_block_it_adds_nothing(self) -> None:
+        """In a document's first block, and in blocks and windows of one token."""
+        x = random(CHUNK, 2, 16)
+        assert torch.equal(read(built(queue=15, window=16), x)[0], read(built(queue=15), x)[0])
+        x = random(3 * CHUNK, 2, 16)
+        assert torch.equal(read(built(queue=5, block=1, window=1), x)[0], read(built(queue=5, block=1), x)[0])
+
+    def test_flops_count_what_windows_hold(self) -> None:
+        """Query o of a block of 2,048 sees 539 - o tokens before it; from the second of 16 blocks on."""
+        model = memory_model(540, chunk_size=512)
+        mixer = model.mixer_at(8)
+        blocks = 64
+        before = sum(max(539 - offset, 0) for offset in range(512)) / 512 * (blocks - 1) / blocks
+        # the second block finds 512 tokens in the queue
+        before -= sum(max(539 - offset - 512, 0) for offset in range(512)) / 512 / blocks
+        found, plain = (
+            each.mixing_flops(model, 32_768, causal=True) for each in (mixer.model_copy(update={"window": 540}), mixer)
+        )
+        assert found["attention"].forward - plain["attention"].forward == pytest.approx(4 * 8 * 90 * before)
+        assert found["memory_attention"] == plain["memory_attention"]
+
+
 class TestGate:
     @pytest.mark.parametrize(("gate", "memory"), [(-40.0, False), (40.0, True)])
     def test_shut_it_leaves_local_attention_and_open_only_the_memory(self, gate: float, memory: bool) -> None:
@@ -277,6 +345,8 @@ def test_one_parameter_per_head_as_in_table_1(options: dict[str, object], expect
         ({"retrieval": "topk", "top_k": 9, "queue": 8}, "top_k 9 is more than the queue of 8 tokens"),
         ({"block": 3}, "block 3 does not divide model.chunk_size 8"),
         ({"queue": 0}, "greater than 0"),
+        ({"queue": 20, "window": 7}, "window 7 does not fit between the block of 8 tokens, .* and 21, a query's own"),
+        ({"queue": 20, "window": 22}, "window 22 does not fit between the block of 8 tokens, .* and 21, a query's own"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) -> None:

@@ -156,7 +156,7 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
     def selected(answer: Any, shares: Tensor) -> Tensor:
         """The memories in lists of one, one and two; nobody asks the second."""
         lists = [(up[:, :, part], down[:, :, part]) for part in (slice(1), slice(1, 2), slice(2, 4))]
-        return selected_answer(answer, query, lists, shares.split((1, 1, 2), dim=-1))
+        return selected_answer(answer, query, lists, shares.split((1, 1, 2), dim=-1), 5)
 
     chosen[..., 1] = False
     masked = shares * chosen

@@ -65,8 +65,16 @@ def memory(mixer, layers=(1,)):
             "memory full_attention is no memory that can be kept; valid: delta_net, dla, linear_attention, memora",
         ),
         (
-            memory({"kind": "log_linear", "memory": "delta_net"}),
-            "memory delta_net cannot be merged; valid: dla, linear_attention, titans",
+            memory({"kind": "log_linear", "memory": "memora"}),
+            "memory memora cannot be merged; valid: delta_net, dla, linear_attention, retnet, ssd, titans",
+        ),
+        (
+            memory({"kind": "log_linear", "memory": "ssd", "closed": "fading"}),
+            "closed\n  Input should be 'kept' or 'faded'",
+        ),
+        (
+            memory({"kind": "log_linear", "memory": "ssd", "admissibility": "none"}),
+            "admissibility\n  Input should be 'weak' or 'strong'",
         ),
         (
             memory({"kind": "memory_caching", "memory": {"kind": "titans", "inner_chunk": 8}, "segment": 3}),

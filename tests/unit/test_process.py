@@ -37,7 +37,7 @@ def test_signals_to_stop_are_exceptions(number):
         signal.signal(number, inherited)
 
 
-def test_signals_within_a_second_are_one(clock):
+def test_signals_within_a_second_are_one(clock, interruptible):
     """A scheduler may signal this process and its parent, which passes it on."""
     with Signals():
         with pytest.raises(SignalException):

@@ -1,7 +1,8 @@
-"""What starting costs: `import megamem` and `megamem --help` load nothing heavy."""
+"""What starting costs and says: `import megamem` and `megamem --help` load nothing heavy, libraries make no noise."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -53,3 +54,14 @@ def test_the_package_alone_loads_little() -> None:
 
 def test_the_test_sees_what_is_loaded() -> None:
     assert "yaml" in loaded("import megamem.config.load")[0]
+
+
+def test_a_home_that_cannot_be_written_is_no_news(tmp_path: Path) -> None:
+    """matplotlib would say so, and that it looks for fonts."""
+    (tmp_path / "file").touch()
+    code = "import megamem.cli.main as cli\ncli.app = lambda **_: __import__('matplotlib.font_manager')\ncli.main()"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG_"))}
+    command = [sys.executable, "-c", code]
+    home = {"HOME": str(tmp_path / "file" / "home")}
+    done = subprocess.run(command, cwd=ROOT, env=kept | home, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,7 +1,5 @@
 """Studies: the grid, the queue of processes."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -368,29 +366,6 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
     monkeypatch.delenv("ALWAYS_FAILS")
     mended = Queue(study, print, lambda done, total: None, retry_failed=True).run(planned_runs(study))
     assert (len(mended.done), mended.failed) == (10, [])
-
-
-def test_a_signal_stops_runs_and_the_next_call_goes_on(study, fake, monkeypatch):
-    monkeypatch.setenv("HANGS", "memory-narrow-3")
-    log = study.folder / "pair" / "logs" / "memory-narrow-3.log"
-
-    def interrupt() -> None:
-        while not log.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    begin = time.monotonic()
-    outcome, _, _ = run(study)
-    assert outcome.stopped
-    assert not outcome.failed
-    states = {state.run.name: state.state for state in run_statuses(study, planned_runs(study))}
-    assert (states["memory-narrow-3"], states["memory-wide-4"]) == ("stopped", "waiting")
-    assert time.monotonic() - begin < 20
-    assert len(outcome.done) == 2
-    monkeypatch.delenv("HANGS")
-    outcome, _, _ = run(study)
-    assert (len(outcome.done), outcome.stopped) == (10, False)
 
 
 def test_a_folder_of_another_configuration_is_refused(study, fake):

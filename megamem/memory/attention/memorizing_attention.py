@@ -7,26 +7,32 @@ gradients through it. The gate is section 3.2 of the original.
     sigmoid  A = g A_mem + (1 - g) A_local,   A_mem = softmax(q K_mem^T / sqrt(d)) V_mem,   g = sigmoid(b), b per head
     none     A = softmax over [K_mem, K_local] at once
     write    [K_mem, V_mem] <- the newest `queue` tokens of [K_mem, V_mem] and the block, keys before rotation
+
+With `window` W the local keys are those of the last W tokens wherever blocks end, as section 3 of the original has them
+from a cache like Transformer-XL's. The queue holds these keys too, so that no other state is needed.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
-from megamem.config.cost import Flops
+from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach
 from megamem.memory.shared.block_attention import BlockAttention, local_attention_flops, open_specs, resolve_block
 from megamem.memory.shared.blocks import BlockSlice
 from megamem.memory.shared.cosine import CosineScale, cosine_pair
 from megamem.memory.shared.gate import MemoryGate, gated
-from megamem.memory.shared.queue import entry_counts, push, queued, readable
+from megamem.memory.shared.queue import distances, entry_counts, push, queued, readable, seen_where
 from megamem.ops.attention.nearest import nearest, nearest_attention
 from megamem.ops.attention.softmax import Past, past_attention
 from megamem.ops.dropout import Dropout
+from megamem.ops.rotary import consecutive_rotary_tables
 from megamem.parallel.linears import Linears
 
 INITIAL_SCALE = 20.0
@@ -43,6 +49,9 @@ class MemorizingAttentionConfig(MixerConfig):
     """Tokens of past blocks whose keys and values are kept, the oldest dropped first, token by token."""
     block: PositiveInt | None = None
     """Tokens attended locally and queued at once; the chunk if not given. Divides model.chunk_size."""
+    window: PositiveInt | None = None
+    """Tokens that local attention sees, the query's own included, also those before its block; the block alone if not
+    given. From `block` to `queue` + 1."""
     retrieval: Literal["dense", "topk"] = "dense"
     """What a query sees of the queue: all of it, or the `top_k` keys nearest to it."""
     top_k: PositiveInt | None = None
@@ -68,7 +77,12 @@ class MemorizingAttentionConfig(MixerConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
-        resolve_block(self.block, model)
+        block = resolve_block(self.block, model)
+        if self.window is not None and not block <= self.window <= self.queue + 1:
+            raise ValueError(
+                f"window {self.window} does not fit between the block of {block} tokens, which is seen anyway, and "
+                f"{self.queue + 1}, a query's own token and those in the queue"
+            )
         if model.qk_norm and self.normalize_keys:
             raise ValueError("qk_norm does not go with normalize_keys, whose queries and keys have length one already")
 
@@ -90,15 +104,25 @@ class MemorizingAttentionConfig(MixerConfig):
         blocks = -(-sequence_length // block)
         per_key = 2 * model.heads * model.resolved_head_dim / blocks
         reading = searching = Flops(0.0, 0.0)
+        before = 0.0
         for begin in range(0, blocks * block, block):
             keys = min(self.queue, begin)
-            chosen = min(keys, self.top_k or keys)
+            near = self._near(block, keys)
+            seen = keys - near if self.gate == "none" else keys
+            chosen = float(np.mean(np.minimum(seen, self.top_k or keys)))
             products = 2 * per_key * (chosen if causal else keys)
             stopped = self.stop_gradient and begin % model.chunk_size == 0
             reading += Flops(products, products * (1 if stopped else 2))
-            searching += Flops(per_key * keys * (chosen < keys), 0.0)
-        parts = {**local_attention_flops(block, model, sequence_length, causal), "memory_attention": reading}
+            searching += Flops(per_key * keys * (keys > (self.top_k or keys)), 0.0)
+            before += float(near.mean() if causal else near.max()) / blocks
+        local = local_attention_flops(block, model, sequence_length, causal)
+        local["attention"] += attention_flops(model.heads, model.resolved_head_dim, before)
+        parts = {**local, "memory_attention": reading}
         return parts if self.top_k is None else {**parts, "memory_retrieval": searching}
+
+    def _near(self, block: int, entries: int) -> npt.NDArray[np.int64]:
+        """Return how many of the queue's entries lie in the window of each query of a block: [block]."""
+        return np.clip((self.window or 0) - 1 - np.arange(block), 0, entries)
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Count a gate and a scale per head, where there are such."""
@@ -140,15 +164,37 @@ class MemorizingAttention(BlockAttention):
         return entry_counts(block_slice, self.block, self.config.queue)
 
     def recall(self, state: State, block_slice: BlockSlice, like: Tensor) -> list[Past]:
-        """See `BlockAttention.recall`: without a gate the queue stands in front of the block.
+        """See `BlockAttention.recall`: without a gate the queue stands in front of the block, and of the window.
 
-        Its keys are not rotated, which puts all of them at the block's first position.
+        Its keys are not rotated, which puts all of them at the block's first position. One softmax counts a token once:
+        while it is in a query's window, the query does not see it in the queue.
         """
         entries = self.entries(block_slice)
-        if self.gate is not None or not any(entries):
+        if not any(entries):
             return []
+        near = self.near(state, block_slice, entries)
+        if self.gate is not None:
+            return near
         past = queued(state["keys"], state["values"], entries)
-        return [past if self.config.top_k is None else nearest(like, past, self.config.top_k)]
+        if self.config.window is not None:
+            far = distances(block_slice, past.key.shape[0], like.device) >= self.config.window
+            past = seen_where(past, far)
+        return [past if self.config.top_k is None else nearest(like, past, self.config.top_k), *near]
+
+    def near(self, state: State, block_slice: BlockSlice, entries: list[int]) -> list[Past]:
+        """Return the tokens of finished blocks that lie in the windows of a slice's queries, rotated by their places.
+
+        entries: by row, see `entries`; some row has one.
+        """
+        window = self.config.window or 1
+        if window == 1:
+            return []
+        past = queued(state["keys"], state["values"], [min(count, window - 1) for count in entries])
+        columns = past.key.shape[0]
+        # the newest entry of each row's queue is the token before its block
+        tables = consecutive_rotary_tables(-columns, columns, self.width, self.theta, past.key.dtype, past.key.device)
+        rotated = Past(self.apply_rotary(past.key, *tables), past.value, past.visible)
+        return [seen_where(rotated, distances(block_slice, columns, past.key.device) < window)]
 
     def mix(self, output: Tensor, query: Tensor, state: State, block_slice: BlockSlice) -> Tensor:
         """Return g A_mem + (1 - g) A_local; A_local alone in rows still in the first block of their document.

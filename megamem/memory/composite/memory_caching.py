@@ -16,11 +16,16 @@ Segments begin with the document.
 The state is that of the recurrent memory, and
 
     key_sum    sum of the open segment's keys, from which its pool is made
+    log_kept   sum of the logarithms of its decays, where merging needs it
+
+and with segments of constant length (`constant_segments.py`)
+
     closed_*   memories and pools of the segments of the open chunk that have ended, column by column
     kept       a list with one entry per finished chunk: the closed_* columns of that chunk, never copied again
 
-Rows of a batch may end their segments at different times (left-padded prompts). Whenever some row's segment ends, every
-row gets a column, and `filled` says whether the row's own segment ended there.
+or with segments of logarithmic length (`logarithmic_segments.py`)
+
+    level_n_*  memory and sum of keys of the last 2^n segments but those of lower levels, if there are such
 
 Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, N kept
 segments, D head_dim, V width of a head's values.
@@ -36,10 +41,12 @@ from torch import Tensor
 
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, to_device
+from megamem.memory.composite.constant_segments import ConstantSegments
+from megamem.memory.composite.logarithmic_segments import LogarithmicSegments
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
-from megamem.memory.composite.segments import Gating, Segments, SegmentSlice, gate_shares
+from megamem.memory.composite.segments import Ended, Gating, Segments, SegmentSlice, gate_shares, pool
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer
-from megamem.ops.deep_memory.kept import selected_answer
+from megamem.ops.deep_memory.kept import Copies, selected_answer
 from megamem.parallel.linears import Linears, normal
 
 
@@ -68,10 +75,10 @@ class MemoryCaching(Mixer):
         self.gating = Gating(config.combine, config.gate, config.top_k, config.scores)
         self.linears = linears
         self.memory = memory
-        self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
-        self.per_chunk = model.chunk_size // config.segment
-        # mixed networks are read matrix by matrix, and so within one block of the memory
-        self.step = config.recurrent.block() if config.mixes() else config.segment
+        self.kept: ConstantSegments | LogarithmicSegments = ConstantSegments(config, model)
+        if config.lengths == "logarithmic":
+            self.kept = LogarithmicSegments(config, model, memory)
+        self.step = config.step()
         # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
         by_keys = config.scores == "context"
         scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
@@ -94,6 +101,7 @@ class MemoryCaching(Mixer):
         if self.score_scale != 1.0:
             router_query = router_query * self.score_scale
         reads, done = [], 0
+        copies = Copies() if self.config.kept_on == "host" else None
         while done < inputs.tokens:
             here = chunk.after(done)
             state = self.reset_inside(state, done, here.starts, inputs.key)
@@ -101,12 +109,13 @@ class MemoryCaching(Mixer):
             count = self._whole_segments(here, left, state)
             if count:
                 part = slice(done, done + count * self.config.segment)
-                read, state = self._read_segments(inputs.part(part), router_query[..., part, :], state, here, count)
+                asked = inputs.part(part), router_query[..., part, :]
+                read, state = self._read_segments(*asked, state, here, count, copies)
             else:  # up to the next border of any row
                 tokens = min(left, *(self.step - start % self.step for start in here.starts))
                 part = slice(done, done + tokens)
                 block_slice = self._slice(here, tokens)
-                read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice)
+                read, state = self._read(inputs.part(part), router_query[..., part, :], state, block_slice, copies)
             reads.append(read)
             done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
@@ -124,15 +133,22 @@ class MemoryCaching(Mixer):
         size = self.config.segment
         if not self.config.side_by_side() or any(start < 0 or start % size for start in chunk.starts):
             return 0
-        count = min(tokens // size, self.per_chunk - state["closed_filled"].shape[1])
+        count = self.kept.room(state, tokens // size)
         return count if count > 1 else 0
 
     def _read_segments(
-        self, inputs: Inputs, router_query: Tensor, state: State, chunk: Chunk, count: int
+        self,
+        inputs: Inputs,
+        router_query: Tensor,
+        state: State,
+        chunk: Chunk,
+        count: int,
+        copies: Copies | None,
     ) -> tuple[Tensor, State]:
         """Write `count` whole segments of each row at the same time, then read them one after the other.
 
-        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        router_query: u [B, H, G, T, D]; copies: see `_answers`.
+        Returns: what the tokens read, [B, H, G, T, V]; the new state.
         """
         size, rows = self.config.segment, chunk.rows
         # each segment is a batch row of its own with a fresh memory: [B * count, ...]
@@ -141,35 +157,42 @@ class MemoryCaching(Mixer):
         segments = inputs.side_by_side(count)
         answered, memory = self.memory.recur(segments, fresh, Chunk(starts))
         key_sums = segments.key.to(state["key_sum"].dtype).cumsum(2)
-        pools = self._pool(key_sums, [[1 + t for t in range(size)]])
-        ends = [*self.memory.snapshot(memory, inputs.parameters), pools[:, :, -1]]
-        # what is kept of each: [B * count, H, ...] -> [B, H, count, ...]
-        new = [x.unflatten(0, (rows, count)).movedim(1, 2) for x in ends]
-        filled = state["closed_filled"].new_ones(rows, count)
-        answered, pools = (x.unflatten(0, (rows, count)) for x in (answered, pools))
+        log_kept = segments.gates["log_decay"].sum(2) if self.config.fades else None
+
+        def apart(x: Tensor) -> Tensor:
+            """Give the segments of a row an axis of their own, [B * count, ...] -> [B, count, ...]."""
+            return x.unflatten(0, (rows, count))
+
+        ended = Ended(
+            tuple(apart(x).movedim(1, 2) for x in self.memory.snapshot(memory, inputs.parameters)),
+            apart(key_sums[:, :, -1]).movedim(1, 2),
+            None if log_kept is None else apart(log_kept).movedim(1, 2),
+        )
+        slices = [self._slice(chunk.after(i * size), size) for i in range(count)]
+        # segment i reads its own memory, those of the segments before it, and the ones kept earlier
+        readable, state = self.kept.one_by_one(state, ended, slices, inputs.parameters)
+        answered = apart(answered)
+        pools = apart(pool(key_sums, [[1 + t for t in range(size)]], self.config.pooling))
         reads = []
-        for i in range(count):
-            # segment i reads its own memory, those of the segments before it, and the ones kept earlier
+        for i, kept in enumerate(readable):
             part = slice(i * size, (i + 1) * size)
-            before = {name: x[:, :, :i] for name, x in zip(self.names[:-1], new, strict=True)}
-            here = self._slice(chunk.after(part.start), size)
-            kept = self._readable([{**before, "filled": filled[:, :i]}, *self._entries(state)], here)
             own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
-            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares))
-        return torch.cat(reads, dim=-2), self._append(state, new, filled, here)
+            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares, copies))
+        return torch.cat(reads, dim=-2), state
 
     def _read(
-        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice
+        self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice, copies: Copies | None
     ) -> tuple[Tensor, State]:
         """Write and read tokens that lie within one segment of each row; the segment is kept if it ends with them.
 
-        router_query: u [B, H, G, T, D]. Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        router_query: u [B, H, G, T, D]; copies: see `_answers`.
+        Returns: what the tokens read, [B, H, G, T, V]; the new state.
         """
-        kept = self._readable(self._entries(state), block_slice)
+        kept = self.kept.readable(state, block_slice)
         # the open segment's pool at each token: the mean of its keys so far
         key_sums = state["key_sum"][:, :, None] + inputs.key.to(state["key_sum"].dtype).cumsum(2)
         counts = [[offset + 1 + t for t in range(inputs.tokens)] for offset in block_slice.offsets]
-        pools = self._pool(key_sums, counts)
+        pools = pool(key_sums, counts, self.config.pooling)
         own, shares = gate_shares(router_query.to(pools.dtype), pools, kept, self.gating)
         chunk = Chunk(block_slice.starts)
         if self.config.mixes():
@@ -184,105 +207,38 @@ class MemoryCaching(Mixer):
             read, memory = self.memory.recur(inputs, state, chunk, join)
         else:
             read, memory = self.memory.recur(inputs, state, chunk)
-            read = own * read + self._answers(inputs, kept, shares)
+            read = own * read + self._answers(inputs, kept, shares, copies)
         state = {**state, **memory, "key_sum": key_sums[:, :, -1]}
+        if self.config.fades:
+            state["log_kept"] = state["log_kept"] + inputs.gates["log_decay"].sum(2)
         return read, self._close(state, inputs.parameters, block_slice) if any(block_slice.closing) else state
 
-    def _answers(self, inputs: Inputs, kept: list[Segments], shares: list[Tensor]) -> Tensor:
+    def _answers(self, inputs: Inputs, kept: list[Segments], shares: list[Tensor], copies: Copies | None) -> Tensor:
         """Return the sum of the kept memories' answers times their shares, [B, H, G, T, V].
 
-        inputs: of the tokens that ask; shares: [B, H, G, T, N] of each list. With `ssc` only what the router chose is
-            computed.
+        inputs: of the tokens that ask; shares: [B, H, G, T, N] of each list; copies: made in this call of memories that
+            lie elsewhere. With `ssc` only what the router chose is computed.
         """
         if not kept:
             return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
             query, weights = inputs.query.to(shares[0].dtype), [part.weights for part in kept]
-            made = selected_answer(self.memory.answer_rows, query, weights, shares)
+            width, far = inputs.value.shape[-1], [part.far for part in kept]
+            made = selected_answer(self.memory.answer_rows, query, weights, shares, width, copies, far)
             return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
         answers = (self.memory.answer(inputs, part.weights, share) for part, share in zip(kept, shares, strict=True))
         return sum(answers, shares[0].new_zeros(()))
 
-    def _pool(self, key_sums: Tensor, counts: list[list[int]]) -> Tensor:
-        """Return means of keys from their sums [B, H, T, D] and their counts by row and token; or the sums."""
-        if self.config.pooling == "sum":
-            return key_sums
-        return key_sums / to_device(counts, key_sums.device, key_sums.dtype)[:, None, :, None]
-
-    def _entries(self, state: State) -> list[dict[str, Tensor]]:
-        """Return all that is kept, the open chunk's columns first, then those of past chunks, the newest first."""
-        return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
-
-    def _readable(self, entries: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[Segments]:
-        """Return the kept segments that some row may read, the newest last, with a mask of those each row may.
-
-        entries: tensors [B, H, N, ...] of kept segments, the newest entry first, within it the newest column last.
-        """
-        reach = [self.config.reach(start, self.sizes["chunk"]) for start in block_slice.starts]
-        # enough columns for the row with the longest reach, even if rows never end their segments together
-        columns = max(reach) * block_slice.columns
-        parts: list[Segments] = []
-        # how many of each row's own segments are newer than the entry [B, 1]
-        newer = entries[0]["filled"].new_zeros(len(reach), 1)
-        limit = to_device(reach, newer.device, newer.dtype)[:, None]
-        for entry in entries:
-            if columns <= 0:
-                break
-            filled = entry["filled"]
-            if not filled.shape[1]:
-                continue
-            columns -= filled.shape[1]
-            # how many of the row's own segments there are from each column to the newest, [B, N]
-            from_here = filled.flip(1).cumsum(1).flip(1) + newer
-            visible = (filled > 0) & (from_here <= limit)
-            newer = from_here[:, :1]
-            weights = tuple(entry[name] for name in self.names[:-2])
-            parts.append(Segments(weights, entry["pool"], visible, from_here))
-        return parts[::-1]
-
     def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:
         """Keep the memory [B, H, ...] of rows whose segment ends, begin their next one. parameters: see `Inputs`."""
+        ended = Ended(self.memory.snapshot(state, parameters), state["key_sum"], state.get("log_kept"))
+        state = self.kept.close(state, ended, block_slice, parameters)
         closing = to_device(block_slice.closing, state["key_sum"].device, torch.bool)
-        pool = self._pool(state["key_sum"][:, :, None], [[self.config.segment]] * len(block_slice.closing))
-        new = [*(x[:, :, None] for x in self.memory.snapshot(state, parameters)), pool]
-        if not all(block_slice.closing):  # nothing is kept of other rows
-            new = [torch.where(closing.view(-1, *[1] * (x.ndim - 1)), x, 0) for x in new]
-        state = self._append(state, new, closing.to(state["closed_filled"].dtype)[:, None], block_slice)
-        renewed = {"key_sum": torch.zeros_like(state["key_sum"])}
+        renewed = ["key_sum", *(["log_kept"] if self.config.fades else [])]
         if self.config.write == "independent":
-            renewed |= {name: torch.zeros_like(state[name]) for name in self.memory.renewed()}
-        for name, fresh in renewed.items():
+            renewed += self.memory.renewed()
+        for name in renewed:
+            fresh = torch.zeros_like(state[name])
             rows = closing.view(-1, *[1] * (fresh.ndim - 1))
             state[name] = fresh if all(block_slice.closing) else torch.where(rows, fresh, state[name])
         return state
-
-    def _append(self, state: State, new: list[Tensor], filled: Tensor, block_slice: SegmentSlice) -> State:
-        """Append columns of finished segments, and the chunk's columns to the list once there are all of them.
-
-        new: memories and pools [B, H, N, ...] of segments that end with the slice; filled: whether each row has such a
-            segment, [B, N] int64.
-        """
-        columns = {
-            name: torch.cat((state[f"closed_{name}"], column), dim=_axis(name))
-            for name, column in zip(self.names, (*new, filled), strict=True)
-        }
-        kept = list(state["kept"])
-        if columns["filled"].shape[1] == self.per_chunk:
-            kept.append(columns)
-            columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
-        return {
-            **state,
-            **{f"closed_{name}": tensor for name, tensor in columns.items()},
-            "kept": self._bounded(kept, block_slice),
-        }
-
-    def _bounded(self, kept: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[dict[str, Tensor]]:
-        """Return the entries [B, H, N, ...] within some row's reach; rows on a grid of their own fill own columns."""
-        reach = max(self.config.reach(end, self.sizes["chunk"]) for end in block_slice.ends) * block_slice.columns
-        needed = -(-reach // self.per_chunk)
-        return kept[max(len(kept) - needed, 0) :]
-
-
-def _axis(name: str) -> int:
-    """Return the axis of the segments in a tensor that is kept."""
-    return 1 if name == "filled" else 2

@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megamem.config.cost import Flops, product
-from megamem.config.model import AnyMixer, ModelConfig
-from megamem.memory.base import Growing, StateSpec, TensorSpec
-from megamem.memory.recurrent.base import SegmentedConfig
+from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
+from megamem.memory.base import Growing, HostReads, StateSpec, TensorSpec
+from megamem.memory.composite.segmented import SegmentedConfig
+from megamem.memory.recurrent.deep_config import DeepConfig
+from megamem.memory.recurrent.linear_attention import LinearAttentionConfig
 from megamem.memory.recurrent.matrix import MatrixConfig
 
 
@@ -25,6 +27,12 @@ class MemoryCachingSettings(SegmentedConfig):
     gates, the answers of the `top_k` best-fitting ones alone."""
     segment: PositiveInt = 256
     """Tokens after which the memory's state is kept. Divides model.chunk_size."""
+    lengths: Literal["constant", "logarithmic"] = "constant"
+    """Lengths of kept segments: `segment` tokens each, so that their number grows with the text; or 1, 2, 4 ... times
+    `segment`, the oldest longest, as the binary digits of the number read: two of one length become one."""
+    levels: PositiveInt = 8
+    """With `lengths: logarithmic`, how many lengths there are: 1, 2, 4 ... times `segment`; the longest takes in all
+    that is older."""
     scores: Literal["context", "token"] = "context"
     """What a segment's score is made from: the token and the segment's keys (the paper's choice), or the token alone,
     by a projection to one score for each age of a segment (the paper's ablation)."""
@@ -46,28 +54,73 @@ class MemoryCachingSettings(SegmentedConfig):
     """Kept memories that a token reads with `ssc`."""
     max_chunks: PositiveInt | None = None
     """Past chunks whose memories are kept, the oldest dropped first; all if not given. Bound it in streams mode."""
+    kept_on: Literal["device", "host"] = "device"
+    """Where memories of past chunks lie while text is read without gradients, as in evaluation and generation: on the
+    device, or in pinned host memory, from which those that `combine: ssc` selects are copied in each call."""
 
     def kept_specs(
         self, model: ModelConfig, memories: int | str, kind: Literal["memory", "open"]
     ) -> dict[str, TensorSpec]:
         """Declare what is kept of `memories` segments: weights, pooled keys, and whose segment ended there."""
         shapes = {**self.recurrent.snapshot_shapes(model), "pool": (model.resolved_head_dim,)}
+        # the router needs pools of all memories
+        hosted = {name for name in shapes if name != "pool" and kind == "memory" and self.kept_on == "host"}
         specs = {
-            name: TensorSpec(("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind)
+            name: TensorSpec(
+                ("batch", "kv_heads", memories, *shape), "float32", shard="kv_heads", kind=kind, host=name in hosted
+            )
             for name, shape in shapes.items()
         }
         return {**specs, "filled": TensorSpec(("batch", memories), "int64", kind=kind)}
 
-    def state_specs(self, model: ModelConfig) -> StateSpec:
-        """Declare the open memory, the sum of its segment's keys, and kept memories: by chunk, of the open chunk."""
-        kept = Growing(self.kept_specs(model, model.chunk_size // self.segment, "memory"), self.max_chunks)
-        closed = self.kept_specs(model, "open", "open")
-        return {
-            **self.recurrent.state_specs(model),
-            "key_sum": TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads"),
-            "kept": kept,
-            **{f"closed_{name}": spec for name, spec in closed.items()},
+    def level_specs(self, model: ModelConfig) -> dict[str, TensorSpec]:
+        """Declare what is kept of one merged segment: weights, the sum of its keys, and what its decays leave."""
+        shapes: dict[str, tuple[int, ...]] = {
+            **self.recurrent.snapshot_shapes(model),
+            "key_sum": (model.resolved_head_dim,),
+            **({"log_kept": ()} if self.fades else {}),
         }
+        return {
+            name: TensorSpec(("batch", "kv_heads", *shape), "float32", shard="kv_heads")
+            for name, shape in shapes.items()
+        }
+
+    def state_specs(self, model: ModelConfig) -> StateSpec:
+        """Declare the open memory, the sum of its segment's keys, and kept memories.
+
+        Those of constant length by chunk, and of the open chunk; merged ones by level.
+        """
+        own = self.recurrent.state_specs(model)
+        key_sum = TensorSpec(("batch", "kv_heads", model.resolved_head_dim), "float32", shard="kv_heads")
+        if self.lengths == "logarithmic":
+            level = self.level_specs(model)
+            fading = {"log_kept": level["log_kept"]} if self.fades else {}
+            levels = {f"level_{n}_{name}": spec for n in range(self.levels) for name, spec in level.items()}
+            return {**own, "key_sum": key_sum, **fading, **levels}
+        per_chunk = model.chunk_size // self.segment
+        reads = HostReads(model.heads * self.top_k, model.resolved_kv_heads * per_chunk)
+        hosted = reads if self.kept_on == "host" else None
+        kept = Growing(self.kept_specs(model, per_chunk, "memory"), self.max_chunks, hosted)
+        closed = self.kept_specs(model, "open", "open")
+        return {**own, "key_sum": key_sum, "kept": kept, **{f"closed_{name}": spec for name, spec in closed.items()}}
+
+    @property
+    def fades(self) -> bool:
+        """Whether merging has to know what the decays of a segment's tokens leave of the memory before it."""
+        merges = self.lengths == "logarithmic" and self.write == "independent"
+        return merges and isinstance(self.recurrent, DeepConfig) and self.recurrent.decay
+
+    def occupied(self, segments: int) -> list[int]:
+        """Return the levels that hold something after so many segments, shortest first.
+
+        They are the binary digits of the number that are 1; what is beyond the last level is part of it.
+        """
+        last = self.levels - 1
+        return [n for n in range(self.levels) if (segments >> n) & 1 or (n == last and segments >> n)]
+
+    def merged_segments(self, segments: int, level: int) -> int:
+        """Return how many of so many segments a level holds, if it holds any."""
+        return segments >> level << level if level == self.levels - 1 else 1 << level
 
     def reach(self, start: int, chunk_size: int) -> int:
         """Return how many segments before its open one a row at position `start` may read."""
@@ -88,6 +141,29 @@ class MemoryCachingSettings(SegmentedConfig):
             raise ValueError("router query scores segments by their keys, scores token does not; leave one of them out")
         if self.temperature != 1.0 and self.gate != "softmax":
             raise ValueError(f"temperature {self.temperature} is the softmax's; gate {self.gate} has none")
+        if self.mixes() and self.gate == "raw" and isinstance(self.recurrent, MatrixConfig):
+            raise ValueError(
+                "gate raw may be negative, and combine soup weighs normalizers by it; use softmax or sigmoid"
+            )
+        if self.kept_on == "host" and self.combine != "ssc":
+            raise ValueError(f"kept_on host is for combine ssc, which selects; {self.combine} reads every kept memory")
+        if self.lengths == "logarithmic":
+            self._check_merging()
+
+    def _check_merging(self) -> None:
+        """Raise ValueError if kept segments cannot be merged."""
+        if self.kept_on == "host":
+            raise ValueError("kept_on host is for lengths: constant; of lengths: logarithmic few memories are kept")
+        if self.max_chunks is not None:
+            raise ValueError(
+                f"max_chunks {self.max_chunks} is for lengths: constant; lengths: logarithmic is bounded by `levels`"
+            )
+        if self.write == "independent" and not _adds_up(type(self.recurrent)):
+            valid = ", ".join(kind for kind, config in MIXERS.kinds().items() if _adds_up(config))
+            raise ValueError(
+                f"memory {self.recurrent.kind} of two segments cannot be merged; lengths: logarithmic needs write: "
+                f"continued, or one of {valid}"
+            )
 
     @property
     def routed(self) -> bool:
@@ -134,13 +210,24 @@ class MemoryCachingSettings(SegmentedConfig):
         return self.write == "independent" and not self.mixes()
 
     def mixes(self) -> bool:
-        """Return whether networks are mixed matrix by matrix. A mixture of single matrices is that of their answers."""
-        return self.combine == "soup" and not isinstance(self.recurrent, MatrixConfig)
+        """Return whether memories are mixed matrix by matrix; not where this is the mixture of their answers."""
+        return self.combine == "soup" and not self.recurrent.answers_add_up()
+
+    def step(self) -> int:
+        """Return the tokens that are read in one go at most: a segment, or a block where networks are mixed.
+
+        A single matrix is read by all tokens of a segment, mixed or not.
+        """
+        deep = not isinstance(self.recurrent, MatrixConfig)
+        return self.recurrent.block() if self.mixes() and deep else self.segment
 
     def kept_and_read(self, model: ModelConfig, sequence_length: int) -> tuple[float, float]:
         """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
-        within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
+        if self.lengths == "logarithmic":
+            within = [len(self.occupied(segment)) for segment in segments]
+        else:
+            within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
         return sum(within) / len(segments), sum(read) / len(segments)
 
@@ -149,3 +236,8 @@ class MemoryCachingSettings(SegmentedConfig):
         within, read = self.kept_and_read(model, sequence_length)
         share = f", {read / within:.0%}" if within else ""
         return f"memory caching ({self.combine}): a token reads {read:.2f} of {within:.2f} kept memories{share}"
+
+
+def _adds_up(memory: type[MixerConfig]) -> bool:
+    """Return whether the memory of two segments is the sum that `logarithmic_segments.py` makes of theirs."""
+    return issubclass(memory, LinearAttentionConfig) or (issubclass(memory, DeepConfig) and memory.mergeable)

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megamem.memory.base import to_device
 from megamem.memory.shared.blocks import BlockSlice
 
 
@@ -44,6 +45,31 @@ class Segments(NamedTuple):
     """Which of them each row may read, [B, N] bool."""
     age: Tensor
     """How many segments before its open one each row ended them, from 1, [B, N] int64; any number where not visible."""
+    far: bool = False
+    """Whether their memories may lie in host memory."""
+
+
+class Ended(NamedTuple):
+    """What a segment that has just ended leaves behind in each row; or several in turn, with an axis N after H."""
+
+    matrices: tuple[Tensor, ...]
+    """The matrices of its memory, [B, H, ...] each."""
+    key_sum: Tensor
+    """The sum of its keys, [B, H, D]."""
+    log_kept: Tensor | None
+    """The logarithm of the product of its tokens' decays, [B, H]; None where nobody needs it."""
+
+    def one(self, index: int) -> Ended:
+        """Return one of several segments."""
+        log_kept = None if self.log_kept is None else self.log_kept[:, :, index]
+        return Ended(tuple(x[:, :, index] for x in self.matrices), self.key_sum[:, :, index], log_kept)
+
+
+def pool(key_sums: Tensor, counts: list[list[int]], pooling: Literal["mean", "sum"]) -> Tensor:
+    """Return the means of keys from their sums [B, H, T, D] and their counts by row and token; or the sums."""
+    if pooling == "sum":
+        return key_sums
+    return key_sums / to_device(counts, key_sums.device, key_sums.dtype)[:, None, :, None]
 
 
 def gate_shares(

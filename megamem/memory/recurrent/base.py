@@ -5,7 +5,8 @@
 
 A mechanism declares what its memory keeps (`memory_specs`), and defines what becomes of queries and keys (`prepare`),
 which gates each token has (`gates`), and how tokens write and read (`recur`). The composite mixers keep memories at the
-ends of segments (`snapshot`) and read many of them at once (`answer`, `answer_rows`, `product`).
+ends of segments (`snapshot`), read many of them at once (`answer`, `mixed`, `answer_rows`, `product`), and let later
+tokens act on them (`transition`).
 
 Letters of shapes: B batch rows, H local key/value heads, G query heads that share one of them, T tokens, D head_dim, V
 width of a head's values, N kept memories.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops
-from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
+from megamem.config.model import MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype, to_device
 from megamem.memory.shared.blocks import first_tokens
 from megamem.ops.deep_memory.kept import Matrix, Rows
@@ -36,7 +37,8 @@ class RecurrentConfig(MixerConfig):
     """Fields of every recurrent memory."""
 
     mergeable: ClassVar[bool] = False
-    """Whether the memory of two segments is the later one's plus what its decays leave of the earlier one's."""
+    """Whether the memory of two segments is the later one's plus what its tokens leave of the earlier one's, which is
+    linear in it: a transition (`RecurrentMixer.transition`)."""
     convolution: PositiveInt = 4
     """Tokens that the short convolutions of queries, keys and values span, the present one included; a SiLU follows.
     1: neither convolution nor SiLU."""
@@ -83,6 +85,14 @@ class RecurrentConfig(MixerConfig):
         """Return the tokens after which a memory can be kept: 1 where it is written token by token."""
         return 1
 
+    def answers_add_up(self) -> bool:
+        """Return whether a weighted sum of memories answers with the weighted sum of their answers."""
+        return False
+
+    def transition_size(self, model: ModelConfig) -> int:
+        """Return the rows R of `RecurrentMixer.transition`: 1 where memories fade by a number, 0 where they do not."""
+        return 0
+
     def state_specs(self, model: ModelConfig) -> StateSpec:
         """Declare the memory, and the projections of the last tokens for the short convolutions."""
         return {**self.memory_specs(model), **self._convolution_specs(model)}
@@ -110,38 +120,6 @@ class RecurrentConfig(MixerConfig):
         )
         taps = self.convolution if self.convolution > 1 else 0
         return taps * convolved + model.heads * self.values(model)
-
-
-class SegmentedConfig(MixerConfig):
-    """Fields of mixers that cut a text into segments and keep the memories of those that have ended."""
-
-    unfit: ClassVar[str] = "is no memory that can be kept"
-    """What the error says of memories that do not fit."""
-    memory: AnyMixer
-    """The recurrent memory."""
-    segment: PositiveInt
-    """Tokens of a segment."""
-
-    @classmethod
-    def fits(cls, memory: type[MixerConfig]) -> bool:
-        """Return whether a kind of memory can be kept."""
-        return issubclass(memory, RecurrentConfig)
-
-    @property
-    def recurrent(self) -> RecurrentConfig:
-        """The memory's configuration. Raises ValueError for a mixer that does not fit."""
-        if not self.fits(type(self.memory)):
-            valid = ", ".join(kind for kind, config in MIXERS.kinds().items() if self.fits(config))
-            raise ValueError(f"memory {self.memory.kind} {self.unfit}; valid: {valid}")
-        return cast(RecurrentConfig, self.memory)
-
-    def check(self, model: ModelConfig) -> None:
-        """See `MixerConfig.check`."""
-        self.recurrent.check(model)
-        if model.chunk_size % self.segment:
-            raise ValueError(f"segment {self.segment} does not divide model.chunk_size {model.chunk_size}")
-        if self.segment % self.recurrent.block():
-            raise ValueError(f"segment {self.segment} is no multiple of memory.inner_chunk {self.recurrent.block()}")
 
 
 @dataclass(frozen=True)
@@ -308,8 +286,8 @@ class RecurrentMixer(Mixer):
             inputs: of the tokens.
             memory: the state before them.
             chunk: where they lie in their documents.
-            join: lets other memories take part in what each matrix answers; the tokens must lie in one `block` of each
-                row then.
+            join: lets other memories take part in what each matrix answers; the tokens of a memory that is written in
+                blocks must lie in one `block` of each row then.
         Returns: what the tokens read, [B, H, G, T, V]; the state tensors that changed.
         """
 
@@ -320,6 +298,15 @@ class RecurrentMixer(Mixer):
         parameters: see `Inputs`.
         """
 
+    def transition(self, inputs: Inputs) -> Tensor | None:
+        """Return what the tokens leave of all that was written before them, less the whole: [B or 1, H, R, R].
+
+        `passed` makes of it what is left of a memory. Here it is a number, the product of the tokens' decays less 1;
+        None where there are no decays.
+        """
+        log_decay = inputs.gates.get("log_decay")
+        return None if log_decay is None else torch.expm1(log_decay.sum(2))[..., None, None]
+
     @abstractmethod
     def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """Return sum_n shares_n M_n(q), the weighted answers of kept memories.
@@ -329,6 +316,13 @@ class RecurrentMixer(Mixer):
             kept: the matrices of `snapshot`, of N memories each, [B, H, N, ...].
             shares: [B, H, G, T, N].
         Returns: [B, H, G, T, V].
+        """
+
+    @abstractmethod
+    def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """Return what one memory answers whose matrices are sum_n shares_n A_n: [B, H, G, T, V].
+
+        kept as in `answer`; shares: [B, H, G or 1, T, N].
         """
 
     @abstractmethod

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer, TokenGate
-from megamem.memory.recurrent.deep_settings import DeepSettings
+from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
@@ -33,14 +33,6 @@ from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_netw
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears
-
-
-class DeepConfig(DeepSettings):
-    """Fields of every deep memory."""
-
-    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
-        """See `MixerConfig.build`."""
-        return DeepMemory(self, model, linears)
 
 
 @dataclass(frozen=True)
@@ -209,6 +201,15 @@ class DeepMemory(RecurrentMixer):
         else:
             made = shared_networks(query, kept[0], kept[1], shares)
         return self.answered(made, inputs, shares.sum(-1, keepdim=True))
+
+    def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.mixed`."""
+        made = self.product(0, inputs.query, kept, shares)
+        if len(kept) == 2:
+            made = self.product(1, nn.functional.gelu(made), kept, shares)
+        if self.config.layer_norm:
+            made = standardized(made, self.norm_eps)
+        return self.answered(made, inputs, torch.ones_like(made[..., :1]))
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`: what the network makes, normalized."""

@@ -10,6 +10,7 @@ Gated DeltaNet (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2025, equat
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk
-from megamem.memory.recurrent.base import TokenGate
+from megamem.memory.recurrent.base import Inputs, TokenGate
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer, matrix_flops
+from megamem.ops.linear_recurrence.unrolled import passed
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
@@ -44,6 +46,10 @@ class DeltaNetConfig(MatrixConfig):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Count convolutions and norm, and the start values of the gates, with A of the decay."""
         return super().extra_parameters(model) + model.resolved_kv_heads * (3 if self.decay else 1)
+
+    def transition_size(self, model: ModelConfig) -> int:
+        """See `RecurrentConfig.transition_size`: a matrix over the channels of keys."""
+        return model.resolved_head_dim
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
@@ -82,6 +88,18 @@ class DeltaNet(MatrixMixer):
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`: unit vectors."""
         return super().prepare(unit(query), unit(key), chunk)
+
+    def transition(self, inputs: Inputs) -> Tensor:
+        """See `RecurrentMixer.transition`: the product over tokens of a_t (I - b_t k_t k_t^T), less I."""
+        # nobody asks: there are no queries
+        unasked = replace(inputs, query=inputs.query[:, :, :0])
+        found = None
+        for begin in range(0, inputs.tokens, self.inner_chunk):
+            part = self.unrolled(unasked.part(slice(begin, begin + self.inner_chunk))).transition
+            assert part is not None
+            found = part if found is None else part + passed(part, found)
+        assert found is not None
+        return found
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return `rate`, and `log_decay` [batch, local kv_heads, tokens] of tokens x [tokens, batch, hidden_size]."""

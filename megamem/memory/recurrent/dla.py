@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megamem.config.model import MIXERS
-from megamem.memory.recurrent.deep import DeepConfig
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.recurrent.deep import DeepMemory
+from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
+from megamem.parallel.linears import Linears
 
 
 @MIXERS.register
@@ -22,3 +24,7 @@ class DLAConfig(DeepConfig):
     """`dla`"""
     mergeable: ClassVar[bool] = True
     loss: ClassVar[Loss] = "dot"
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
+        """See `MixerConfig.build`."""
+        return DeepMemory(self, model, linears)

@@ -9,6 +9,7 @@ definition: inner chunks change the order of sums alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from megamem.config.cost import Flops
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, State, StateSpec, TensorSpec
+from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
 from megamem.ops.deep_memory.network import Join
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
+from megamem.ops.linear_recurrence.unrolled import Unrolled, unrolled
 from megamem.parallel.linears import Linears
 
 
 class MatrixConfig(RecurrentConfig):
     """Fields of every matrix memory."""
 
+    mergeable: ClassVar[bool] = True
     expand_v: PositiveInt = 1
     """Width of a head's values over that of its keys."""
     inner_chunk: PositiveInt = 64
@@ -37,14 +40,22 @@ class MatrixConfig(RecurrentConfig):
         """See `RecurrentConfig.values`."""
         return self.expand_v * model.resolved_head_dim
 
+    def columns(self, model: ModelConfig) -> int:
+        """Return the number of columns of S: the width of a head's values."""
+        return self.values(model)
+
     def memory_specs(self, model: ModelConfig) -> StateSpec:
         """See `RecurrentConfig.memory_specs`: S."""
-        shape = ("batch", "kv_heads", model.resolved_head_dim, self.values(model))
+        shape = ("batch", "kv_heads", model.resolved_head_dim, self.columns(model))
         return {"memory": TensorSpec(shape, "float32", shard="kv_heads")}
 
     def snapshot_shapes(self, model: ModelConfig) -> dict[str, tuple[int, int]]:
         """See `RecurrentConfig.snapshot_shapes`: S."""
-        return {"memory": (model.resolved_head_dim, self.values(model))}
+        return {"memory": (model.resolved_head_dim, self.columns(model))}
+
+    def answers_add_up(self) -> bool:
+        """See `RecurrentConfig.answers_add_up`."""
+        return True
 
     def memory_flops(self, model: ModelConfig, sequence_length: float, causal: bool, begun: int) -> dict[str, Flops]:
         """See `matrix_flops`."""
@@ -66,7 +77,7 @@ def matrix_flops(
     seen = (inner + 1) / 2 if causal else inner
     # shares of the inner chunks: those with one before them, those whose matrix is read afterwards
     older, newer = 1 - inner / begun, 1 - inner / sequence_length
-    keys, values = model.resolved_head_dim, config.values(model)
+    keys, values = model.resolved_head_dim, config.columns(model)
     within = 2 * model.heads * seen * (keys + values)
     read, write = 2 * model.heads * keys * values, 2 * model.resolved_kv_heads * keys * values
     parts = {
@@ -82,7 +93,7 @@ def matrix_flops(
 
 
 class MatrixMixer(RecurrentMixer):
-    """A matrix per head, written by `linear_recurrence` with the gates `log_decay` and `rate` of each token."""
+    """A matrix per head, written by `linear_recurrence` with the gates `log_decay` and `rate` of tokens, or without."""
 
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
@@ -91,13 +102,22 @@ class MatrixMixer(RecurrentMixer):
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
-        given = (inputs.query, inputs.key, inputs.value, memory["memory"])
-        resets = chunk.borders or ()
+        given = (inputs.query, inputs.key, self.written(inputs), memory["memory"])
+        gates = (inputs.gates.get("log_decay"), inputs.gates.get("rate"), chunk.borders or ())
         if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
-            read, after = fla_recurrence(*given, **inputs.gates, resets=resets)
+            read, after = fla_recurrence(*given, *gates)
         else:
-            read, after = linear_recurrence(*given, **inputs.gates, resets=resets, inner=self.inner_chunk)
+            read, after = linear_recurrence(*given, *gates, inner=self.inner_chunk)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
+
+    def written(self, inputs: Inputs) -> Tensor:
+        """Return v [B, H, T, V] as the recurrence takes it."""
+        return inputs.value
+
+    def unrolled(self, inputs: Inputs) -> Unrolled:
+        """Return what the tokens, few enough for one set of products, read and write of their values and of S."""
+        gates = (inputs.gates.get("log_decay"), inputs.gates.get("rate"))
+        return unrolled(inputs.query, inputs.key, *gates, state_dtype(inputs.key.dtype))
 
     def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""
@@ -106,6 +126,10 @@ class MatrixMixer(RecurrentMixer):
     def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.answer`."""
         return self.product(0, inputs.query, kept, shares)
+
+    def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+        """See `RecurrentMixer.mixed`: the same as `answer`."""
+        return self.answer(inputs, kept, shares)
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`."""

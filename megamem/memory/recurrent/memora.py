@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, State, state_dtype, to_device
-from megamem.memory.recurrent.deep import DeepConfig, DeepMemory, InnerChunk
+from megamem.memory.recurrent.deep import DeepMemory, InnerChunk
+from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
 from megamem.ops.deep_memory.network import Join, Weights
 from megamem.ops.deep_memory.simplex import ChannelRates, on_simplex, simplex_memory

@@ -34,6 +34,10 @@ class RetNetConfig(MatrixConfig):
     expand_v: PositiveInt = 2
     """Width of a head's values over that of its keys."""
 
+    def transition_size(self, model: ModelConfig) -> int:
+        """See `RecurrentConfig.transition_size`: the product of decays."""
+        return 1
+
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> RetNet:
         """See `MixerConfig.build`."""
         return RetNet(self, model, linears)

@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamem.config.model import MIXERS, ModelConfig
-from megamem.memory.base import Chunk, State
 from megamem.memory.recurrent.base import Inputs, TokenGate
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
-from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare
 
 FIRST_STEP = math.log(math.expm1(0.01))
@@ -40,6 +38,10 @@ class SSDConfig(MatrixConfig):
     def extra_parameters(self, model: ModelConfig) -> int:
         """Count convolutions and norm; start value of the step, A and D."""
         return super().extra_parameters(model) + 3 * model.resolved_kv_heads
+
+    def transition_size(self, model: ModelConfig) -> int:
+        """See `RecurrentConfig.transition_size`: the product of decays."""
+        return 1
 
     def build(self, model: ModelConfig, linears: Linears, layer: int) -> SSD:
         """See `MixerConfig.build`."""
@@ -74,12 +76,10 @@ class SSD(MatrixMixer):
         step = F.softplus(self.token_step(x))
         return {"step": step, "log_decay": -self.log_pace(step).exp()[:, None] * step}
 
-    def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
-        """See `RecurrentMixer.recur`; each value is scaled by its token's step."""
-        gates = dict(inputs.gates)
-        value = inputs.value.to(memory["memory"].dtype)
-        stepped = Inputs(inputs.query, inputs.key, value * gates.pop("step")[..., None], gates)
-        return super().recur(stepped, memory, chunk, join)
+    def written(self, inputs: Inputs) -> Tensor:
+        """See `MatrixMixer.written`: each value times its token's step."""
+        step = inputs.gates["step"]
+        return inputs.value.to(step.dtype) * step[..., None]
 
     def finish(self, read: Tensor, x: Tensor, inputs: Inputs) -> Tensor:
         """See `RecurrentMixer.finish`; D v_t joins what was read, also where kept memories were read too."""

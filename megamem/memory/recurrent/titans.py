@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from megamem.config.model import MIXERS
-from megamem.memory.recurrent.deep import DeepConfig
+from megamem.config.model import MIXERS, ModelConfig
+from megamem.memory.recurrent.deep import DeepMemory
+from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
+from megamem.parallel.linears import Linears
 
 FIRST_MOMENTUM = 0.0
 """Start value of the momentum gate before its sigmoid: half of a step's direction goes on in the next."""
@@ -40,3 +42,7 @@ class TitansConfig(DeepConfig):
     def has_momentum(self) -> bool:
         """See `DeepConfig.has_momentum`."""
         return self.momentum
+
+    def build(self, model: ModelConfig, linears: Linears, layer: int) -> DeepMemory:
+        """See `MixerConfig.build`."""
+        return DeepMemory(self, model, linears)

@@ -35,6 +35,28 @@ def queued(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
     return Past(keys, values, ages <= to_device(entries, keys.device))
 
 
+def distances(block_slice: BlockSlice, entries: int, device: torch.device) -> Tensor:
+    """Return how many tokens a queue's newest entries stand before the queries, if each token leaves one entry.
+
+    Returns: int64 [batch, 1, tokens, entries], or [1, ...] where all rows agree; the newest entry last.
+    """
+    offsets = block_slice.offsets
+    if len(set(offsets)) == 1:
+        offsets = offsets[:1]
+    ages = torch.arange(entries, 0, -1, device=device)
+    queries = torch.arange(block_slice.tokens, device=device)[:, None]
+    return (to_device(offsets, device)[:, None, None] + queries + ages)[:, None]
+
+
+def seen_where(past: Past, where: Tensor) -> Past:
+    """Return the past of which a query sees what it saw and `where`, bool [batch or 1, 1, tokens, keys], is true.
+
+    past: with `visible` None or [keys, batch].
+    """
+    visible = where if past.visible is None else where & past.visible.T[:, None, None]
+    return Past(past.key, past.value, visible)
+
+
 def readable(keys: Tensor, values: Tensor, entries: list[int]) -> Past:
     """Return `queued` with a key for every row: rows without entries see zeros, as a softmax needs something to see.
 

@@ -24,7 +24,7 @@ def nearest(query: Tensor, past: Past, count: int) -> Past:
 
     Args:
         query: [tokens, batch, heads, width].
-        past: with `visible` None, [batch] or [keys, batch].
+        past: with `visible` as in any `Past`.
         count: keys of each query and head. Of keys with equal products any may be taken, `count` in all.
     """
     keys, batch = past.key.shape[:2]
@@ -39,7 +39,8 @@ def nearest(query: Tensor, past: Past, count: int) -> Past:
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     if past.visible is None:
         return Past(past.key, past.value, chosen.scatter_(-1, scores.topk(count, sorted=False).indices, True))
-    allowed = past.visible.expand(keys, batch).T[:, None, None]
+    visible = past.visible
+    allowed = visible if visible.ndim == 4 else visible.expand(keys, batch).T[:, None, None]
     # rows with fewer visible keys than `count` get invisible ones too, which the last mask takes out again
     best = scores.masked_fill(~allowed, -torch.inf).topk(count, sorted=False).indices
     return Past(past.key, past.value, chosen.scatter_(-1, best, True) & allowed)

@@ -4,6 +4,8 @@ Mix:    sigmoid: g read + (1 - g) local, g = 1 / (1 + e^-b_h), each a softmax of
         empty. none: one softmax over the queue's keys and the block's.
 Read:   keys as projected; the query is the one before rotation with a gate, the rotated one without.
         topk: only the keys with the largest q . k.
+Window: local attention sees the last `window` tokens, rotated by their places, and the block at least. What the query
+        sees there is not in the one softmax again; a softmax of the queue's own has it.
 Scale:  with normalize_keys q and k are divided by their lengths and q . k / sqrt(width) becomes e^(s_h) cos(q, k).
 """
 
@@ -51,9 +53,10 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         for h in range(model.heads):
             g = h // (model.heads // model.resolved_kv_heads)
             q = rotary(query[t, h], t - first, model.rope_theta)
-            keys = [rotary(key[j, g], j - first, model.rope_theta) for j in range(first, t + 1)]
-            values = [value[j, g] for j in range(first, t + 1)]
-            entries = [(key[j, g], value[j, g]) for j in queue]
+            near = [j for j in range(t + 1) if j >= first or (mixer.window is not None and t - j < mixer.window)]
+            keys = [rotary(key[j, g], j - first, model.rope_theta) for j in near]
+            values = [value[j, g] for j in near]
+            entries = [(key[j, g], value[j, g]) for j in queue if mixer.gate == "sigmoid" or j not in near]
             if mixer.gate == "none":
                 memory_keys, memory_values = best(mixer, q, entries)
                 mixed.append(attend(q, memory_keys + keys, memory_values + values))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,60 @@ def shares_of(mixer, router_query: Tensor, pools: list[Tensor]) -> list[float]:
     return [gate(score) if i in chosen else 0.0 for i, score in enumerate(scores)]
 
 
+class Segment(NamedTuple):
+    """What one head keeps of a segment, or of several as one."""
+
+    memory: Any
+    key_sum: Tensor
+    tokens: int
+    log_kept: float = 0.0
+
+    def pool(self, mixer) -> Tensor:
+        """Return the mean or the sum of its keys."""
+        return self.key_sum / self.tokens if mixer.pooling == "mean" else self.key_sum
+
+
+def digits(segments: int, levels: int) -> list[tuple[int, int, int]]:
+    """Return (level, first segment, one beyond the last) for the powers of two that add up to so many segments.
+
+    The oldest comes first; the last level takes as many of its length as there are.
+    """
+    found, done = [], 0
+    for level in reversed(range(levels)):
+        while segments - done >= 2**level:
+            if found and found[-1][0] == level:
+                found[-1] = (level, 0, done + 2**level)
+            else:
+                found.append((level, done, done + 2**level))
+            done += 2**level
+    return found
+
+
+def joined(mixer, memory, segments: list[Segment], h: int) -> Segment:
+    """Return neighbouring segments of head h as one."""
+    key_sum, tokens = sum(s.key_sum for s in segments), sum(s.tokens for s in segments)
+    logs = sum(s.log_kept for s in segments)
+    if mixer.write == "continued":
+        return Segment(segments[-1].memory, key_sum, tokens, logs)
+    start = memory.begin(h)
+    deep = hasattr(memory, "starts")
+
+    def matrices(one) -> list[Tensor]:
+        return one.now if deep else [one]
+
+    changes = [torch.zeros_like(first) for first in matrices(start)]
+    for segment in segments:
+        left = math.exp(segment.log_kept)
+        wrote = [now - first for now, first in zip(matrices(segment.memory), matrices(start), strict=True)]
+        changes = [own + left * before for own, before in zip(wrote, changes, strict=True)]
+    now = [first + change for first, change in zip(matrices(start), changes, strict=True)]
+    if not deep:
+        return Segment(now[0], key_sum, tokens, logs)
+    whole = copy(start)
+    whole.now = now
+    return Segment(whole, key_sum, tokens, logs)
+
+
 def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     """See the package's docstring; hidden [tokens, hidden_size]."""
     inner, own = mixer.memory, {name.removeprefix("memory."): w for name, w in weights.items()}
@@ -45,7 +101,9 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
     groups, tokens, segment = model.heads // model.resolved_kv_heads, len(hidden), mixer.segment
     now = [memory.begin(h) for h in range(model.resolved_kv_heads)]
     total = torch.zeros(model.resolved_kv_heads, model.resolved_head_dim, dtype=torch.float64)
-    closed: list[list[tuple]] = [[] for _ in range(model.resolved_kv_heads)]  # (memory, pool) of each head's segments
+    closed: list[list[Segment]] = [[] for _ in range(model.resolved_kv_heads)]
+    fades = getattr(inner, "decay", False) and mixer.lengths == "logarithmic" and mixer.write == "independent"
+    log_kept = [0.0] * model.resolved_kv_heads
     keys, output = torch.zeros_like(made["key"]), []
     for t in range(tokens):
         count = t % segment + 1
@@ -59,14 +117,19 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             keys[t, h] = memory.prepare(made["key"][t, h], t)
             now[h] = memory.write(now[h], t, h, keys[t, h], made["value"][t, h])
             total[h] += keys[t, h]
+            if fades:
+                log_kept[h] += math.log(memory.gates[t, h]["decay"])
         reads = []
         for h in range(model.heads):
             g, query = h // groups, memory.ask(made["query"][t, h], t)
             router_query = query if routed is None else routed[t, h]
             readable = closed[g][first:]
-            pool = total[g] / count if mixer.pooling == "mean" else total[g]
-            shares = shares_of(mixer, router_query, [*(p for _, p in readable), pool])
-            memories = [*(m for m, _ in readable), now[g]]
+            if mixer.lengths == "logarithmic":
+                stretches = digits(len(closed[g]), mixer.levels)
+                readable = [joined(mixer, memory, closed[g][begin:end], g) for _, begin, end in stretches]
+            readable = [*readable, Segment(now[g], total[g], count)]
+            shares = shares_of(mixer, router_query, [segment.pool(mixer) for segment in readable])
+            memories = [segment.memory for segment in readable]
             if mixer.combine == "soup":
                 reads.append(memory.read(memory.mixture(list(zip(shares, memories, strict=True))), query))
             else:
@@ -76,9 +139,8 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         output.append(recurrence.finished(inner, model, own, hidden[t], reads))
         if count == segment:
             for h in range(model.resolved_kv_heads):
-                pool = total[h] / segment if mixer.pooling == "mean" else total[h].clone()
-                closed[h].append((memory.closed(now[h]), pool))
-                total[h] = 0
+                closed[h].append(Segment(memory.closed(now[h]), total[h].clone(), segment, log_kept[h]))
+                total[h], log_kept[h] = 0, 0.0
                 if mixer.write == "independent":
                     now[h] = memory.begin(h)
     return Answer(
@@ -87,9 +149,32 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
             **memory.state(now, keys, made["value"]),
             **state,
             "key_sum": total[None].clone(),
-            **kept_state(mixer, model, memory, closed),
+            **({"log_kept": torch.tensor(log_kept, dtype=torch.float64)[None]} if fades else {}),
+            **(kept_state if mixer.lengths == "constant" else level_state)(mixer, model, memory, closed),
         },
     )
+
+
+def level_state(mixer, model, memory, closed: list[list[Segment]]) -> dict[str, Tensor]:
+    """Return what each level holds of each head; zeros where it is empty."""
+    fades = getattr(mixer.memory, "decay", False) and mixer.write == "independent"
+    state = {}
+    for level in range(mixer.levels):
+        names = {**memory.kept(memory.begin(0)), "key_sum": torch.zeros(model.resolved_head_dim, dtype=torch.float64)}
+        if fades:
+            names["log_kept"] = torch.zeros((), dtype=torch.float64)
+        for name, like in names.items():
+            held = []
+            for h, segments in enumerate(closed):
+                found = [stretch for stretch in digits(len(segments), mixer.levels) if stretch[0] == level]
+                if not found:
+                    held.append(torch.zeros_like(like))
+                    continue
+                whole = joined(mixer, memory, segments[found[0][1] : found[0][2]], h)
+                log_kept = torch.tensor(whole.log_kept, dtype=torch.float64)
+                held.append({**memory.kept(whole.memory), "key_sum": whole.key_sum, "log_kept": log_kept}[name])
+            state[f"level_{level}_{name}"] = torch.stack(held)[None]
+    return state
 
 
 def kept_state(mixer, model, memory, closed) -> dict:
@@ -97,7 +182,7 @@ def kept_state(mixer, model, memory, closed) -> dict:
 
     def columns(part: slice) -> dict[str, Tensor]:
         """Return some segments of all heads as one entry."""
-        heads = [[{**memory.kept(m), "pool": pool} for m, pool in head[part]] for head in closed]
+        heads = [[{**memory.kept(s.memory), "pool": s.pool(mixer)} for s in head[part]] for head in closed]
         names = [*memory.kept(memory.begin(0)), "pool"]
         count = len(heads[0])
         found = {}

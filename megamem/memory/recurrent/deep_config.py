@@ -1,4 +1,4 @@
-"""The configuration of deep memories: their networks, inner steps and state, and what these cost."""
+"""The configuration of deep memories: their networks, gates, state and cost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FIRST_DECAY = 4.6
 """Start value of the decay gate before its sigmoid: a memory fades by 1 % per token."""
 
 
-class DeepSettings(RecurrentConfig):
-    """Fields, state and cost of every deep memory."""
+class DeepConfig(RecurrentConfig):
+    """Fields of every deep memory."""
 
     loss: ClassVar[Loss]
     network: Literal["mlp", "linear"] = "mlp"
@@ -102,6 +102,10 @@ class DeepSettings(RecurrentConfig):
         shapes = self.matrices(model)
         return {name: shape[::-1] if name == "down" else shape for name, shape in shapes.items()}
 
+    def transition_size(self, model: ModelConfig) -> int:
+        """See `RecurrentConfig.transition_size`: the product of decays."""
+        return int(self.decay)
+
     def block(self) -> int:
         """See `RecurrentConfig.block`."""
         return self.inner_chunk
@@ -119,7 +123,7 @@ class DeepSettings(RecurrentConfig):
 
 
 def deep_flops(
-    config: DeepSettings, model: ModelConfig, sequence_length: float, causal: bool, begun: int
+    config: DeepConfig, model: ModelConfig, sequence_length: float, causal: bool, begun: int
 ) -> dict[str, Flops]:
     """Return the FLOPs per token of a deep memory, see `RecurrentConfig.memory_flops`.
 

@@ -1,0 +1,44 @@
+"""Small configurations of log-linear attention: each memory, both ways of closed levels, both admissibilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.contract.case import Case
+
+TITANS = {"kind": "titans", "inner_chunk": 2, "max_rate": 0.02, "layer_norm": False}
+DLA = {"kind": "dla", "network": "linear", "max_rate": 0.1}
+STRONG = {"admissibility": "strong"}
+FADED = {"closed": "faded"}
+
+
+def log_linear(name: str, memory: dict[str, Any], segment: int, levels: int, **more: Any) -> Case:
+    """A case of log-linear attention, of which only the published mechanism over Gated DeltaNet is core.
+
+    more: further options of the mixer, and `queries_per_key`.
+    """
+    queries_per_key = more.pop("queries_per_key", 1)
+    options = {"memory": memory, "segment": segment, "levels": levels, **more}
+    return Case("log_linear", name, options, queries_per_key, core=name == "faded_gated_delta_net")
+
+
+LOG_LINEAR = [
+    log_linear("tokens", {"kind": "linear_attention"}, 1, 4),
+    log_linear("titans", TITANS, 2, 3, queries_per_key=2),
+    log_linear("dla", {**DLA, "inner_chunk": 4}, 4, 1),
+    log_linear("retnet", {"kind": "retnet", "expand_v": 1}, 2, 3),
+    log_linear("ssd_strong", {"kind": "ssd"}, 2, 4, **STRONG),
+    log_linear("delta_net", {"kind": "delta_net", "expand_v": 2, "inner_chunk": 3}, 4, 3),
+    log_linear("gated_delta_net_strong", {"kind": "delta_net", "decay": True}, 1, 5, **STRONG, queries_per_key=2),
+    log_linear("titans_strong", TITANS, 2, 4, **STRONG, queries_per_key=2),
+    log_linear("faded_linear", {"kind": "linear_attention", "inner_chunk": 4}, 1, 3, **FADED),
+    log_linear("faded_retnet", {"kind": "retnet", "inner_chunk": 5}, 2, 4, **FADED, **STRONG, queries_per_key=2),
+    log_linear("faded_ssd", {"kind": "ssd", "inner_chunk": 8}, 1, 6, **FADED),
+    log_linear("faded_delta_net", {"kind": "delta_net", "inner_chunk": 3}, 4, 2, **FADED),
+    log_linear(
+        "faded_gated_delta_net", {"kind": "delta_net", "decay": True, "expand_v": 2}, 1, 4, **FADED, queries_per_key=2
+    ),
+    log_linear("faded_gated_delta_net_strong", {"kind": "delta_net", "decay": True}, 1, 5, **FADED, **STRONG),
+    log_linear("faded_titans", TITANS, 2, 3, **FADED, queries_per_key=2),
+    log_linear("faded_dla_strong", {**DLA, "decay": True, "inner_chunk": 2}, 2, 4, **FADED, **STRONG),
+]
