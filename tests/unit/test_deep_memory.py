@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.kept import each_network, shared_networks
-from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory, gelu_slope
+from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory, gelu
 
 BATCH, HEADS, GROUPS, WIDTH, INNER = 2, 2, 2, 5, 7
 FORMS = {
@@ -165,7 +165,7 @@ def test_tokens_that_are_not_seen_leave_no_trace(form: str, network: str) -> Non
 def test_slope_is_gelu_s_derivative() -> None:
     x = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
     (exact,) = torch.autograd.grad(F.gelu(x).sum(), x)
-    agree(gelu_slope(x), exact, 1e-14)
+    agree(gelu(x).slope, exact, 1e-14)
 
 
 def test_kept_networks_answer_one_by_one_and_together() -> None:

@@ -14,7 +14,9 @@ from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.costs.flops import flop_costs, flops_by_part, flops_per_token, layer_chunk_flops, mixing_flops
 from megamem.memory.base import Chunk
+from megamem.memory.recurrent.deep import DeepMemory
 from megamem.model.stage import build_stage, meta_stage
+from megamem.ops.linear_recurrence import torch as recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.freezing import freeze, what_learns
 
@@ -133,6 +135,16 @@ def triangular_solve(left: tuple[int, ...], right: tuple[int, ...], *_: object, 
 
 
 SOLVES = {torch.ops.aten.linalg_solve_triangular: triangular_solve}
+
+
+@pytest.fixture(autouse=True)
+def _one_inner_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memories compute inner chunks one by one, as their equations do and the formulas count.
+
+    Many at once, they share products over their borders and repeat their forward pass in the backward one.
+    """
+    monkeypatch.setattr(recurrence, "TOGETHER", 1)
+    monkeypatch.setattr(DeepMemory, "whole_inner_chunks", lambda self, chunk, tokens: 0)
 
 
 def small_model(mixer: object, kv_heads: int = 4, **changes: object) -> ModelConfig:

@@ -25,9 +25,10 @@ from megamem.memory.base import Chunk, State, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer, TokenGate
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
-from megamem.memory.shared.blocks import BlockSlice, block_slices, open_visible
+from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
+from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
@@ -134,14 +135,55 @@ class DeepMemory(RecurrentMixer):
                 lambda row, own, here: self.recur(inputs.rows(row), own, here),
             )  # fmt: skip
             return torch.cat(rows), memory
-        reads = []
-        for block_slice in block_slices(chunk, inputs.tokens, self.config.inner_chunk):
-            memory = self.reset_inside(memory, block_slice.begin, block_slice.starts, inputs.key)
-            read, memory = self._read_inner_chunk(
-                inputs.part(slice(block_slice.begin, block_slice.end)), memory, block_slice, join
-            )
+        reads, done = [], 0
+        while done < inputs.tokens:
+            here = chunk.after(done)
+            memory = self.reset_inside(memory, done, here.starts, inputs.key)
+            left = here.document_splits(inputs.tokens - done)[0].stop
+            tokens = self.whole_inner_chunks(here, left) if join is None else 0
+            part = slice(done, done + tokens)
+            if tokens:
+                read, memory = self._read_whole(inputs.part(part), memory)
+            else:
+                # up to the next border of an inner chunk of any row
+                size = self.config.inner_chunk
+                tokens = min(left, *(size - start % size for start in here.starts))
+                part = slice(done, done + tokens)
+                read, memory = self._read_inner_chunk(
+                    inputs.part(part), memory, BlockSlice(0, tokens, here.starts, size), join
+                )
             reads.append(read)
+            done = part.stop
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
+
+    def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
+        """Return how many of the next tokens make up whole inner chunks of all rows, computed in few large products."""
+        size = self.config.inner_chunk
+        if any(start < 0 or start % size for start in chunk.starts):
+            return 0
+        return tokens - tokens % size
+
+    def _read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
+        """Read and write tokens that make up whole inner chunks of each row."""
+
+        def cut(x: Tensor, axis: int) -> Tensor:
+            """Cut the token axis of x [B, ..., T, ...] into inner chunks."""
+            return x.unflatten(axis, (-1, self.config.inner_chunk))
+
+        gates = (inputs.gates.get(name) for name in ("rate", "log_decay", "log_momentum"))
+        start = tuple(inputs.parameters[name] for name in self.names) if self.start is not None else None
+        momentum = None
+        if self.config.has_momentum():
+            momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
+        read, added, last_momentum = deep_memory_chunks(
+            cut(inputs.query, 3), cut(inputs.key, 2), cut(inputs.value, 2), start,
+            tuple(memory[name] for name in self.names), momentum,
+            InnerRates(*(None if gate is None else cut(gate, 2) for gate in gates)),
+            self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
+        )  # fmt: skip
+        momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
+        new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}
+        return read.flatten(3, 4), {**memory, **new}
 
     def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """See `RecurrentMixer.snapshot`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
-from megamem.memory.base import State, state_dtype, to_device
+from megamem.memory.base import Chunk, State, state_dtype, to_device
 from megamem.memory.recurrent.deep import DeepMemory, InnerChunk
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
@@ -112,6 +112,10 @@ class Memora(DeepMemory):
         """See `DeepMemory.make_gate`."""
         assert isinstance(self.config, MemoraConfig)
         return ChannelGate(model, linears, self.config.gate_rank, start)
+
+    def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
+        """See `DeepMemory.whole_inner_chunks`: none, each inner chunk is computed by itself."""
+        return 0
 
     def weights(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
         """See `DeepMemory.weights`."""

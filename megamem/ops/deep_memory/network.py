@@ -71,10 +71,25 @@ class Coefficients(NamedTuple):
     """Share of each token's gradient, and last of the first momentum, in the momentum at the end: [B, H, T + 1, 1]."""
 
 
-def gelu_slope(x: Tensor) -> Tensor:
-    """Return the derivative of the (exact) GELU at x, of any shape [..., width]."""
+class Gelu(NamedTuple):
+    """The (exact) GELU x P(x) of some numbers, with P the normal distribution and p its density; all [..., width]."""
+
+    value: Tensor
+    slope: Tensor
+    """P(x) + x p(x)"""
+    density: Tensor
+    """p(x)"""
+
+    def curve(self, x: Tensor) -> Tensor:
+        """Return the second derivative p(x) (2 - x^2) at the x [..., width] that this was made of."""
+        return self.density * (2 - x.square())
+
+
+def gelu(x: Tensor) -> Gelu:
+    """Return the GELU of x [..., width] and its derivative."""
     density = torch.exp(-0.5 * x.square()) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    return 0.5 * (1 + torch.erf(x * 0.7071067811865476)) + x * density
+    below = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+    return Gelu(x * below, below + x * density, density)
 
 
 def coefficients(rates: InnerRates) -> Coefficients:
@@ -159,9 +174,9 @@ def deep_memory(
     else:
         up, down = weights
         hidden = key @ up.mT  # z
-        active = F.gelu(hidden)  # h
+        active, slope_at_hidden, _ = gelu(hidden)  # h, s'(z)
         wrong = error(active)  # r
-        slope = (wrong @ down) * gelu_slope(hidden)  # d
+        slope = (wrong @ down) * slope_at_hidden  # d
         gradients = [(slope, key), (wrong, active)]
         answered = reader.product(query, up, carried[0], key, slope)  # u
         last_inputs = F.gelu(answered if join is None else join(0, query, answered))

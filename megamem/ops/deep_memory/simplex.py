@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import OutputNorm, output_error
-from megamem.ops.deep_memory.network import Join, Weights, gelu_slope
+from megamem.ops.deep_memory.network import Join, Weights, gelu
 
 
 class ChannelRates(NamedTuple):
@@ -93,12 +93,12 @@ def simplex_memory(
     active = key
     if len(logs) == 2:
         hidden = key @ up.mT
-        active = F.gelu(hidden)
+        active, slope, _ = gelu(hidden)
     wrong = output_error(active @ down.mT, key, value, "l2", residual, norm)
     # the two factors of each matrix's gradient change_i inputs_i^T; the head's channels are on one side of each
     changes, inputs = [wrong], [active]
     if len(logs) == 2:
-        changes, inputs = [(wrong @ down) * gelu_slope(hidden), wrong], [key, active]
+        changes, inputs = [(wrong @ down) * slope, wrong], [key, active]
     query_tokens, tokens = query.shape[-2], key.shape[-2]
     first_token = rates.first[:, None, None, None]
 

@@ -7,18 +7,33 @@
 Within an inner chunk, with g_t = a_1 ... a_t from its start and D[t, i] = g_t / g_i for i <= t:
 
     y = g Q S_0 + (Q K^T * D) W,   S = g_L S_0 + (g_L / g * K)^T W
-    delta: W solves (I + strictly lower part of b K K^T * D) W = b (V - g K S_0)
+    additive: W = V
+    delta:    W solves (I + strictly lower part of b K K^T * D) W = b (V - g K S_0),   so W = U - E S_0
 
 Here * is elementwise, L the tokens of the inner chunk, and rows of Q, K, V and W its tokens. This is the chunkwise form
 of Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, section 3.
+
+Of this only S goes from one inner chunk to the next. So everything else is computed for many inner chunks at once, and
+what remains between them is a recurrence over their borders:
+
+    additive: S_{n+1} = c_n S_n + X_n    c_n = g_L, X_n = (g_L / g * K)^T V; again a sum with decays, one product
+    delta:    S_{n+1} = P_n S_n + X_n    P_n = g_L I - (g_L / g * K)^T E, X_n = (g_L / g * K)^T U; one by one
+
+Letters of shapes: B batch rows, H heads, G queries that read one head's memory, N inner chunks, L tokens of each, D and
+V widths of keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+TOGETHER = 64
+"""Most inner chunks that are computed at once: the product over their borders grows with the square of their number."""
 
 
 def linear_recurrence(
@@ -34,30 +49,154 @@ def linear_recurrence(
     """Read and write token by token, in the dtype of `state`.
 
     Args:
-        query: [batch, heads, groups, tokens, key width]; the queries of a group read one head's memory.
-        key, value: [batch, heads, tokens, key or value width].
-        state: S before the first token, [batch, heads, key width, value width].
-        log_decay: log a_t <= 0, [batch or 1, heads, tokens]; None: a = 1.
-        rate: b_t of the delta rule, [batch, heads, tokens]; None: additive.
+        query: [B, H, G, T, D].
+        key, value: [B, H, T, D] and [B, H, T, V].
+        state: S before the first token, [B, H, D, V].
+        log_decay: log a_t <= 0, [B or 1, H, T]; None: a = 1.
+        rate: b_t of the delta rule, [B, H, T]; None: additive.
         resets: for each batch row the tokens at which S is zero before they write, ascending.
         inner: tokens of an inner chunk.
-    Returns: y [batch, heads, groups, tokens, value width], S after the last token.
+    Returns: y [B, H, G, T, V], S after the last token.
     """
-    query, key, value = (x.to(state.dtype) for x in (query, key, value))
-    outputs = []
-    for begin in range(0, key.shape[-2], inner):
-        part = slice(begin, begin + inner)
-        output, state = _inner_chunk(
-            query[..., part, :],
-            key[..., part, :],
-            value[..., part, :],
-            state,
-            None if log_decay is None else log_decay[..., part].to(state.dtype),
-            None if rate is None else rate[..., part, None].to(state.dtype),
-            _series(resets, begin, min(begin + inner, key.shape[-2]), state.device),
+    query, key, value = (x.to(state.dtype).contiguous() for x in (query, key, value))
+    log_decay, rate = (None if gate is None else gate.to(state.dtype) for gate in (log_decay, rate))
+    tokens, outputs = key.shape[-2], []
+    for begin, end in _stretches(tokens, inner):
+        part = slice(begin, end)
+        length = min(inner, end - begin)
+        series = _series(resets, begin, end, state.device)
+        chunks = InnerChunks(
+            *(x[..., part, :].unflatten(-2, (-1, length)) for x in (query, key, value)),
+            *(None if gate is None else gate[..., part].unflatten(-1, (-1, length)) for gate in (log_decay, rate)),
+            None if series is None else series.unflatten(-1, (-1, length)),
         )
-        outputs.append(output)
+        output, state = _read_and_write(chunks, state)
+        outputs.append(output.flatten(-3, -2))
     return torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0], state
+
+
+def _stretches(tokens: int, inner: int) -> list[tuple[int, int]]:
+    """Return first and last token of stretches of whole inner chunks, and of the inner chunk that is left over."""
+    whole = tokens - tokens % inner
+    step = TOGETHER * inner
+    stretches = [(begin, min(begin + step, whole)) for begin in range(0, whole, step)]
+    return [*stretches, (whole, tokens)] if whole < tokens else stretches
+
+
+class InnerChunks(NamedTuple):
+    """Tokens cut into inner chunks of equal length."""
+
+    query: Tensor
+    """[B, H, G, N, L, D]"""
+    key: Tensor
+    """[B, H, N, L, D]"""
+    value: Tensor
+    """[B, H, N, L, V]"""
+    log_decay: Tensor | None
+    """[B or 1, H, N, L]"""
+    rate: Tensor | None
+    """[B, H, N, L]"""
+    series: Tensor | None
+    """[B, N, L] int64, see `_series`"""
+
+
+def _read_and_write(chunks: InnerChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Read and write inner chunks, all at once but for what goes from one to the next.
+
+    state: S before the first token, [B, H, D, V]. Returns: y [B, H, G, N, L, V]; S after the last token.
+    """
+    query, key, value, log_decay, rate, series = chunks
+    tokens = key.shape[-2]
+    # reading = g Q, writing = g_L / g K, erasing = g K, between = D; g = 1 without decay
+    reading, writing, erasing = query, key, key
+    log_kept = None
+    if log_decay is None:
+        between = torch.ones(tokens, tokens, dtype=key.dtype, device=key.device).tril()[None, None, None]
+    else:
+        total, between = decay_ratios(log_decay)
+        since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+        reading, writing, erasing = query * since_start[:, :, None], key * until_end, key * since_start
+        log_kept = total[..., -1]
+    numbers = None
+    if series is not None:
+        # the series that each inner chunk begins and ends with
+        numbers = torch.cat((torch.zeros_like(series[:, :1, 0]), series[..., -1]), dim=1)
+        first, last = numbers[:, :-1, None], numbers[:, 1:, None]
+        of_state, of_last = (series == first)[:, None, ..., None], (series == last)[:, None, ..., None]
+        reading, erasing = torch.where(of_state[:, :, None], reading, 0), torch.where(of_state, erasing, 0)
+        writing = torch.where(of_last, writing, 0)
+        between = torch.where((series[..., :, None] == series[..., None, :])[:, None], between, 0)
+    scores = (query @ key.mT[:, :, None]) * between[:, :, None]
+    new, states = value, None  # states: S before each inner chunk, and after the last
+    if rate is not None:
+        # the delta rule: what earlier tokens of the inner chunk wrote for similar keys is taken back
+        overlap = (rate[..., None] * (key @ key.mT) * between).tril(-1)
+
+        def solved(right: Tensor) -> Tensor:
+            """Return the solution of (I + overlap) X = b right, [B, H, N, L, ...]."""
+            return torch.linalg.solve_triangular(overlap, rate[..., None] * right, upper=False, unitriangular=True)
+
+        if key.shape[2] == 1:
+            new = solved(value - erasing @ state[:, :, None])
+        else:
+            sizes = value.shape[-1], key.shape[-1]
+            written, erased = solved(torch.cat((value, erasing), dim=-1)).split(sizes, dim=-1)
+            states = _products(state, writing.mT @ written, -writing.mT @ erased, log_kept, numbers)
+            new = written - erased @ states[0]
+    if states is None:
+        states = _sums(state, writing.mT @ new, log_kept, numbers)
+    before, after = states
+    return reading @ before[:, :, None] + scores @ new[:, :, None], after
+
+
+def _sums(
+    state: Tensor, writes: Tensor, log_kept: Tensor | None, numbers: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return S before each inner chunk [B, H, N, D, V], and after the last one, of S_{n+1} = c_n S_n + X_n.
+
+    Args:
+        state: S_0 [B, H, D, V].
+        writes: X [B, H, N, D, V].
+        log_kept: log c [B or 1, H, N]; None: c = 1.
+        numbers: of the series that goes on across each border, [B, N + 1] int64; None: there are no resets.
+    """
+    if writes.shape[2] == 1:
+        kept = state if log_kept is None else log_kept.exp()[..., None] * state
+        if numbers is not None:
+            kept = torch.where((numbers[:, 1] == numbers[:, 0])[:, None, None, None], kept, 0)
+        return state[:, :, None], kept + writes[:, :, 0]
+    terms = torch.cat((state[:, :, None], writes), dim=2)
+    if log_kept is None and numbers is None:
+        states = terms.cumsum(2)
+    else:
+        # what is left of each term at each border
+        logs = terms.new_zeros(1, 1, terms.shape[2]) if log_kept is None else F.pad(log_kept, (1, 0))
+        _, left = decay_ratios(logs)
+        if numbers is not None:
+            left = torch.where((numbers[:, :, None] == numbers[:, None])[:, None], left, 0)
+        states = (left @ terms.flatten(3)).unflatten(3, terms.shape[3:])
+    # a copy: a view would keep the states of all borders alive
+    return states[:, :, :-1], states[:, :, -1].clone()
+
+
+def _products(
+    state: Tensor, writes: Tensor, changes: Tensor, log_kept: Tensor | None, numbers: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the same as `_sums` of S_{n+1} = P_n S_n + X_n, P_n = c_n I + changes_n.
+
+    changes: [B, H, N, D, D]; the rest as in `_sums`.
+    """
+    kept = (
+        torch.ones_like(changes[..., 0]) if log_kept is None else log_kept.exp()[..., None].expand(changes.shape[:-1])
+    )
+    if numbers is not None:
+        kept = torch.where((numbers[:, 1:] == numbers[:, :-1])[:, None, :, None], kept, 0)
+    factors = (changes + torch.diag_embed(kept)).flatten(0, 1)
+    states = [state.flatten(0, 1)]
+    for factor, write in zip(factors.unbind(1), writes.flatten(0, 1).unbind(1), strict=True):
+        states.append(torch.baddbmm(write, factor, states[-1]))
+    before = torch.stack(states[:-1], dim=1).unflatten(0, state.shape[:2])
+    return before, states[-1].unflatten(0, state.shape[:2])
 
 
 def decay_ratios(logs: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,46 +227,3 @@ def _series(resets: Sequence[Sequence[int]], begin: int, end: int, device: torch
         for place in places:
             series[row, place:] += 1
     return series
-
-
-def _inner_chunk(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    rate: Tensor | None,
-    series: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Read and write the tokens of one inner chunk.
-
-    Shapes are those of `linear_recurrence`, but rate is [batch, heads, tokens, 1]. series: see `_series`; between
-    tokens of different series, and across a reset from and to S, every product of decays is zero.
-    Returns: y [batch, heads, groups, tokens, value width]; S after the last token.
-    """
-    tokens = key.shape[-2]
-    # reading = g Q, writing = g_L / g K, erasing = g K, kept = g_L S_0, between = D; g = 1 without decay
-    reading, writing, kept = query, key, state
-    if log_decay is None:
-        between = torch.ones(tokens, tokens, dtype=key.dtype, device=key.device).tril()
-        erasing = key
-    else:
-        total, between = decay_ratios(log_decay)
-        since_start, until_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-        reading, writing, erasing = query * since_start[..., None, :, :], key * until_end, key * since_start
-        kept = state * since_start[..., -1:, :]
-    if series is not None:
-        of_state, of_last = (series == 0)[:, None, :, None], (series == series[:, -1:])[:, None, :, None]
-        reading, erasing = torch.where(of_state[:, :, None], reading, 0), torch.where(of_state, erasing, 0)
-        writing, kept = torch.where(of_last, writing, 0), torch.where(of_state[:, :, -1:], kept, 0)
-        between = torch.where((series[:, :, None] == series[:, None])[:, None], between, 0)
-    new = value
-    if rate is not None:
-        # the delta rule: what earlier tokens of the inner chunk wrote for similar keys is taken back
-        overlap = rate * (key @ key.mT) * between
-        new = torch.linalg.solve_triangular(
-            overlap.tril(-1), rate * (value - erasing @ state), upper=False, unitriangular=True
-        )
-    scores = (query @ key[..., None, :, :].mT) * between[..., None, :, :]
-    output = reading @ state[..., None, :, :] + scores @ new[..., None, :, :]
-    return output, kept + writing.mT @ new

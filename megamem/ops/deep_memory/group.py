@@ -1,0 +1,140 @@
+"""A memory that is a small network, over many whole inner chunks: fewer and larger products, and a backward by hand.
+
+The equations are those of `network.py`. Of them only the weights at the starts of inner chunks follow from one another:
+
+    write, one inner chunk after the other    z, h, r, d of each token, then the next weights and the next momentum
+    read, all inner chunks at once            what the queries are answered, given all of these
+
+`torch.autograd` would keep what every token has made in a network several times as wide as its head. Here a group of
+inner chunks keeps its inputs, and the weights and momentum it starts from; its backward pass computes the rest anew.
+With _x for the gradient of the loss at x, and W', S' the weights and momentum after an inner chunk:
+
+    write   W' = W + c W + m S - sum_t f_t (change_t inputs_t^T)        for both matrices: d k^T, r h^T
+            S' = e S - sum_t p_t (change_t inputs_t^T)
+            _change_t = -(f_t _W' + p_t _S') inputs_t,   _inputs_t = -(f_t _W' + p_t _S')^T change_t
+            _W += (1 + c) _W',   _S += m _W' + e _S'
+            then back through d, r, h and z, in which W takes part too
+    read    x_t A_t^T = beta_t x_t W^T + m_t x_t S^T - sum_i R[t, i] (inputs_i . x_t) change_i
+
+Letters of shapes: B batch rows, H key/value heads, N inner chunks, T tokens of each, Q queries of each (T times those
+that share a head), D width of a head, I inner width of the network. A single matrix W is the last of the two: then its
+inputs are the keys and queries themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamem.ops.deep_memory.error import Loss, OutputNorm
+from megamem.ops.deep_memory.group_backward import Backward, Gradient
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read, side_by_side, write
+from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
+
+
+def _shares(rates: InnerRates, groups: int) -> Shares:
+    """Return what gates [B, H, N, T] come to, for the queries of so many heads beside each other."""
+    found = coefficients(rates)
+
+    def of_queries(x: Tensor | None) -> Tensor | None:
+        """Repeat x [B, H, N, T, ...] for each query head: [B, H, N, Q, ...]."""
+        return x if x is None or groups == 1 else x.repeat(1, 1, 1, groups, 1)
+
+    rate = rates.rate[..., None]
+    rated = found.gradients * rate.mT
+    decays, carried, of_momentum = rates.log_decay is not None, found.momentum, found.last_momentum
+    first = found.first if decays else None
+    lost = None if rates.log_decay is None else rates.log_decay.sum(-1).expm1()[..., None, None]
+    queried = of_queries(rated)
+    assert queried is not None
+    return Shares(
+        queried, of_queries(first), of_queries(carried), rated[..., -1:, :].mT, lost,
+        None if carried is None else carried[..., -1:, :],
+        None if of_momentum is None else of_momentum[..., :-1, :] * rate,
+        None if of_momentum is None else of_momentum[..., -1:, :],
+    )  # fmt: skip
+
+
+def deep_memory_chunks(
+    query: Tensor, key: Tensor, value: Tensor, start: Weights | None, added: Weights, momentum: Weights | None,
+    rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = 16,
+) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
+    """Read and write the tokens of whole inner chunks, in the dtype of `added`.
+
+    Args:
+        query: [B, H, G, N, T, D], of G heads that read one memory.
+        key, value: [B, H, N, T, D].
+        start: the weights that the memory began with, [H, out, in] each; None: zeros.
+        added: what has been added to them, [B, H, out, in] each.
+        momentum: the like of `added`; None: there is none, as `rates` says too.
+        rates: of the tokens, [B, H, N, T].
+        residual: whether M(x) has the term x.
+        norm: the layer norm of what the last matrix makes; None: there is none.
+        group: inner chunks that the backward pass computes anew at a time.
+    Returns: y [B, H, G, N, T, D]; `added` and `momentum` after the last token.
+    """
+    dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
+    # the queries of all heads of a memory beside each other [B, H, N, Q, D]
+    rows = query.to(dtype).movedim(2, 3).flatten(3, 4).contiguous()
+    key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
+    shares = _shares(rates, groups)
+    network = Network(loss, residual, None if norm is None else norm.eps)
+    weight, reads, carried = None if norm is None else norm.weight, [], momentum or ()
+    for begin in range(0, key.shape[2], group):
+        here = slice(begin, begin + group)
+        of_tokens = (x[:, :, here] for x in (rows, key, value))
+        of_group = (None if x is None else x[:, :, here] for x in shares)
+        answered, *after = _Group.apply(
+            network, len(added), *of_tokens, *of_group, weight, *(start or ()), *added, *carried
+        )
+        added, carried = tuple(after[: len(added)]), tuple(after[len(added) :])
+        reads.append(answered)
+    answered = torch.cat(reads, dim=2) if len(reads) > 1 else reads[0]
+    return answered.unflatten(3, (groups, tokens)).movedim(3, 2), added, carried if momentum is not None else None
+
+
+class _Group(torch.autograd.Function):
+    """A group of inner chunks. Its backward pass computes everything but its inputs anew."""
+
+    @staticmethod
+    def forward(ctx: Any, network: Network, matrices: int, *given: Tensor | None) -> tuple[Tensor, ...]:
+        """Return y [B, H, N, Q, D], what has been added, and the momentum.
+
+        given: the fields of `Tokens` and `Shares`, the norm's weight, start (if any), added and momentum (if any).
+        """
+        ctx.network, ctx.matrices = network, matrices
+        ctx.save_for_backward(*given)
+        tokens, shares, weight, start, added, momentum = _parted(given, matrices)
+        written, after, last_momentum = write(network, tokens, shares, weight, start, added, momentum)
+        made = read(tokens.query, shares, side_by_side(written))
+        norm = network.norm(weight)
+        made = made if norm is None else norm(made)
+        return tokens.query + made if network.residual else made, *after, *last_momentum
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Gradient, ...]:
+        """Return the gradients of what `forward` was given."""
+        network, matrices = ctx.network, ctx.matrices
+        tokens, shares, weight, start, added, momentum = _parted(ctx.saved_tensors, matrices)
+        written = write(network, tokens, shares, weight, start, added, momentum)[0]
+        back = Backward(network, tokens, shares, weight, written)
+        back.through_reads(gradients[0].contiguous())
+        # gradients of what has been added and of the momentum after the group; then as it starts
+        of_added, of_momentum = list(gradients[1 : 1 + matrices]), list(gradients[1 + matrices :])
+        of_added, of_momentum = back.through_writes(of_added, of_momentum)
+        of_start = back.start if start else []
+        return None, None, *back.tokens, *back.shares, back.weight, *of_start, *of_added, *of_momentum
+
+
+def _parted(
+    given: Sequence[Tensor | None], matrices: int
+) -> tuple[Tokens, Shares, Tensor | None, Weights, Weights, Weights]:
+    """Return tokens, shares, the norm's weight, start, added and momentum from what `_Group` is given, [...] each."""
+    tokens, shares = Tokens(*given[:3]), Shares(*given[3 : 3 + len(Shares._fields)])  # type: ignore[arg-type]
+    weight, *rest = given[3 + len(Shares._fields) :]
+    with_momentum = shares.momentum is not None
+    start, state = rest[: len(rest) - matrices * (1 + with_momentum)], rest[-matrices * (1 + with_momentum) :]
+    return tokens, shares, weight, tuple(start), tuple(state[:matrices]), tuple(state[matrices:])  # type: ignore[arg-type]
