@@ -21,6 +21,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.freezing import freeze, what_learns
 
 CHUNK, CHUNKS, ROWS = 64, 8, 2
+ZEROS = {"network": "linear", "start": "zero", "layer_norm": False}
 MIXERS = {
     "local attention": {"kind": "local_attention"},
     "local attention in blocks": {"kind": "local_attention", "block": 16},
@@ -73,22 +74,9 @@ MIXERS = {
     "delta net": {"kind": "delta_net", "inner_chunk": 16, "expand_v": 2},
     "ssd": {"kind": "ssd", "inner_chunk": 16},
     "dla": {"kind": "dla", "inner_chunk": 16},
-    "dla, matrix": {
-        "kind": "dla",
-        "inner_chunk": 32,
-        "network": "linear",
-        "start": "zero",
-        "layer_norm": False,
-        "rate": "fixed",
-    },
+    "dla, matrix": {**ZEROS, "kind": "dla", "inner_chunk": 32, "rate": "fixed"},
     "titans": {"kind": "titans", "inner_chunk": 32},
-    "titans, matrix of zeros": {
-        "kind": "titans",
-        "network": "linear",
-        "start": "zero",
-        "layer_norm": False,
-        "inner_chunk": 16,
-    },
+    "titans, matrix of zeros": {**ZEROS, "kind": "titans", "inner_chunk": 16},
     "titans, matrix": {"kind": "titans", "network": "linear", "decay": False},
     "dla without norm": {"kind": "dla", "inner_chunk": 16, "layer_norm": False},
     "caching": {"kind": "memory_caching", "memory": {"kind": "linear_attention", "inner_chunk": 16}, "segment": 32},
@@ -137,16 +125,6 @@ def triangular_solve(left: tuple[int, ...], right: tuple[int, ...], *_: object, 
 SOLVES = {torch.ops.aten.linalg_solve_triangular: triangular_solve}
 
 
-@pytest.fixture(autouse=True)
-def _one_inner_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let memories compute inner chunks one by one, as their equations do and the formulas count.
-
-    Many at once, they share products over their borders and repeat their forward pass in the backward one.
-    """
-    monkeypatch.setattr(recurrence, "TOGETHER", 1)
-    monkeypatch.setattr(DeepMemory, "whole_inner_chunks", lambda self, chunk, tokens: 0)
-
-
 def small_model(mixer: object, kv_heads: int = 4, **changes: object) -> ModelConfig:
     tree = {
         "layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": kv_heads, "vocab_size": 96, "chunk_size": CHUNK,
@@ -160,9 +138,20 @@ def counted(
 ) -> tuple[float, float]:
     """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window.
 
+    Memories compute inner chunks one by one here, as their equations do: many at once, they share products over their
+    borders and repeat their forward pass in the backward one.
+
     learning: the parameters that learn; all if not given.
     gradient_enters: whether what the embedding gives requires a gradient, though the embedding be frozen.
     """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrence, "TOGETHER", 1)
+        patch.setattr(DeepMemory, "whole_inner_chunks", lambda self, chunk, tokens: 0)
+        return _counted(model, learning, gradient_enters)
+
+
+def _counted(model: ModelConfig, learning: Collection[str] | None, gradient_enters: bool) -> tuple[float, float]:
+    """See `counted`."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
     if learning is not None:

@@ -48,7 +48,7 @@ class Network(NamedTuple):
     loss: Loss
     residual: bool
     eps: float | None
-    """Of the layer norm; None: there is none."""
+    """The number added to the layer norm's variance; None: there is no norm."""
 
     def norm(self, weight: Tensor | None) -> OutputNorm | None:
         """Return the layer norm with a weight [H, D]."""
