@@ -170,7 +170,7 @@ class DeepMemory(RecurrentMixer):
             """Cut the token axis of x [B, ..., T, ...] into inner chunks."""
             return x.unflatten(axis, (-1, self.config.inner_chunk))
 
-        gates = (inputs.gates.get(name) for name in ("rate", "log_decay", "log_momentum"))
+        gates = {name: cut(gate, 2) for name, gate in inputs.gates.items()}
         start = tuple(inputs.parameters[name] for name in self.names) if self.start is not None else None
         momentum = None
         if self.config.has_momentum():
@@ -178,7 +178,7 @@ class DeepMemory(RecurrentMixer):
         read, added, last_momentum = deep_memory_chunks(
             cut(inputs.query, 3), cut(inputs.key, 2), cut(inputs.value, 2), start,
             tuple(memory[name] for name in self.names), momentum,
-            InnerRates(*(None if gate is None else cut(gate, 2) for gate in gates)),
+            InnerRates(gates["rate"], gates.get("log_decay"), gates.get("log_momentum")),
             self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)

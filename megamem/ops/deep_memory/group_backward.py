@@ -141,6 +141,9 @@ class Backward:
                 lost.append((of_added[i] * written.weights[i]).sum((-2, -1), keepdim=True))
                 of_weight = of_weight + shares.lost * of_added[i]
             if shares.momentum is not None:
+                assert shares.momentum_step is not None
+                assert shares.last_carried is not None
+                assert reads.momentum is not None
                 carried = written.momentum[i]
                 slope = inputs @ of_momentum[i].mT
                 momentum_step.append(-(change * slope).sum(-1, keepdim=True))
@@ -148,7 +151,6 @@ class Backward:
                 of_input = of_input - (shares.momentum_step * change) @ of_momentum[i]
                 last_carried.append((of_added[i] * carried).sum((-2, -1), keepdim=True))
                 momentum.append((of_momentum[i] * carried).sum((-2, -1), keepdim=True))
-                assert reads.momentum is not None
                 of_carried.append(
                     reads.momentum[:, :, n] + shares.last_carried * of_added[i] + shares.momentum * of_momentum[i]
                 )

@@ -89,7 +89,7 @@ class Written(NamedTuple):
 
 def shares_at(shares: Shares, n: int) -> Shares:
     """Return the shares of one inner chunk [B, H, ...]."""
-    return Shares(*(None if x is None else x[:, :, n] for x in shares))
+    return Shares(*(None if x is None else x[:, :, n] for x in shares))  # type: ignore[arg-type]
 
 
 def write(
@@ -130,6 +130,8 @@ def _after(shares: Shares, written: Written, added: Weights) -> tuple[Weights, W
             # small beside the weights themselves, so it is added to what has been added
             now = now + shares.lost * written.weights[i]
         if shares.momentum is not None:
+            assert shares.last_carried is not None
+            assert shares.momentum_step is not None
             carried = written.momentum[i]
             now = now + shares.last_carried * carried
             momenta.append(shares.momentum * carried - (shares.momentum_step * change).mT @ inputs)

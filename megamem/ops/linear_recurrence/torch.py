@@ -60,27 +60,30 @@ def linear_recurrence(
     """
     query, key, value = (x.to(state.dtype).contiguous() for x in (query, key, value))
     log_decay, rate = (None if gate is None else gate.to(state.dtype) for gate in (log_decay, rate))
-    tokens, outputs = key.shape[-2], []
-    for begin, end in _stretches(tokens, inner):
-        part = slice(begin, end)
-        length = min(inner, end - begin)
+    sizes, outputs, begin = _stretches(key.shape[-2], inner), [], 0
+
+    def cut(x: Tensor, axis: int) -> list[Tensor]:
+        """Cut the tokens of x, which lie on an axis, into stretches, and these into inner chunks [..., N, L, ...]."""
+        return [part.unflatten(axis, (-1, min(inner, part.shape[axis]))) for part in x.split(sizes, axis)]
+
+    nothing: list[Tensor | None] = [None] * len(sizes)
+    decays, rates = (nothing if gate is None else cut(gate, -1) for gate in (log_decay, rate))
+    for q, k, v, decay, b in zip(cut(query, -2), cut(key, -2), cut(value, -2), decays, rates, strict=True):
+        end = begin + k.shape[-3] * k.shape[-2]
         series = _series(resets, begin, end, state.device)
-        chunks = InnerChunks(
-            *(x[..., part, :].unflatten(-2, (-1, length)) for x in (query, key, value)),
-            *(None if gate is None else gate[..., part].unflatten(-1, (-1, length)) for gate in (log_decay, rate)),
-            None if series is None else series.unflatten(-1, (-1, length)),
-        )
-        output, state = _read_and_write(chunks, state)
+        if series is not None:
+            series = series.unflatten(-1, k.shape[-3:-1])
+        output, state = _read_and_write(InnerChunks(q, k, v, decay, b, series), state)
         outputs.append(output.flatten(-3, -2))
+        begin = end
     return torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0], state
 
 
-def _stretches(tokens: int, inner: int) -> list[tuple[int, int]]:
-    """Return first and last token of stretches of whole inner chunks, and of the inner chunk that is left over."""
-    whole = tokens - tokens % inner
-    step = TOGETHER * inner
-    stretches = [(begin, min(begin + step, whole)) for begin in range(0, whole, step)]
-    return [*stretches, (whole, tokens)] if whole < tokens else stretches
+def _stretches(tokens: int, inner: int) -> list[int]:
+    """Return the lengths of stretches of whole inner chunks, and of the inner chunk that is left over."""
+    whole, step = tokens - tokens % inner, TOGETHER * inner
+    stretches = [min(step, whole - begin) for begin in range(0, whole, step)]
+    return [*stretches, tokens - whole] if whole < tokens else stretches
 
 
 class InnerChunks(NamedTuple):
