@@ -1,8 +1,10 @@
 """Processes of tests that end with the process that started them."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import threading
 
 _PR_SET_PDEATHSIG = 1
 
@@ -14,3 +16,18 @@ def end_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before this process could ask for the signal
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """Kill this process as soon as the one that started it by `multiprocessing` has ended.
+
+    A fork server, which is its parent, lives as long as what it has forked: `end_with` would wait for ever.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def watch() -> None:
+        starter.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="starter", daemon=True).start()

@@ -87,19 +87,23 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("killed", ["caller", "supervisor"])
+WORLD = (
+    f"from tests.distributed.harness import run_distributed; run_distributed(2, '{__name__}:write_process_ids', FOLDER)"
+)
+JOB = "from tests.integration.ranks import Job; Job(Path(FOLDER) / 'job', 2, write_process_ids, FOLDER).results(600)"
+
+
+@pytest.mark.parametrize(
+    ("call", "killed"), [(WORLD, "caller"), (WORLD, "supervisor"), (JOB, "caller")], ids=["world", "supervisor", "job"]
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_no_rank_outlives_the_tests(killed, number, tmp_path):
-    """Neither when pytest is ended by a signal, which runs no `finally`, nor when the supervisor is."""
-    call = "from tests.distributed.harness import run_distributed as run; import sys; run(2, *sys.argv[1:])"
-    caller = subprocess.Popen(
-        [sys.executable, "-c", call, f"{__name__}:write_process_ids", str(tmp_path)],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-    )
+def test_no_rank_outlives_the_tests(call, killed, number, tmp_path):
+    """Neither when pytest is ended by a signal, which runs no `finally`, nor when the process that forks is."""
+    begin = f"from pathlib import Path; from {__name__} import write_process_ids; FOLDER = {str(tmp_path)!r}; "
+    caller = subprocess.Popen([sys.executable, "-c", begin + call], cwd=ROOT, stderr=subprocess.DEVNULL)
     names = ["supervisor", "rank-0", "rank-1"]
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not all((tmp_path / name).exists() for name in names):
             assert time.monotonic() < deadline
             assert caller.poll() is None

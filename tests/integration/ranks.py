@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.processes import end_with
+from tests.processes import end_with_starter
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.integration.preload"])
@@ -88,7 +88,7 @@ class Job:
 
 
 def _rank(rank: int, environment: dict[str, str], folder: Path, function: Callable[..., Any], arguments: Any) -> None:
-    end_with(os.getppid())  # the process that forks, which ends with the tests
+    end_with_starter()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.mutants.mutant import Mutant
-from tests.processes import end_with
+from tests.processes import end_with_starter
 
 SLOWER = 5
 """With a mutation, tests may take so many times what they take without it, and `AT_LEAST_S` more."""
@@ -61,7 +61,7 @@ def run_pytest(folder: Path, env: Mapping[str, str], arguments: Sequence[str], o
         arguments: those of pytest.
         output: the file that its output goes to.
     """
-    end_with(os.getppid())  # the process that forks, which ends with the one that tries mutants
+    end_with_starter()
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), descriptor)
