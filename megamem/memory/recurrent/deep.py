@@ -161,7 +161,9 @@ class DeepMemory(RecurrentMixer):
         size = self.config.inner_chunk
         if any(start < 0 or start % size for start in chunk.starts):
             return 0
-        return tokens - tokens % size
+        # one inner chunk is no gain: its backward pass would be computed anew for nothing
+        whole = tokens - tokens % size
+        return whole if whole >= 16 * size else 0
 
     def _read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
         """Read and write tokens that make up whole inner chunks of each row."""
