@@ -8,46 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.config.load import parse_config
-from megamem.config.model import ModelConfig
 from megamem.costs.state_bytes import HostMemory, host_memory, model_state_bytes
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.composite.memory_caching import MemoryCaching
 from megamem.memory.composite.segments import SegmentSlice
 from megamem.ops.deep_memory.kept import Copies, Rows, selected_answer
-from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.unit.caching_helpers import CHUNK, LINEAR, ROWS, TITANS, built, hidden, model_of
 
-CHUNK, TOKENS, ROWS, SEGMENT = 16, 64, 2, 4
-LINEAR = {"kind": "linear_attention", "inner_chunk": 4}
+TOKENS, SEGMENT = 64, 4
 NORMALIZED = {**LINEAR, "features": "elu", "normalizer": True}
-TITANS = {"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.02}
 LOGARITHMIC = {"lengths": "logarithmic", "levels": 3}
 # sums of the same numbers in another order
 EXACT = 1e-10
 
 
-def model_of(mixer: dict[str, Any], layers: int = 1) -> ModelConfig:
-    tree = {
-        "layers": layers, "hidden_size": 16, "heads": 4, "kv_heads": 2, "vocab_size": 32, "chunk_size": CHUNK,
-        "init_std": 0.3, "norm_eps": 1e-30, "mixer": mixer,
-    }  # fmt: skip
-    return parse_config(ModelConfig, tree, "test")
-
-
-def built(mixer: dict[str, Any]) -> Any:
-    model = model_of(mixer)
-    made = model.mixer_at(0).build(model, PlainLinears(), 0)
-    initialize_parameters(made, 1)
-    return made.double()
-
-
 def caching(memory: dict[str, Any], **options: Any) -> MemoryCaching:
     return built({"kind": "memory_caching", "memory": memory, "segment": SEGMENT, **options})
-
-
-def hidden() -> Tensor:
-    return torch.randn(TOKENS, ROWS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
 def outputs(mixer: Any, x: Tensor, calls: int = CHUNK) -> tuple[Tensor, dict[str, Any]]:
@@ -69,16 +46,17 @@ def test_merged_linear_memories_keep_all_that_was_written() -> None:
     """Their sum is the memory of all tokens, whatever was merged."""
     plain, cached = built(LINEAR), caching(LINEAR, combine="residual", **LOGARITHMIC)
     cached.memory.load_state_dict(plain.state_dict())
-    agree(outputs(cached, hidden())[0], outputs(plain, hidden())[0])
+    agree(outputs(cached, hidden(TOKENS))[0], outputs(plain, hidden(TOKENS))[0])
 
 
 def test_levels_are_the_binary_digits_of_the_number_of_segments() -> None:
     """After 15 of 16 segments with three levels: 1, 2 and the 12 before them."""
     cached = caching(LINEAR, **LOGARITHMIC)
     config = cached.config
-    assert [config.occupied(count) for count in (0, 1, 2, 3, 4, 8, 13)] == [[], [0], [1], [0, 1], [2], [2], [0, 2]]
+    holding = [config.placed.holding(count) for count in (0, 1, 2, 3, 4, 8, 13)]
+    assert holding == [[], [0], [1], [0, 1], [2], [2], [0, 2]]
     assert [config.merged_segments(15, level) for level in range(3)] == [1, 2, 12]
-    x = hidden()
+    x = hidden(TOKENS)
     x = x[: 15 * SEGMENT]
     state = cached.initial_state(ROWS, x.device, x.dtype)
     for begin in range(0, len(x), SEGMENT):
@@ -116,7 +94,7 @@ def test_normalized_memories_answer_with_means_of_values(options: dict[str, Any]
     cached.memory.inputs = constant
     cached.memory.finish = lambda read, x, inputs: reads.append(read) or x
     with torch.no_grad():
-        outputs(cached, hidden())
+        outputs(cached, hidden(TOKENS))
     agree(torch.cat(reads, dim=-2), torch.full((ROWS, 2, 2, TOKENS, 4), 0.7, dtype=torch.float64))
 
 
@@ -124,7 +102,7 @@ def test_the_normalizer_of_one_memory_is_undone_by_the_norm() -> None:
     plain = built({**LINEAR, "features": "elu"})
     normalized = built(NORMALIZED)
     normalized.load_state_dict(plain.state_dict())
-    agree(outputs(normalized, hidden())[0], outputs(plain, hidden())[0])
+    agree(outputs(normalized, hidden(TOKENS))[0], outputs(plain, hidden(TOKENS))[0])
 
 
 @pytest.mark.parametrize("memory", [NORMALIZED, TITANS], ids=["linear", "titans"])
@@ -132,7 +110,7 @@ def test_fetched_memories_answer_the_same(memory: dict[str, Any]) -> None:
     """Bit for bit, as products of copies; gradients add up in another order."""
     found = []
     for kept_on in ("device", "host"):
-        x = hidden().requires_grad_()
+        x = hidden(TOKENS).requires_grad_()
         mixer = caching(memory, combine="ssc", top_k=1, kept_on=kept_on)
         made, state = outputs(mixer, x)
         (gradient,) = torch.autograd.grad(made.square().sum(), x)
@@ -208,7 +186,7 @@ def test_bytes_in_host_memory_and_of_copies() -> None:
 def test_normalized_levels_of_log_linear_attention_are_kept_as_they_were() -> None:
     """One product of all that fades has no sum for each level."""
     mixer = {"kind": "log_linear", "memory": NORMALIZED, "segment": SEGMENT}
-    assert outputs(built(mixer), hidden())[0].isfinite().all()
+    assert outputs(built(mixer), hidden(TOKENS))[0].isfinite().all()
     with pytest.raises(ConfigError, match="closed faded reads all levels in one product, normalizer true divides each"):
         model_of({**mixer, "closed": "faded"})
 

@@ -9,50 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.config.load import parse_config
-from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.composite.memory_caching import MemoryCaching
 from megamem.memory.recurrent.base import RecurrentMixer
 from megamem.ops.deep_memory.kept import Rows, selected_answer, shared_networks, shared_product
-from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.unit.caching_helpers import CHUNK, LINEAR, ROWS, TITANS, built, hidden, model_of
 
-CHUNK, TOKENS, ROWS = 16, 48, 2
-LINEAR = {"kind": "linear_attention", "inner_chunk": 4}
+TOKENS = 48
 MATRIX = {
     "kind": "dla", "network": "linear", "start": "zero", "residual": False, "layer_norm": False, "rate": "fixed",
     "max_rate": 1.0, "normalize": False, "inner_chunk": 4,
 }  # fmt: skip
-TITANS = {"kind": "titans", "inner_chunk": 4, "expansion": 2, "max_rate": 0.02}
 EXACT = 1e-10
-
-
-def model_of(mixer: dict[str, Any]) -> ModelConfig:
-    tree = {
-        "layers": 1, "hidden_size": 16, "heads": 4, "kv_heads": 2, "vocab_size": 32, "chunk_size": CHUNK,
-        "init_std": 0.3, "norm_eps": 1e-30, "mixer": mixer,
-    }  # fmt: skip
-    return parse_config(ModelConfig, tree, "test")
-
-
-def built(mixer: dict[str, Any]) -> Any:
-    model = model_of(mixer)
-    made = model.mixer_at(0).build(model, PlainLinears(), 0)
-    initialize_parameters(made, 1)
-    return made.double()
 
 
 def caching(memory: dict[str, Any], **options: Any) -> MemoryCaching:
     return built({"kind": "memory_caching", "memory": memory, **options})
 
 
-def hidden() -> Tensor:
-    return torch.randn(TOKENS, ROWS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-
-
 def output(mixer: Any, calls: int = CHUNK) -> Tensor:
-    x = hidden()
+    x = hidden(TOKENS)
     state = mixer.initial_state(ROWS, x.device, x.dtype)
     outputs = []
     for begin in range(0, TOKENS, calls):
@@ -87,7 +64,7 @@ def test_residual_caching_of_linear_attention_is_linear_attention(segment: int) 
 def test_one_segment_is_no_caching(combine: str, memory: dict[str, Any]) -> None:
     plain = built(memory)
     cached = same_weights(caching(memory, combine=combine, segment=CHUNK), plain)
-    x = hidden()[:CHUNK]
+    x = hidden(TOKENS)[:CHUNK]
     states = [mixer.initial_state(ROWS, x.device, x.dtype) for mixer in (cached, plain)]
     agree(cached(x, states[0], Chunk((0,) * ROWS))[0], plain(x, states[1], Chunk((0,) * ROWS))[0])
 
@@ -119,7 +96,7 @@ def test_a_matrix_trained_on_the_dot_product_is_linear_attention(inner: int) -> 
 def test_segments_of_one_token_are_attention_to_products() -> None:
     """softmax over all tokens so far of u . k, times k . q, times v."""
     cached = caching(LINEAR, segment=1)
-    x = hidden()
+    x = hidden(TOKENS)
     state = cached.initial_state(ROWS, x.device, x.dtype)
     inputs, _ = cached.memory.inputs(x, state, Chunk((0,) * ROWS))
     router_query = cached.router(x).unflatten(-1, (-1, 4)).permute(1, 2, 0, 3).unflatten(1, (-1, 2))

@@ -16,10 +16,10 @@ from torch import Tensor
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, to_device
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
-from megamem.memory.composite.segments import Ended, Segments, SegmentSlice, pool
+from megamem.memory.composite.segments import Ended, KeptSegments, Segments, SegmentSlice, pool
 
 
-class ConstantSegments:
+class ConstantSegments(KeptSegments):
     """Keeps the segments of a text one by one, and says which of them a token may read."""
 
     def __init__(self, config: MemoryCachingSettings, model: ModelConfig) -> None:
@@ -29,23 +29,17 @@ class ConstantSegments:
         self.names = [*config.recurrent.snapshot_shapes(model), "pool", "filled"]
 
     def room(self, state: State, segments: int) -> int:
-        """Return how many of so many segments can be kept at once: those that end the open chunk at the latest."""
+        """See `KeptSegments.room`: those that end the open chunk at the latest."""
         return min(segments, self.per_chunk - state["closed_filled"].shape[1])
 
     def readable(self, state: State, block_slice: SegmentSlice) -> list[Segments]:
-        """Return the kept segments that some row may read, the newest last, with a mask of those each row may."""
+        """See `KeptSegments.readable`."""
         return self._readable(self._entries(state), block_slice)
 
     def one_by_one(
         self, state: State, ended: Ended, slices: Sequence[SegmentSlice], parameters: Mapping[str, Tensor]
     ) -> tuple[list[list[Segments]], State]:
-        """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
-
-        Args:
-            ended: N segments, [B, H, N, ...].
-            slices: where the tokens of each lie.
-            parameters: see `Inputs`.
-        """
+        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...])."""
         new = self._columns(ended)
         filled = state["closed_filled"].new_ones(ended.key_sum.shape[0], len(slices))
         before = [
@@ -57,7 +51,7 @@ class ConstantSegments:
         return readable, self._append(state, [*new, filled], slices[-1])
 
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
-        """Keep the segment [B, H, ...] of rows whose segment ends with the slice. parameters: see `Inputs`."""
+        """See `KeptSegments.close` (a segment, [B, H, ...])."""
         closing = to_device(block_slice.closing, ended.key_sum.device, torch.bool)
         new = self._columns(Ended(tuple(x[:, :, None] for x in ended.matrices), ended.key_sum[:, :, None], None))
         if not all(block_slice.closing):  # nothing is kept of other rows

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.memory.base import State, to_device
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 Admissibility = Literal["weak", "strong"]
@@ -125,3 +126,13 @@ class LevelGates(nn.Module):
         """Map x [T, B, hidden_size] to gates [B, local heads, T, 1 + levels] in `dtype`."""
         projected = self.weight(x).to(dtype).unflatten(-1, self.factor.shape)
         return F.softplus(self.factor.to(dtype) * projected).permute(1, 2, 0, 3)
+
+
+def select_rows(rows: list[bool], yes: State, no: State, device: torch.device) -> State:
+    """Return a state that is `yes` in the rows that are true, and `no` in the others."""
+    if all(rows):
+        return yes
+    if not any(rows):
+        return no
+    mask = to_device(rows, device, torch.bool)
+    return {name: torch.where(mask.view(-1, *[1] * (x.ndim - 1)), x, no[name]) for name, x in yes.items()}

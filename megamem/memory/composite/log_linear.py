@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, Mixer, State, to_device
+from megamem.memory.composite.levels import select_rows
 from megamem.memory.composite.log_linear_products import FadedMatrices
 from megamem.memory.composite.log_linear_settings import LogLinearSettings
 from megamem.memory.composite.open_and_levels import OpenAndLevels
@@ -138,9 +139,9 @@ class MergedSegments(OpenAndLevels):
             else:
                 stays, leaves = {name: torch.zeros_like(x) for name, x in held.items()}, carried
                 merging = [b or (h and level == last) for h, b in zip(here, below, strict=True)]
-            both = _select(merging, self._merged(held, carried), carried, device) if any(merging) else carried
-            left = _select(below, stays, held, device)
-            for name, tensor in _select(here, both, left, device).items():
+            both = select_rows(merging, self._merged(held, carried), carried, device) if any(merging) else carried
+            left = select_rows(below, stays, held, device)
+            for name, tensor in select_rows(here, both, left, device).items():
                 new[name].append(tensor)
             carried = leaves if strong else both
         closing = list(block_slice.closing)
@@ -148,20 +149,10 @@ class MergedSegments(OpenAndLevels):
         return {
             **state,
             **{f"level_{name}": torch.cat(parts, dim=2) for name, parts in new.items()},
-            **_select(closing, fresh, {name: state[name] for name in fresh}, device),
+            **select_rows(closing, fresh, {name: state[name] for name in fresh}, device),
         }
 
     def _merged(self, earlier: State, later: State) -> State:
         """Return what two segments have written, one after the other, and the transition of both."""
         transition = later.get("transition")
         return {name: x + passed(transition, earlier[name]) for name, x in later.items()}
-
-
-def _select(rows: list[bool], yes: State, no: State, device: torch.device) -> State:
-    """Return a state that is `yes` in the rows that are true, and `no` in the others."""
-    if all(rows):
-        return yes
-    if not any(rows):
-        return no
-    mask = to_device(rows, device, torch.bool)
-    return {name: torch.where(mask.view(-1, *[1] * (x.ndim - 1)), x, no[name]) for name, x in yes.items()}

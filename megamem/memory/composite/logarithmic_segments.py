@@ -22,28 +22,30 @@ from torch import Tensor
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import State, to_device
+from megamem.memory.composite.levels import select_rows
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
-from megamem.memory.composite.segments import Ended, Segments, SegmentSlice, pool
+from megamem.memory.composite.segments import Ended, KeptSegments, Segments, SegmentSlice, pool
 from megamem.memory.recurrent.base import RecurrentMixer
 
 
-class LogarithmicSegments:
+class LogarithmicSegments(KeptSegments):
     """Keeps segments merged by level, and says which of them a token may read."""
 
     def __init__(self, config: MemoryCachingSettings, model: ModelConfig, memory: RecurrentMixer) -> None:
         self.config = config
+        self.levels = config.placed
         self.memory = memory
         self.matrices = list(config.recurrent.snapshot_shapes(model))
         self.names = list(config.level_specs(model))
 
     def room(self, state: State, segments: int) -> int:
-        """Return how many of so many segments can be kept at once: all."""
+        """See `KeptSegments.room`: all."""
         return segments
 
     def readable(self, state: State, block_slice: SegmentSlice) -> list[Segments]:
-        """Return the levels that hold something in some row, the oldest first, with a mask of the rows."""
+        """See `KeptSegments.readable`: the levels that hold something in some row."""
         counts, device = self._ended(block_slice), state["key_sum"].device
-        occupied = [self.config.occupied(count) for count in counts]
+        occupied = [self.levels.holding(count) for count in counts]
         parts = []
         for level in sorted({level for row in occupied for level in row}, reverse=True):
             held = self._held(state, level)
@@ -59,13 +61,7 @@ class LogarithmicSegments:
     def one_by_one(
         self, state: State, ended: Ended, slices: Sequence[SegmentSlice], parameters: Mapping[str, Tensor]
     ) -> tuple[list[list[Segments]], State]:
-        """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
-
-        Args:
-            ended: N segments, [B, H, N, ...].
-            slices: where the tokens of each lie.
-            parameters: see `Inputs`.
-        """
+        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...])."""
         readable = []
         for i, here in enumerate(slices):
             readable.append(self.readable(state, here))
@@ -73,16 +69,16 @@ class LogarithmicSegments:
         return readable, state
 
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
-        """Carry the segment [B, H, ...] of rows whose segment ends with the slice into their levels.
+        """See `KeptSegments.close`: the segment [B, H, ...] is carried into the levels.
 
         It takes in what each level below its target holds and leaves that level empty; at its target it stays.
-        parameters: see `Inputs`.
         """
-        counts, last = self._ended(block_slice), self.config.levels - 1
-        device = ended.key_sum.device
-        # target: the lowest zero bit of the row's number of segments; -1 for rows whose segment goes on
-        target = [min((~count & (count + 1)).bit_length() - 1, last) for count in counts]
-        target = [level if closing else -1 for level, closing in zip(target, block_slice.closing, strict=True)]
+        counts, last, device = self._ended(block_slice), self.levels.last, ended.key_sum.device
+        # target: -1 for rows whose segment goes on
+        target = [
+            self.levels.target(count) if closing else -1
+            for count, closing in zip(counts, block_slice.closing, strict=True)
+        ]
         values = [*ended.matrices, ended.key_sum, *(() if ended.log_kept is None else (ended.log_kept,))]
         # copies: views of what several segments share would keep all of it alive
         carried = {name: value.clone() for name, value in zip(self.names, values, strict=True)}
@@ -94,9 +90,9 @@ class LogarithmicSegments:
             joins = [t == last == level and count >> last > 0 for t, count in zip(target, counts, strict=True)]
             merging = [p or j for p, j in zip(passing, joins, strict=True)]
             if any(merging):
-                carried = _select(merging, self._merged(held, carried, state, parameters), carried, device)
-            left = _select(passing, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
-            kept = _select(here, carried, left, device)
+                carried = select_rows(merging, self._merged(held, carried, state, parameters), carried, device)
+            left = select_rows(passing, {name: torch.zeros_like(x) for name, x in held.items()}, held, device)
+            kept = select_rows(here, carried, left, device)
             new |= {f"level_{level}_{name}": tensor for name, tensor in kept.items()}
         return new
 
@@ -124,13 +120,3 @@ class LogarithmicSegments:
             change = earlier[name] - first
             merged[name] = later[name] + (change if kept is None else kept * change)
         return merged
-
-
-def _select(rows: list[bool], yes: dict[str, Tensor], no: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors [B, ...] that are `yes` in the rows that are true, and `no` in the others."""
-    if all(rows):
-        return yes
-    if not any(rows):
-        return no
-    mask = to_device(rows, device, torch.bool)
-    return {name: torch.where(mask.view(-1, *[1] * (x.ndim - 1)), x, no[name]) for name, x in yes.items()}

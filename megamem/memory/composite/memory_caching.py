@@ -44,7 +44,7 @@ from megamem.memory.base import Chunk, Losses, Mixer, State, to_device
 from megamem.memory.composite.constant_segments import ConstantSegments
 from megamem.memory.composite.logarithmic_segments import LogarithmicSegments
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
-from megamem.memory.composite.segments import Ended, Gating, Segments, SegmentSlice, gate_shares, pool
+from megamem.memory.composite.segments import Ended, Gating, KeptSegments, Segments, SegmentSlice, gate_shares, pool
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer
 from megamem.ops.deep_memory.kept import Copies, selected_answer
 from megamem.parallel.linears import Linears, normal
@@ -75,7 +75,7 @@ class MemoryCaching(Mixer):
         self.gating = Gating(config.combine, config.gate, config.top_k, config.scores)
         self.linears = linears
         self.memory = memory
-        self.kept: ConstantSegments | LogarithmicSegments = ConstantSegments(config, model)
+        self.kept: KeptSegments = ConstantSegments(config, model)
         if config.lengths == "logarithmic":
             self.kept = LogarithmicSegments(config, model, memory)
         self.step = config.step()

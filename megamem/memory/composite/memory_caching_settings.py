@@ -10,6 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, AnyMixer, MixerConfig, ModelConfig
 from megamem.memory.base import Growing, HostReads, StateSpec, TensorSpec
+from megamem.memory.composite.levels import Levels
 from megamem.memory.composite.segmented import SegmentedConfig
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.memory.recurrent.linear_attention import LinearAttentionConfig
@@ -110,13 +111,10 @@ class MemoryCachingSettings(SegmentedConfig):
         merges = self.lengths == "logarithmic" and self.write == "independent"
         return merges and isinstance(self.recurrent, DeepConfig) and self.recurrent.decay
 
-    def occupied(self, segments: int) -> list[int]:
-        """Return the levels that hold something after so many segments, shortest first.
-
-        They are the binary digits of the number that are 1; what is beyond the last level is part of it.
-        """
-        last = self.levels - 1
-        return [n for n in range(self.levels) if (segments >> n) & 1 or (n == last and segments >> n)]
+    @property
+    def placed(self) -> Levels:
+        """The levels of merged segments, as what says which segments are in which."""
+        return Levels(self.levels, "weak")
 
     def merged_segments(self, segments: int, level: int) -> int:
         """Return how many of so many segments a level holds, if it holds any."""
@@ -225,7 +223,7 @@ class MemoryCachingSettings(SegmentedConfig):
         """Return the kept memories within a token's reach, and those of them that it reads; means over a sequence."""
         segments = range(-(-sequence_length // self.segment))
         if self.lengths == "logarithmic":
-            within = [len(self.occupied(segment)) for segment in segments]
+            within = [len(self.placed.holding(segment)) for segment in segments]
         else:
             within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within

@@ -6,13 +6,15 @@ segments, D head_dim.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamem.memory.base import to_device
+from megamem.memory.base import State, to_device
 from megamem.memory.shared.blocks import BlockSlice
 
 
@@ -63,6 +65,34 @@ class Ended(NamedTuple):
         """Return one of several segments."""
         log_kept = None if self.log_kept is None else self.log_kept[:, :, index]
         return Ended(tuple(x[:, :, index] for x in self.matrices), self.key_sum[:, :, index], log_kept)
+
+
+class KeptSegments(ABC):
+    """Keeps what the segments of a text leave behind, in a layer's state, and says which of them a token may read."""
+
+    @abstractmethod
+    def room(self, state: State, segments: int) -> int:
+        """Return how many of so many segments can be kept at once."""
+
+    @abstractmethod
+    def readable(self, state: State, block_slice: SegmentSlice) -> list[Segments]:
+        """Return the kept segments that some row may read, the newest last, with a mask of those each row may."""
+
+    @abstractmethod
+    def one_by_one(
+        self, state: State, ended: Ended, slices: Sequence[SegmentSlice], parameters: Mapping[str, Tensor]
+    ) -> tuple[list[list[Segments]], State]:
+        """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
+
+        Args:
+            ended: N segments, [B, H, N, ...].
+            slices: where the tokens of each lie.
+            parameters: see `Inputs`.
+        """
+
+    @abstractmethod
+    def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
+        """Keep the segment [B, H, ...] of rows whose segment ends with the slice. parameters: see `Inputs`."""
 
 
 def pool(key_sums: Tensor, counts: list[list[int]], pooling: Literal["mean", "sum"]) -> Tensor:

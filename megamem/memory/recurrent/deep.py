@@ -28,7 +28,7 @@ from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
-from megamem.ops.deep_memory.group import deep_memory_chunks
+from megamem.ops.deep_memory.group import GROUP, deep_memory_chunks
 from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.unit import unit
@@ -157,13 +157,13 @@ class DeepMemory(RecurrentMixer):
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
 
     def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
-        """Return how many of the next tokens make up whole inner chunks of all rows, computed in few large products."""
+        """Return how many of the next tokens are read and written as groups of whole inner chunks of all rows."""
         size = self.config.inner_chunk
         if any(start < 0 or start % size for start in chunk.starts):
             return 0
-        # one inner chunk is no gain: its backward pass would be computed anew for nothing
+        # fewer than a group would be computed anew all at once: nothing less would be alive at the highest point
         whole = tokens - tokens % size
-        return whole if whole >= 16 * size else 0
+        return whole if whole >= GROUP * size else 0
 
     def _read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
         """Read and write tokens that make up whole inner chunks of each row."""

@@ -34,6 +34,9 @@ from megamem.ops.deep_memory.group_backward import Backward, Gradient
 from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read, side_by_side, write
 from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
 
+GROUP = 16
+"""Inner chunks that the backward pass computes anew at a time."""
+
 
 def _shares(rates: InnerRates, groups: int) -> Shares:
     """Return what gates [B, H, N, T] come to, for the queries of so many heads beside each other."""
@@ -60,7 +63,7 @@ def _shares(rates: InnerRates, groups: int) -> Shares:
 
 def deep_memory_chunks(
     query: Tensor, key: Tensor, value: Tensor, start: Weights | None, added: Weights, momentum: Weights | None,
-    rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = 16,
+    rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = GROUP,
 ) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
     """Read and write the tokens of whole inner chunks, in the dtype of `added`.
 

@@ -19,7 +19,7 @@ Gradient = Tensor | None
 
 
 class ProductGradients(NamedTuple):
-    """Gradients of `_product`, shapes as there."""
+    """Gradients of `product`, shapes as there."""
 
     x: Tensor
     weights: Tensor
@@ -32,7 +32,7 @@ class ProductGradients(NamedTuple):
 
 
 def product_gradients(out: Tensor, x: Tensor, shares: Shares, written: Written, i: int) -> ProductGradients:
-    """Return the gradients of `_product` from that of its result, `out` [B, H, N, Q, out]; x [B, H, N, Q, in]."""
+    """Return the gradients of `product` from that of its result, `out` [B, H, N, Q, out]; x [B, H, N, Q, in]."""
     inputs, change = written.inputs[i], written.changes[i]
     of_x = out @ written.weights[i]
     weighted, first, momentum, carried = out, None, None, None
