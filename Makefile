@@ -21,7 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/cluster needs root and packages of the system, tests/package installs packages: they have targets of their own
 # as tests/readme has, a script
 OWN_TESTS := tests --ignore=tests/cluster --ignore=tests/package
-# files in the order of their folders: those that take minutes, of few tests each, come before the many short ones
+# three processes keep two cores busy: tests wait for each other's ranks. Files in the order of their folders: those that
+# take minutes, of few tests each, come before the many short ones
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # of the demo's configuration: `make demo OVERRIDES=training.steps=24` trains a tenth of its steps
 OVERRIDES ?=
@@ -54,11 +55,11 @@ dist: install  ## Build the sdist, and the wheel from it, into dist/
 
 # side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
-	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 $(SIDE_BY_SIDE) $(OWN_TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 $(SIDE_BY_SIDE) $(OWN_TESTS)
 	$(BIN)/python -m pytest -m "not slow and not gpu and alone" $(OWN_TESTS)
 
 test-full: install  ## All tests; those for a CUDA device skip without one
-	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 2 $(SIDE_BY_SIDE) $(OWN_TESTS)
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 $(SIDE_BY_SIDE) $(OWN_TESTS)
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" $(OWN_TESTS)
 
 test-package: install  ## The wheel: what is in it, and that it works in an empty environment

@@ -62,7 +62,7 @@ def train_frozen(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _train(case: dict[str, Any]) -> dict[str, Any]:
     config = config_of(case["config"])
-    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
+    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=120)
     engine = build_engine(config, topology)
     before = {name: whole_parameter(p, topology.tp_group).clone() for name, p in engine.parameters().items()}
     if case.get("read"):

@@ -53,7 +53,7 @@ def run_distributed(
     function: str,
     payload: Any = None,
     *,
-    timeout_s: float = 240,
+    timeout_s: float = 1200,
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = (),
 ) -> list[Any]:

@@ -82,7 +82,7 @@ def measure_all(forms: dict[str, Any]) -> dict[str, Any]:
     from megamem.parallel.megatron import MegatronLinears
     from megamem.parallel.topology import Topology
 
-    topology = Topology.start(RANKS, device="cpu", timeout_s=45)
+    topology = Topology.start(RANKS, device="cpu", timeout_s=120)
 
     def evaluator(stage: Stage) -> Evaluator:
         return Evaluator(stage, topology)

@@ -60,7 +60,7 @@ def worlds(tmp_path_factory):
             places = {"read": str(folder / f"{size}-{a}"), "write": str(folder / f"{size}-{a}-{b}")}
             cases[f"{a}-{b}"] = {**WORLDS[size][b], **places, "steps": 0}
         function = "tests.distributed.freezing_cases:train_frozen"
-        ranks = run_distributed(size, function, cases, timeout_s=400, preload=PARALLEL)
+        ranks = run_distributed(size, function, cases, preload=PARALLEL)
         found[size] = {name: merged([rank[name] for rank in ranks]) for name in cases}
     return found, folder
 

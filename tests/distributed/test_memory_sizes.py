@@ -32,7 +32,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
     for name, sections in layouts.items():
         config = run_config(model=model, data={"feeding": "streams", "documents": "pad"}, **sections)
         parallel = config.parallel
-        topology = Topology.start(parallel.tp, pp=parallel.pp, device="cpu", timeout_s=45)
+        topology = Topology.start(parallel.tp, pp=parallel.pp, device="cpu", timeout_s=120)
         engine = build_engine(config, topology)
         callback = MemorySizes(config.model.component_specs(), every=2)
         trainer = SimpleNamespace(
@@ -65,7 +65,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_sizes_are_those_of_the_states_that_are_carried_on(world):
     function = "tests.distributed.test_memory_sizes:measure"
-    ranks = run_distributed(world, function, LAYOUTS[world], timeout_s=300, preload=PARALLEL)
+    ranks = run_distributed(world, function, LAYOUTS[world], preload=PARALLEL)
     for name in LAYOUTS[world]:
         figures = [rank[name][0] for rank in ranks]
         assert all(rank == figures[0] for rank in figures), "every rank has the same figures"

@@ -30,7 +30,6 @@ WORLDS = {
     2: {
         "tp2-zero0": case(2, 0, micro=8, steps=STEPS),
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=4, parallel={"sequence_parallel": True}),
-        "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "tp2-documents-anywhere": case(
             2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, data=ANYWHERE
         ),
@@ -73,26 +72,29 @@ WORLDS = {
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),
-        "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
     },
     4: {
         "tp2-dp2-zero0": case(2, 0, bptt=2, micro=4),
         "tp2-dp2-zero1": case(2, 1, micro=4, steps=STEPS),
-        "tp2-dp2-zero2": case(2, 2, micro=2),
         "tp2-dp2-zero3": case(2, 3, bptt=1, micro=4),
         "tp2-dp2-zero3-mup": case(2, 3, micro=4, model=MUP),
-        "tp2-dp2-zero3-every-mechanism": case(2, 3, micro=4, model=EVERY),
     },
 }
 REST = {
     1: {"tp1-zero1-bptt2": case(1, 1, bptt=2, micro=2)},
     2: {
         "tp2-zero1-bptt1": case(2, 1, bptt=1, micro=2),
+        "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
+        "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
         "tp2-tied": case(2, 2, bptt=2, micro=2, model={"tie_embeddings": True}),
         "tp2-gpt2": case(2, 1, bptt=2, micro=4, model=GPT2),
         "dp2-zero0": case(1, 0, bptt=2, micro=2),
     },
-    4: {"tp2-dp2-zero3-sequence-parallel": case(2, 3, bptt=2, parallel={"sequence_parallel": True})},
+    4: {
+        "tp2-dp2-zero2": case(2, 2, micro=2),
+        "tp2-dp2-zero3-sequence-parallel": case(2, 3, bptt=2, parallel={"sequence_parallel": True}),
+        "tp2-dp2-zero3-every-mechanism": case(2, 3, micro=4, model=EVERY),
+    },
 }
 """Layouts between those above; slow tests."""
 NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
@@ -100,7 +102,7 @@ NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
 
 def run_cases(world, cases):
     function = "tests.distributed.training_cases:train_cases"
-    return run_distributed(world, function, cases, timeout_s=400, preload=PARALLEL)[0]
+    return run_distributed(world, function, cases, preload=PARALLEL)[0]
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,7 @@ def worlds():
 
 
 def run_cases(size, cases):
-    ranks = run_distributed(
-        size, "tests.distributed.training_cases:train_cases", cases, timeout_s=400, preload=PARALLEL
-    )
+    ranks = run_distributed(size, "tests.distributed.training_cases:train_cases", cases, preload=PARALLEL)
     return {name: merged([rank[name] for rank in ranks]) for name in cases}
 
 

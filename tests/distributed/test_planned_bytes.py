@@ -71,7 +71,7 @@ def held(names):
 
 
 def held_in(config):
-    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
+    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=120)
     engine = build_engine(config, topology)
     engine.step(local_batches(config, topology, 0), 1e-3)
     seen = []

@@ -40,7 +40,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
     for name, sections in layouts.items():
         config = run_config(**sections)
         parallel = config.parallel
-        topology = Topology.start(parallel.tp, pp=parallel.pp, device="cpu", timeout_s=45)
+        topology = Topology.start(parallel.tp, pp=parallel.pp, device="cpu", timeout_s=120)
         engine = build_engine(config, topology)
         engine.step(local_batches(config, topology, 0), 1e-3)
         callback, trainer = WeightNorms(every=2), SimpleNamespace(config=config, topology=topology, engine=engine)
@@ -61,7 +61,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_norms_are_those_of_the_gathered_weights(world):
     function = "tests.distributed.test_weight_norms:measure"
-    ranks = run_distributed(world, function, LAYOUTS[world], timeout_s=300, preload=PARALLEL)
+    ranks = run_distributed(world, function, LAYOUTS[world], preload=PARALLEL)
     for name in LAYOUTS[world]:
         figures = [rank[name][0] for rank in ranks]
         assert all(rank == figures[0] for rank in figures), "every rank has the same figures"

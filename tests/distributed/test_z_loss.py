@@ -39,7 +39,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[list[float], float]]:
     for name, sections in layouts.items():
         training = {**SECTIONS["training"], **sections.get("training", {})}
         config = run_config(**{**sections, "training": training})
-        topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
+        topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=120)
         engine = build_engine(config, topology)
         result = engine.step(local_batches(config, topology, 0), 1e-3)
         sums = result.losses.clone()

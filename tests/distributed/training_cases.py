@@ -133,7 +133,7 @@ def run_config(steps: int = 20, **sections) -> RunConfig:
         "training": {
             "steps": steps, "batch_tokens": ROWS * LENGTH, "precision": "fp32", **sections.get("training", {}),
         },
-        "parallel": {"timeout_s": 120, "stall_timeout_s": 60, "device": "cpu", **sections.get("parallel", {})},
+        "parallel": {"timeout_s": 300, "stall_timeout_s": 240, "device": "cpu", **sections.get("parallel", {})},
         "optimizer": {"grad_clip": 0.0, **sections.get("optimizer", {})},
     }  # fmt: skip
     return parse_config(RunConfig, tree, "test")
@@ -235,7 +235,7 @@ def reference(
 def train_case(case: dict) -> dict:
     """One rank's run of a case: gathered gradients and norm of step 0, loss of each step, weights at the end."""
     config = run_config(**case["config"])
-    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=45)
+    topology = Topology.start(config.parallel.tp, pp=config.parallel.pp, device="cpu", timeout_s=120)
     engine = build_engine(config, topology)
     gradients: dict[str, torch.Tensor] = {}
     out: dict = {"losses": []}

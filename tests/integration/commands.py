@@ -36,7 +36,7 @@ def run_tree(corpus: Path, runs: Path, **sections: Any) -> dict[str, Any]:
             "documents": "drop",
         },
         "training": {"steps": 6, "batch_tokens": 4 * LENGTH, "micro_batch_size": 2, "precision": "fp32"},
-        "parallel": {"device": "cpu", "timeout_s": 60, "stall_timeout_s": 40},
+        "parallel": {"device": "cpu", "timeout_s": 180, "stall_timeout_s": 150},
         "evaluation": {"every": 3, "max_tokens": 256, "final_max_tokens": 512, "sliding_max_tokens": 128},
         "logging": {"every": 2, "wandb": {"mode": "disabled"}},
     }
@@ -65,7 +65,7 @@ def torchrun(processes: int) -> tuple[str, ...]:
     return ("torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 150) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 600) -> tuple[int, str, str]:
     """(exit code, stdout, stderr); a command that takes longer is killed and fails the test."""
     try:
         out, err = process.communicate(timeout=timeout_s)

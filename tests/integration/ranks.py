@@ -72,7 +72,7 @@ class Job:
         path = self.folder / f"{stream}-{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, pattern: str, timeout_s: float = 60, stream: str = "out") -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 300, stream: str = "out") -> None:
         """Until rank 0's output matches."""
         deadline = time.monotonic() + timeout_s
         while not re.search(pattern, self.output(0, stream)):
@@ -80,7 +80,7 @@ class Job:
             assert self.processes[0].is_alive(), f"rank 0 ended: {self.output(0)}\n{self.output(1)}"
             time.sleep(0.05)
 
-    def results(self, timeout_s: float = 120) -> list[Any]:
+    def results(self, timeout_s: float = 600) -> list[Any]:
         """What the function returned on each rank."""
         codes = self.codes(timeout_s)
         assert codes == [0] * self.world, "\n".join([str(codes), *(self.output(rank) for rank in range(self.world))])

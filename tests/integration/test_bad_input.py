@@ -272,7 +272,7 @@ cli.app, cli.FIRST_RANK_S = command, 9
 cli.main()
 """)
         process = subprocess.run(
-            [sys.executable, "-m", *torchrun(2), str(script)], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", *torchrun(2), str(script)], capture_output=True, text=True, timeout=300, check=False
         )
         said = [line for line in process.stderr.splitlines() if line.startswith("megamem: ")]
         assert (process.returncode, said) == (1, [line])
@@ -284,7 +284,7 @@ cli.main()
         out = finish(process, 60)[1]
         for verb in ("train", "demo", "doctor", "mechanisms", "corpus", "tokenizer", "shards"):
             assert f"\n  {verb} " in out
-        assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
     def test_wrong_usage(self, capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["megamem", "trian"])

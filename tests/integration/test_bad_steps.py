@@ -53,7 +53,7 @@ CASES |= {name: GRID.pop(name) for name in QUICK}
 def verdicts_of(folder, cases):
     """What each rank found, by case."""
     with Job(folder, 2, bad_steps.cases, cases) as job:
-        return job.results(300)
+        return job.results()
 
 
 @pytest.fixture(scope="module")

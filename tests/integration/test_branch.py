@@ -37,7 +37,7 @@ def wsd(data, runs, name, **sections):
 
 def train_all(folder, trees):
     with Job(folder, 1, train_each, trees) as job:
-        job.results(200)
+        job.results()
 
 
 def branch(*arguments):
@@ -193,5 +193,5 @@ def test_a_branch_without_its_start_does_not_begin_anew(runs, tmp_path):
     shutil.rmtree(tmp_path / "lost" / "checkpoints")
     tree = yaml.safe_load((tmp_path / "lost" / "config.yaml").read_text())
     with Job(tmp_path / "job", 1, train_each, {"lost": tree}) as job, pytest.raises(AssertionError) as caught:
-        job.results(100)
+        job.results()
     assert "it has no checkpoint to begin with; make it again with megamem branch" in str(caught.value)

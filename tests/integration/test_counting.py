@@ -55,13 +55,13 @@ def runs(corpus, tmp_path_factory):
         "budget": tree(corpus, folder, "budget", training=budget),
     }
     with Job(folder / "first", 1, train_each, single) as job:
-        job.results(300)
+        job.results()
     two = tree(corpus, folder, "two", training={"micro_batch_size": 1})
     with Job(folder / "second", 2, train_each, {"two": two}) as job:
-        job.results(300)
+        job.results()
     again = {"halves": tree(corpus, folder, "halves"), "budget": single["budget"]}
     with Job(folder / "third", 1, train_each, again) as job:
-        job.results(300)
+        job.results()
     return folder, report
 
 

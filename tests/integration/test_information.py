@@ -54,6 +54,7 @@ def test_a_decoder_is_trained_behind_a_frozen_model_and_reports_what_it_tells(tr
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_start_weights_are_looked_into_for_comparison_and_two_ranks_do_it_too(trained, tmp_path):
     words = ["probe", "information", trained, "training.steps=2", "--untrained", "--json", "--out", tmp_path / "probe"]
     report = json.loads(run(*words, launcher=torchrun(2)).splitlines()[-1])
@@ -65,6 +66,7 @@ def test_start_weights_are_looked_into_for_comparison_and_two_ranks_do_it_too(tr
     assert 1e-5 < moved < 0.1
 
 
+@pytest.mark.slow
 def test_an_imported_model_needs_a_recipe_for_the_decoder(data, tmp_path):
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}

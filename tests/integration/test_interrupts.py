@@ -36,7 +36,7 @@ def endless(data, tmp_path):
     return write_config(tmp_path / "run.yaml", run_tree(data, tmp_path / "runs", **ENDLESS)), tmp_path / "runs" / "run"
 
 
-def wait_for_steps(folder: Path, process, steps: int, timeout_s: float = 120) -> None:
+def wait_for_steps(folder: Path, process, steps: int, timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while not (folder / "metrics.jsonl").exists() or len(records(folder)) < steps:
         assert time.monotonic() < deadline

@@ -39,6 +39,7 @@ def test_kills_at_random_moments(data, tmp_path, layout, seed):
     assert lives[-1].newest > 0, "some save was completed"
 
 
+@pytest.mark.slow
 def test_kills_in_a_phase_with_longer_sequences(data, tmp_path):
     # the fourth life is asked to end and saves; the fifth goes on from there and is killed
     *_, asked, last = torment(data, tmp_path, 4, 3, LONGER)

@@ -238,7 +238,7 @@ class TestTasks:
         }  # fmt: skip
         (newest,) = checkpoints_in(run / "checkpoints")[-1:]
         with Job(tmp_path / "job", 2, tasks_under, layouts, str(newest.path), str(tasks)) as job:
-            ranks = job.results(200)
+            ranks = job.results()
         for name in layouts:
             assert ranks[0][name] == pytest.approx(one, rel=1e-5)
 

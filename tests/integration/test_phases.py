@@ -51,7 +51,7 @@ def train_all(folder, trees):
         with Job(
             folder / f"world{world}", world, train_each, {k: t for k, (w, t) in trees.items() if w == world}
         ) as job:
-            job.results(400)
+            job.results()
 
 
 def records(folder):
@@ -119,10 +119,10 @@ def test_one_learning_rate_goes_over_all_steps(runs):
 
 def test_an_engine_that_changed_is_one_that_was_built_so(data, tmp_path):
     """The engine of the second phase's configuration, against one that began with the first's: same bits."""
-    for layout in ("tp1", "pp2", "dp2-zero2", "tp2-dp2-zero3"):
+    for layout in ("pp2", "tp2-dp2-zero3"):
         world = LAYOUTS[layout][0]
         with Job(tmp_path / layout, world, begin_phases, tree(data, tmp_path, "case", layout)) as job:
-            for built, changed in job.results(200):
+            for built, changed in job.results():
                 assert built == changed
 
 
@@ -131,9 +131,9 @@ def test_a_phase_that_has_begun_cannot_change_and_later_ones_can(data, runs, tmp
     other = [{**PHASES[0], "batch_tokens": 8 * LONG}, PHASES[1]]
     case = {"run": tree(data, tmp_path, "run", "tp1", phases=other)}
     with Job(tmp_path / "a", 1, train_each, case) as job, pytest.raises(AssertionError) as caught:
-        job.results(100)
+        job.results()
     assert "phases.after_step_3.batch_tokens was 1024 and is 2048; a run cannot go on with another" in str(caught.value)
     later = [PHASES[0], {"from_step": 6, "batch_tokens": 16 * LONG}]
     with Job(tmp_path / "b", 1, train_each, {"run": tree(data, tmp_path, "run", "tp1", phases=later)}) as job:
-        job.results(100)
+        job.results()
     assert [record["tokens"] for record in records(tmp_path / "run")] == [2816, 3840, 7936]

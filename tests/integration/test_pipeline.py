@@ -60,7 +60,7 @@ def make_runs(data, folder, worlds):
     for world, cases in worlds.items():
         trees = {name: tree(data, folder / "runs", name, sections) for name, sections in cases.items()}
         with Job(folder / f"world{world}", world, train_all, trees) as job:
-            figures |= job.results(200)[0]
+            figures |= job.results()[0]
             assert [job.output(rank) for rank in range(world)] == [""] * world
     return folder / "runs", figures
 

@@ -45,7 +45,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", COMMANDS], cwd=folder, env=environment() | {"PATH": path},
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
@@ -101,7 +101,7 @@ def test_the_demo_runs_from_nothing_to_a_trained_model(tmp_path: Path) -> None:
     few = ["training.steps=2", "optimizer.warmup_ratio=0.5", "evaluation.every=2", "evaluation.max_tokens=2048"]
     ran = subprocess.run(
         [*called.split(), *few, "evaluation.final_max_tokens=4096"], cwd=tmp_path, env=environment() | {"PATH": path},
-        capture_output=True, text=True, timeout=500, check=False,
+        capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     (run,) = (tmp_path / "runs").glob("demo-2*")

@@ -120,7 +120,7 @@ def run_all(folder, trees):
         chosen = {name: t for name, (size, t) in trees.items() if size == world}
         if chosen:
             with Job(folder / f"world{world}", world, train_each, chosen) as job:
-                job.results(400)
+                job.results()
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def moved(form, data, runs, tmp_path_factory):
         trees[name] = size, case
     for size, cases in reloads.items():
         with Job(folder / f"reload{size}", size, reload, cases) as job:
-            job.results(300)
+            job.results()
     run_all(folder, trees)
     return folder
 

@@ -32,7 +32,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
     with Job(tmp_path_factory.mktemp("spikes"), 2, bad_steps.spikes, CASES, SPIKE_STEP, STEPS) as job:
-        return job.results(300)
+        return job.results()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -97,7 +97,7 @@ def worlds(data, tmp_path_factory):
     for world, cases in runs.items():
         trees = {name: run_tree(data, folder / "runs", name=name, **sections) for name, sections in cases.items()}
         with Job(folder / f"world{world}", world, train_all, trees) as job:
-            figures |= job.results(150)[0]
+            figures |= job.results()[0]
             noise = [job.output(rank) for rank in range(world)]
             assert noise == [""] * world
     return folder / "runs", figures

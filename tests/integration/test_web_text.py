@@ -29,6 +29,9 @@ done
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 def documents(folder: Path) -> list[tuple[str, list[int]]]:
     """Names within the corpus, and tokens."""
     store = ShardStore(str(folder))
@@ -55,7 +58,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
         def type_in(name: str, block: str) -> None:
             ran = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block], cwd=folder, capture_output=True, text=True, timeout=400,
+                ["bash", "-euo", "pipefail", "-c", block], cwd=folder, capture_output=True, text=True, timeout=1200,
                 env=environment() | server.environment | {"PATH": path}, check=False,
             )  # fmt: skip
             assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
