@@ -55,11 +55,11 @@ dist: install  ## Build the sdist, and the wheel from it, into dist/
 
 # side by side first, then those that need the machine to themselves
 test: install  ## All tests but the slow ones and those for a CUDA device
-	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 $(SIDE_BY_SIDE) $(OWN_TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 --durations 25 $(SIDE_BY_SIDE) $(OWN_TESTS)
 	$(BIN)/python -m pytest -m "not slow and not gpu and alone" $(OWN_TESTS)
 
 test-full: install  ## All tests; those for a CUDA device skip without one
-	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 $(SIDE_BY_SIDE) $(OWN_TESTS)
+	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "not slow and not gpu and not alone" -n 3 --durations 25 $(SIDE_BY_SIDE) $(OWN_TESTS)
 	MEGAMEM_CASES=all $(BIN)/python -m pytest -m "slow or gpu or alone" $(OWN_TESTS)
 
 test-package: install  ## The wheel: what is in it, and that it works in an empty environment

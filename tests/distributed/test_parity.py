@@ -48,7 +48,6 @@ WORLDS = {
         ),
         # a rank reads one row at a time, so that some of its chunks have no word of a cluster
         "dp2-zero3-adaptive": case(1, 3, micro=1, model=ADAPTIVE),
-        "dp2-zero3-shared-biases": case(1, 3, micro=4, model=SHARED_BIASES),
         "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
         "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
@@ -56,7 +55,6 @@ WORLDS = {
         "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
         # the same with a memory of the whole model, which that document leaves behind
         "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
-        "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
         # how many levels there are to read depends on where each rank's documents have got to
         "dp2-zero3-log-linear": case(
             1,
@@ -64,7 +62,6 @@ WORLDS = {
             micro=1,
             model={"memory": [], "layers": 2, "mixer": {"kind": "log_linear", "memory": DLA, "segment": 2}},
         ),
-        "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
         "dp2-zero3-memory-model": case(1, 3, bptt=2, micro=1, model=MEMORY_MODEL),
         "dp2-zero2-combined-memory-model": case(1, 2, bptt=2, micro=2, model=MEMORY_MODEL, **COMBINED),
         "tp2-combined-dropout": case(2, 1, micro=4, model=DROPOUT, **COMBINED),
@@ -86,6 +83,9 @@ REST = {
         "tp2-zero1-bptt1": case(2, 1, bptt=1, micro=2),
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
+        "dp2-zero3-shared-biases": case(1, 3, micro=4, model=SHARED_BIASES),
+        "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
+        "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),
         "tp2-tied": case(2, 2, bptt=2, micro=2, model={"tie_embeddings": True}),
         "tp2-gpt2": case(2, 1, bptt=2, micro=4, model=GPT2),
         "dp2-zero0": case(1, 0, bptt=2, micro=2),

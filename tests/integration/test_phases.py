@@ -27,7 +27,6 @@ PHASES = [
 LAYOUTS = {
     "tp1": (1, {}),
     "pp2": (2, {"pp": 2}),
-    "dp2-zero2": (2, {"zero_stage": 2}),
     "tp2-dp2-zero3": (4, {"tp": 2, "zero_stage": 3}),
 }
 

@@ -20,10 +20,9 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        pytest.param(torch.float32, {"anywhere": True, "dropout": True}, id="documents-anywhere-dropout"),
+        pytest.param(torch.float32, {"dropout": True}, id="dropout"),
         pytest.param(torch.float32, {}, id="plain", marks=pytest.mark.slow),
         pytest.param(torch.float32, {"anywhere": True}, id="documents-anywhere", marks=pytest.mark.slow),
-        pytest.param(torch.float32, {"dropout": True}, id="dropout", marks=pytest.mark.slow),
         pytest.param(BF16, {"recompute": True}, id="recompute", marks=pytest.mark.slow),
     ],
 )

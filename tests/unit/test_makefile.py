@@ -46,7 +46,7 @@ def test_commands_of_the_readme(checkout: Path) -> None:
     assert make(checkout, "demo") == ["megamem: demo"]
     assert make(checkout, "demo", "OVERRIDES=training.steps=2 seed=3") == ["megamem: demo training.steps=2 seed=3"]
     first, second = make(checkout, "test")
-    assert first.startswith("python: -m pytest -m not slow and not gpu and not alone -n 2")
+    assert first.startswith("python: -m pytest -m not slow and not gpu and not alone -n 3")
     assert second.startswith("python: -m pytest -m not slow and not gpu and alone tests")
 
 
