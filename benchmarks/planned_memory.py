@@ -170,7 +170,7 @@ def compare(name: str) -> list[dict[str, Any]]:
     """Planned and measured bytes of every rank of a layout."""
     config = LAYOUTS[name].config()
     dp_size = LAYOUTS[name].world // config.parallel.pp // config.parallel.tp
-    found = Activations.of_run(config)
+    found = Activations.of_run(config, device="cpu")
     planned = [rank.total for rank in rank_reports(Layout(config, dp_size, tuple(place(config))), found)]
     baseline = {rank["rank"]: rank["bytes"] for rank in measure(name, small=True)}
     records = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from launchers import DEFAULT_TARGET
@@ -132,7 +132,7 @@ def _settled(config: RunConfig, cluster: ClusterConfig, processes: int) -> dict[
     settled = {}
     device = None
     if cluster.device and config.parallel.device != "cpu":
-        device = replace(machine(cluster.device, processes), per_node=processes)
+        device = machine(cluster.device, processes).model_copy(update={"per_node": processes})
     activations = measurements(config)
     for nodes in range(cluster.fewest_nodes, cluster.nodes + 1):
         ranks = nodes * processes

@@ -232,19 +232,18 @@ def plan(config: RunConfig | AnyPath, devices: int | None = None, device: str = 
     Args:
         config: of the run, or its YAML file.
         devices: how many; as configured if not given.
-        device: h100, h200, a100 or cpu.
+        device: h100, h200, a100, cpu, or a YAML file like megamem/planning/devices.yaml.
     Raises: ConfigError or LayoutError for what cannot be planned.
     """
     from megamem.planning.activations import Activations
     from megamem.planning.auto import resolve_for
     from megamem.planning.machines import machine
     from megamem.planning.plan import data_parallel, make_plan
-    from megamem.planning.step_time import EFFICIENCY
 
     if isinstance(config, str | PathLike):
         config = load_config(config)
-    activations = Activations.of_run(config)
+    activations = Activations.of_run(config, device="cpu" if device == "cpu" else "cuda")
     config = resolve_for(config, devices, device, activations)
     dp_size = data_parallel(config, devices or config.auto.devices)
     ranks = dp_size * config.parallel.tp * config.parallel.pp
-    return make_plan(config, dp_size, machine(device, ranks), EFFICIENCY, activations)
+    return make_plan(config, dp_size, machine(device, ranks), activations)

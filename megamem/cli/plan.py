@@ -26,11 +26,7 @@ def plan(
     model: ModelFile = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="bubble and peak memory of the schedule")] = False,
     devices: Annotated[int | None, typer.Option(min=1, help="how many; as configured if not given")] = None,
-    device: Annotated[str, typer.Option(help="h100, h200, a100 or cpu")] = "h100",
-    efficiency: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1.0, help="share of a device's peak that ranks reach; 0.4 if not given"),
-    ] = None,
+    device: Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a YAML file")] = "h100",
     search: Annotated[bool, typer.Option("--search", help="the best layouts on the devices")] = False,
     layouts: Annotated[bool, typer.Option("--layouts", help="bytes a rank holds, by TP and PP")] = False,
     draw_schedule: Annotated[Path | None, typer.Option(help="draw the schedule beside 1F1B to this picture")] = None,
@@ -53,7 +49,7 @@ def plan(
     if model is not None and config is None:
         raise ConfigError(f"plan: --model {model} goes with a configuration; give one")
     if layouts:
-        others = (schedule, draw_schedule, recorded, stages, micro_batches, chunks, bptt_chunks, devices, efficiency)
+        others = (schedule, draw_schedule, recorded, stages, micro_batches, chunks, bptt_chunks, devices)
         if config is None or search or any(others):
             raise ConfigError("plan: --layouts goes with a configuration, --dp and --json, and with no other option")
         for run in _runs(config, overrides, model):
@@ -63,14 +59,12 @@ def plan(
         if config is None:
             raise ConfigError("plan: nothing to plan; give a configuration, or --schedule and sizes")
         if any((stages, micro_batches, chunks, bptt_chunks, dp, recorded)):
-            raise ConfigError(
-                "plan: a whole plan goes with --devices, --device, --efficiency, --search and --json only"
-            )
+            raise ConfigError("plan: a whole plan goes with --devices, --device, --search and --json only")
         for run in _runs(config, overrides, model):
-            _print_plan(run, devices, device, efficiency, search, as_json)
+            _print_plan(run, devices, device, search, as_json)
         return
-    if devices or efficiency or search:
-        raise ConfigError("plan: --devices, --efficiency and --search go with a whole plan, not with a schedule")
+    if devices or search:
+        raise ConfigError("plan: --devices and --search go with a whole plan, not with a schedule")
     if draw_schedule is not None and not draw_schedule.name:
         raise ConfigError("plan: --draw-schedule names no file; give FILE.png")
     if recorded is not None and draw_schedule is None:
@@ -104,7 +98,6 @@ def _print_plan(
     settings: RunConfig,
     devices: int | None,
     device: str,
-    efficiency: float | None,
     search: bool,
     as_json: bool,
 ) -> None:
@@ -116,22 +109,20 @@ def _print_plan(
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
     from megamem.planning.show import show_plan, show_search
-    from megamem.planning.step_time import EFFICIENCY
 
-    efficiency = efficiency or EFFICIENCY
     # this process is nothing but a plan: it can be forked
     processes = cores() if sys.platform == "linux" else 1
-    activations = Activations.of_run(settings, processes)
+    activations = Activations.of_run(settings, processes, "cpu" if device == "cpu" else "cuda")
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")
-        found = Search(settings, devices, machine(device, devices), efficiency, activations).run()
+        found = Search(settings, devices, machine(device, devices), activations).run()
         figures, shown = found.to_dict(), show_search(found)
     else:
         settings = resolve_for(settings, devices, device, activations)
         dp_size = data_parallel(settings, devices or settings.auto.devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
-        made = make_plan(settings, dp_size, machine(device, ranks), efficiency, activations)
+        made = make_plan(settings, dp_size, machine(device, ranks), activations)
         figures, shown = made.to_dict(), show_plan(made)
     if as_json:
         write_json(figures)

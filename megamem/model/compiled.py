@@ -22,15 +22,16 @@ from megamem.ops.rotary import apply_rotary
 def compile_pointwise(stage: Stage, **options: Any) -> None:
     """Make the stage use compiled norms, rotations and gates; `options` go to torch.compile."""
     norm, gate, rotary = (cast(Any, torch.compile(f, **options)) for f in (rms_norm, gated, apply_rotary))
-    _use(stage, norm, gate, rotary)
+    use_pointwise(stage, norm, gate, rotary)
 
 
 def restore_pointwise(stage: Stage) -> None:
     """Undo `compile_pointwise`."""
-    _use(stage, rms_norm, gated, apply_rotary)
+    use_pointwise(stage, rms_norm, gated, apply_rotary)
 
 
-def _use(stage: Stage, norm: Any, gate: Any, rotary: Any) -> None:
+def use_pointwise(stage: Stage, norm: Any, gate: Any, rotary: Any) -> None:
+    """Let the stage use these functions in the place of `rms_norm`, `gated` and `apply_rotary`."""
     for module in stage.modules():
         if isinstance(module, RMSNorm):
             module.function = norm

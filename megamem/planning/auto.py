@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,7 +46,7 @@ def resolve_auto(
     """
     if not is_open(config, devices):
         return config
-    roomy = replace(machine, reserve=machine.reserve + KEPT_FREE * machine.usable)
+    roomy = machine.model_copy(update={"reserve": machine.reserve + KEPT_FREE * machine.usable})
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
     activations = activations and activations.in_sequences(longest.chunks)
     search = _search(config, longest, devices, roomy, activations)

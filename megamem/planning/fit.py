@@ -39,7 +39,7 @@ def check_memory(config: RunConfig, dp_size: int, machine: Machine, activations:
 
     Raises: LayoutError with the bytes, their largest part and the changes that cost least time, if it does not fit.
     """
-    activations = activations or Activations.of_run(config)
+    activations = activations or Activations.of_run(config, device=machine.kind)
     ranks = rank_reports(Layout(config, dp_size, tuple(place(config))), activations)
     fullest = max(ranks, key=lambda rank: rank.total)
     if fullest.total <= machine.usable:

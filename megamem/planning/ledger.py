@@ -1,4 +1,4 @@
-"""The ledger: it counts the bytes that operations make, for as long as their results live.
+"""The ledger: it counts the bytes that operations make, as long as their results live, and what they ask of a device.
 
 A torch dispatch mode sees every operation below autograd, with its operands and results. The ledger notes the storage
 of each result and, through a weak reference, when it is gone. Since only bytes are wanted, operations on large operands
@@ -8,14 +8,17 @@ are not computed: their results get the right shape and zeros that take no memor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from megamem.planning.operations import Kind, Operation, operation, touched
+from megamem.planning.tensors import tensors_in
 
 T = TypeVar("T")
 LARGE = 2**14
@@ -56,6 +59,8 @@ class Ledger(TorchDispatchMode):
         """Bytes that live now."""
         self.live_after: list[int] = []
         """`live` after each operation, in order."""
+        self.operations: list[Operation] = []
+        """Those that a device would run, in order."""
         self._known: dict[int, _Entry] = {}
 
     @classmethod
@@ -70,12 +75,15 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         size = 0
         # operands that were made outside cost nothing; they must be known, as a result may be a view of them
-        for operand in _tensors((*args, *kwargs.values())):
+        for operand in tensors_in((*args, *kwargs.values())):
             self.enter_storage(operand, counted=False)
             size += operand.nbytes
         out = _run(func, args, kwargs, size)
-        for result in _tensors((out,)):
+        for result in tensors_in((out,)):
             self.enter_storage(result)
+        asked = operation(func, args, kwargs, out)
+        if asked is not None:
+            self.operations.append(asked)
         self.live_after.append(self.live)
         return out
 
@@ -96,24 +104,24 @@ class Ledger(TorchDispatchMode):
         self.live -= entry.size
 
 
+def joined(function: Callable[..., T], *given: object) -> T:
+    """Return what a function returns; ledgers that watch see it as one operation, whose steps keep nothing."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger)]
+    before = [(len(mode.operations), len(mode.live_after)) for mode in modes]
+    out = function(*given)
+    moved = sum(map(touched, tensors_in((*given, out))))
+    for mode, (operations, live) in zip(modes, before, strict=True):
+        mode.operations[operations:] = [Operation(Kind.ELEMENTWISE, 0.0, moved)]
+        mode.live_after[live:] = [mode.live]
+    return out
+
+
 class _Entry(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, with what must be known of it once it has gone."""
 
     __slots__ = ("key", "size")
     key: int
     size: int
-
-
-def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Return the tensors among arguments or results of an operation, which come alone or in lists.
-
-    (torch's pytree would take ten times as long.)
-    """
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _map_values(change: Callable[[Any], Any], value: T) -> T:
@@ -168,7 +176,7 @@ def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str
     except NotImplementedError:
         return None
     # integers and booleans are indices and masks, whose values count
-    return shaped if all(result.is_floating_point() for result in _tensors((shaped,))) else None
+    return shaped if all(result.is_floating_point() for result in tensors_in((shaped,))) else None
 
 
 def _description(value: object) -> Hashable:

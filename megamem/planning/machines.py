@@ -3,57 +3,61 @@
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megamem.config.base import ConfigModel
+from megamem.config.load import load_config, parse_config, read_yaml
 from megamem.costs.devices import Precision, device_peak
 from megamem.errors import ConfigError
+from megamem.planning.cpu_rates import cpu_rates
+from megamem.planning.roofline import Rates
 
 ACHIEVED = 0.8
-"""Share of the rates of data sheets that large transfers over links and memory reach."""
+"""Share of the rates of data sheets that large transfers over links reach."""
 UNKNOWN_RESERVE, UNKNOWN_FRAGMENTS = 2e9, 0.05
 """Bytes and share of the memory of a device that is not known that the run cannot use."""
 DISK = 2e9
 """Bytes per second that a node writes to shared storage."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A device in a cluster; rates in bytes per second, as data sheets print them."""
+class Machine(ConfigModel):
+    """A device in a cluster, and what programs reach on it. See devices.yaml."""
 
     name: str
     """Name of the device, as `megamem.costs.devices` may know it."""
-    memory: float
+    memory: PositiveFloat
     """Bytes of a device."""
-    reserve: float
+    reserve: NonNegativeFloat
     """Bytes that the run cannot use: context and libraries, their communication buffers, fragmentation."""
-    memory_rate: float
-    """Rate of the device's memory."""
-    link: float
-    """Rate at which a device sends to others in its node."""
-    network: float
-    """Rate at which a device sends to other nodes."""
-    per_node: int
+    link: PositiveFloat
+    """Bytes per second at which a device sends to others in its node, as data sheets print them."""
+    network: PositiveFloat
+    """Bytes per second at which a device sends to other nodes."""
+    per_node: PositiveInt
     """Devices of a node."""
+    reached: Rates
+    """Rates of arithmetic, memory and launches."""
 
     @property
     def usable(self) -> float:
         """Bytes that the run may use."""
         return self.memory - self.reserve
 
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        """What torch calls it."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
     def peak(self, precision: Precision) -> float:
-        """Return the FLOP/s of dense matrix products."""
-        if self.name == "cpu":
-            return _measured_rate()
-        # of a device without a data sheet here any peak will do: layouts are compared with each other
-        found = device_peak(self.name, precision) or device_peak(_MACHINES["a100"].name, precision)
-        assert found is not None
-        return found
+        """Return the FLOP/s of dense matrix products that MFU is measured against."""
+        return device_peak(self.name, precision) or self.reached.matmul[precision]
 
     def rate(self, ranks: int, apart: int = 1) -> float:
         """Return the bytes per second that each of `ranks` ranks, whose numbers are `apart` apart, sends around a ring.
@@ -73,29 +77,34 @@ class Machine:
         return self.per_node % (ranks * apart) == 0
 
 
-# Memory is what torch reports of a device (the GB of data sheets are binary ones). Data sheets: H100, H200 SXM (3.35
-# and 4.8 TB/s, NVLink 900 GB/s both ways together), A100 SXM 80 GB (2.04 TB/s, NVLink 600 GB/s). Networks as in the
-# vendor's reference systems of eight: 400 and 200 Gbit/s for each device.
-_MACHINES = {
-    "h100": Machine("H100 80GB HBM3", 84.9e9, 6e9, 3.35e12, 450e9, 50e9, 8),
-    "h200": Machine("H200", 149e9, 7e9, 4.8e12, 450e9, 50e9, 8),
-    "a100": Machine("A100-SXM4-80GB", 84.9e9, 6e9, 2.04e12, 300e9, 25e9, 8),
-}
-KINDS = (*_MACHINES, "cpu")
+_KNOWN = Path(__file__).parent / "devices.yaml"
+
+
+@cache
+def _known() -> dict[str, Machine]:
+    """Return the devices of devices.yaml by their short names."""
+    return {kind: parse_config(Machine, tree, f"{_KNOWN}: {kind}") for kind, tree in read_yaml(_KNOWN).items()}
 
 
 def machine(kind: str, devices: int) -> Machine:
-    """Return one of so many devices of a kind; `cpu` is a rank's share of this machine, whose matrix rate is measured.
+    """Return one of so many devices.
 
-    Raises: ConfigError for a kind that is not known.
+    kind: a device of devices.yaml, a YAML file with its fields, or `cpu`: a rank's share of this machine, whose rates
+        are measured.
+
+    Raises: ConfigError for a kind that is not known, or a file that cannot be read.
     """
     if kind == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
         shared = 1e10 / devices  # of a memory bus that all ranks copy over
-        return Machine("cpu", memory, 0.5e9, shared, shared, shared, devices)
-    if kind not in _MACHINES:
-        raise ConfigError(f"plan: --device {kind!r} is not known; one of {', '.join(KINDS)}")
-    return _MACHINES[kind]
+        return Machine(
+            name="cpu", memory=memory, reserve=0.5e9, link=shared, network=shared, per_node=devices, reached=cpu_rates()
+        )
+    if kind.endswith((".yaml", ".yml")):
+        return load_config(Machine, Path(kind))
+    if kind not in _known():
+        raise ConfigError(f"plan: --device {kind!r} is not known; one of {', '.join([*_known(), 'cpu'])}, or FILE.yaml")
+    return _known()[kind]
 
 
 def machine_like(name: str, memory: float, per_node: int) -> Machine:
@@ -106,12 +115,13 @@ def machine_like(name: str, memory: float, per_node: int) -> Machine:
         memory: bytes.
         per_node: ranks of a node.
     """
-    for known in _MACHINES.values():
+    for known in _known().values():
         # a share of a device (MIG) has the name and less memory
         if known.name in name and abs(memory / known.memory - 1) < 0.1:
-            return replace(known, memory=memory, per_node=per_node)
+            return known.model_copy(update={"memory": memory, "per_node": per_node})
     reserve = UNKNOWN_RESERVE + UNKNOWN_FRAGMENTS * memory
-    return replace(_MACHINES["a100"], name=name, memory=memory, reserve=reserve, per_node=per_node)
+    changes = {"name": name, "memory": memory, "reserve": reserve, "per_node": per_node}
+    return _known()["a100"].model_copy(update=changes)
 
 
 def cuda_machine(per_node: int) -> Machine:
@@ -126,19 +136,3 @@ def _first_device() -> tuple[str, float]:
     """Return name and bytes of the first CUDA device."""
     found = torch.cuda.get_device_properties(0)
     return found.name, float(found.total_memory)
-
-
-@lru_cache(maxsize=1)
-def _measured_rate() -> float:
-    """Return the FLOP/s of one core in FP32, from products that take about a tenth of a second."""
-    size, threads = 768, torch.get_num_threads()
-    a = torch.ones(size, size)
-    torch.set_num_threads(1)
-    try:
-        a @ a
-        begun = time.perf_counter()
-        for _ in range(3):
-            a @ a
-        return 3 * 2 * size**3 / (time.perf_counter() - begun)
-    finally:
-        torch.set_num_threads(threads)

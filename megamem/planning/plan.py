@@ -17,7 +17,7 @@ from megamem.planning.activations import Activations
 from megamem.planning.machines import DISK, Machine
 from megamem.planning.peak import StepPeak, step_peak
 from megamem.planning.ranks import RankBytes, held_bytes
-from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, stage_traffic, step_time
+from megamem.planning.step_time import Layout, StageWork, StepTime, stage_traffic, step_time
 from megamem.planning.traffic import StageParameters, Traffic
 
 
@@ -63,8 +63,6 @@ class PlanReport:
 
     layout: Layout
     machine: Machine
-    efficiency: float
-    """Share of the device's peak that ranks are assumed to reach."""
     ranks: list[RankReport]
     """A rank of each stage."""
     switched_ranks: list[RankReport]
@@ -156,7 +154,6 @@ class PlanReport:
             "mfu": self.mfu,
             "days": self.days,
             "checkpoint": self.checkpoint,
-            "efficiency": self.efficiency,
         }
 
 
@@ -194,19 +191,17 @@ def make_plan(
     config: RunConfig,
     dp_size: int,
     machine: Machine,
-    efficiency: float = EFFICIENCY,
     activations: Activations | None = None,
 ) -> PlanReport:
     """Return the plan of a run.
 
     Args:
         dp_size: data-parallel ranks.
-        efficiency: share of the device's peak that ranks reach.
         activations: measurements of this model's activations at this precision, where there are some already.
 
     Raises: LayoutError for a layout that the model cannot be split into.
     """
-    activations = activations or Activations.of_run(config)
+    activations = activations or Activations.of_run(config, device=machine.kind)
     counts = place(config)
     layout = Layout(config, dp_size, tuple(counts))
     ranks = rank_reports(layout, activations)
@@ -217,11 +212,10 @@ def make_plan(
     return PlanReport(
         layout,
         machine,
-        efficiency,
         ranks,
         rank_reports(other_layout, activations),
         stage_traffic(layout, parameters),
-        step_time(layout, parameters, machine, efficiency),
+        step_time(layout, parameters, machine, StageWork(activations, machine.reached)),
         split_state_bytes(config.model, *sizes),
         host_memory(config.model, *sizes),
     )

@@ -12,16 +12,15 @@ from pydantic import ValidationError
 
 from megamem.config.auto import AUTO_FIELDS
 from megamem.config.run import RunConfig
-from megamem.pipeline.balancing import chunk_flops, place_by, planned_costs
-from megamem.pipeline.freezing import backward_pass_of, learning_of
+from megamem.pipeline.balancing import place_by, planned_costs
+from megamem.pipeline.freezing import learning_of
 from megamem.pipeline.placement import contiguous
-from megamem.pipeline.simulate import Cost
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine
 from megamem.planning.plan import RankReport, rank_reports
 from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.ranks import stage_parameters
-from megamem.planning.step_time import EFFICIENCY, Layout, StepTime, step_time
+from megamem.planning.step_time import Layout, StageWork, StepTime, step_time
 from megamem.planning.traffic import StageParameters
 
 T = TypeVar("T")
@@ -61,7 +60,6 @@ class SearchReport:
     config: RunConfig
     devices: int
     machine: Machine
-    efficiency: float
     best: list[Candidate]
     """The best layouts that fit, in order."""
     tried: int
@@ -78,7 +76,6 @@ class SearchReport:
             "devices": self.devices,
             "device": self.machine.name,
             "usable_bytes": self.machine.usable,
-            "efficiency": self.efficiency,
             "possible": self.possible,
             "tried": self.tried,
             "layouts": [candidate.to_dict() for candidate in self.best],
@@ -121,7 +118,6 @@ class Search:
         config: RunConfig,
         devices: int,
         machine: Machine,
-        efficiency: float = EFFICIENCY,
         activations: Activations | None = None,
         fields: Collection[str] = SEARCHED,
         accept: Callable[[Layout], bool] = lambda layout: True,
@@ -131,9 +127,10 @@ class Search:
         fields: those that may change.
         accept: whether a layout that the configuration allows is to be considered.
         """
-        self.config, self.devices, self.machine, self.efficiency = config, devices, machine, efficiency
+        self.config, self.devices, self.machine = config, devices, machine
         self.accept = accept
-        self.activations = activations or Activations.of_run(config)
+        self.activations = activations or Activations.of_run(config, device=machine.kind)
+        self.work = StageWork(self.activations, machine.reached)
         self.fields = fields
         self.tried = 0
         """Number of layouts whose bytes were computed."""
@@ -141,7 +138,7 @@ class Search:
         """Number of layouts into which model and batch divide."""
         self.smallest: Candidate | None = None
         """Of those that were tried and do not fit, the one that needs the fewest bytes."""
-        self._placed: dict[int, tuple[tuple[int, ...], Cost]] = {}
+        self._placed: dict[int, tuple[int, ...]] = {}
 
     def run(self, top: int = 10) -> SearchReport:
         """Return the `top` best layouts; they are tried until all others are estimated above the last of these."""
@@ -154,7 +151,6 @@ class Search:
             self.config,
             self.devices,
             self.machine,
-            self.efficiency,
             best,
             self.tried,
             self.possible,
@@ -246,33 +242,31 @@ class Search:
                         "logging": self.config.logging.model_copy(update={"record_step": None}),  # a pipeline's
                     }
                 )
-                yield Layout(config, dp, self._place(pp)[0])
+                yield Layout(config, dp, self._place(pp))
 
     def _open(self, field: str, values: list[T], configured: T) -> list[T]:
         """Return the values that are tried for a field: all where it may change, else the configured one."""
         return values if field in self.fields else [configured]
 
-    def _place(self, stages: int) -> tuple[tuple[int, ...], Cost]:
-        """Return the number of layers of each stage, and their costs by action."""
+    def _place(self, stages: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage."""
         if stages not in self._placed:
             given = self.config.parallel.placement
             counts = place_by(planned_costs(self.config), stages)
             if isinstance(given, tuple) and "parallel.pp" not in self.fields:
                 counts = list(given)
-            costs = chunk_flops(self.config.model, self.config.chunks, counts, backward_pass_of(self.config))
-            self._placed[stages] = tuple(counts), costs
+            self._placed[stages] = tuple(counts)
         return self._placed[stages]
 
     def _time(self, layout: Layout, simulated: bool) -> StepTime:
         """Return the time of a step; see `step_time`."""
-        stages, tp_size = len(layout.counts), layout.config.parallel.tp
+        tp_size = layout.config.parallel.tp
         model, learning = layout.config.model, learning_of(layout.config)
         parameters = [
             StageParameters(*(stage_parameters(model, layers, tp_size, counted) for counted in (None, learning)))
             for layers in contiguous(layout.counts)
         ]
-        flops = self._place(stages)[1]
-        return step_time(layout, parameters, self.machine, self.efficiency, flops, simulated)
+        return step_time(layout, parameters, self.machine, self.work, simulated)
 
     def _estimate(self, layout: Layout) -> tuple[float, ...]:
         """Return the key by which layouts are tried: as `_order`, with a quick estimate of the time; then more rows."""

@@ -11,6 +11,7 @@ from megamem.planning.arithmetic import describe
 from megamem.planning.machines import DISK
 from megamem.planning.plan import PlanReport, RankReport
 from megamem.planning.search import Candidate, SearchReport
+from megamem.planning.step_time import StepTime
 
 GIB = 2**30
 
@@ -39,7 +40,7 @@ def show_plan(plan: PlanReport) -> Iterator[Table | str]:
             "a chunk"
         )
     yield _traffic(plan)
-    yield _time(plan)
+    yield from _time(plan)
     saved = plan.checkpoint
     yield (
         f"checkpoint: {saved['bytes'] / 1e9:.1f} GB, {saved['seconds']:.0f} s to write at {DISK / 1e9:g} GB/s from "
@@ -99,16 +100,33 @@ def _traffic(plan: PlanReport) -> Table:
     return table
 
 
-def _time(plan: PlanReport) -> str:
-    """Return the line about the time of a step."""
+def _time(plan: PlanReport) -> Iterator[Table | str]:
+    """Return the table of where the time of a step goes, and a line about the run."""
     time = plan.time
-    return (
-        f"step: {time.total:.3f} s at {plan.efficiency:.0%} of the peak = {time.compute:.3f} operations "
-        f"+ {time.tensor:.3f} tensor-parallel sums + {time.bubble:.3f} bubble ({time.bubble_share:.1%}) "
-        f"+ {time.data:.3f} data-parallel sums + {time.update:.3f} update; "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, "
-        f"{plan.days:.2f} days for {plan.config.steps:,} steps"
+    table = Table(title=f"seconds of a step: {time.total:.3f}, predicted")
+    for column, justify in (("", "left"), ("seconds", "right"), ("share", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name, seconds in _seconds_by_part(time).items():
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / time.total:.1%}")
+    yield table
+    yield (
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, bubble {time.bubble_share:.1%} of the busiest "
+        f"stage's work; {plan.days:.2f} days for {plan.config.steps:,} steps"
     )
+
+
+def _seconds_by_part(time: StepTime) -> dict[str, float]:
+    """Return the seconds of a step by what the busiest stage's ranks do."""
+    return {
+        "matrix products": time.compute.products,
+        "attention": time.compute.attention,
+        "memory traffic": time.compute.memory,
+        "launches of operations": time.compute.launches,
+        "tensor-parallel sums": time.tensor,
+        "bubble": time.bubble,
+        "data-parallel sums": time.data,
+        "optimizer's update": time.update,
+    }
 
 
 def show_search(report: SearchReport) -> Iterator[Table | str]:

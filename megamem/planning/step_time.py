@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from megamem.config.run import RunConfig
-from megamem.costs.backward import BackwardPass
-from megamem.costs.flops import layer_chunk_flops
 from megamem.memory.base import DTYPES
-from megamem.pipeline.balancing import chunk_flops
 from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, simulate
-from megamem.planning.machines import ACHIEVED, Machine
+from megamem.planning.activations import Activations
+from megamem.planning.machines import Machine
+from megamem.planning.measured_part import Share
+from megamem.planning.roofline import PassTime, Rates, pass_time
 from megamem.planning.traffic import StageParameters, Traffic, all_reduce, traffic
 
-EFFICIENCY = 0.4
-"""Share of a device's peak that a rank reaches while it works on matrix products and what lies between them."""
 UPDATE_BYTES = 30
 """Bytes that AdamW reads and writes for a parameter: gradient, FP32 weight and two moments twice, weight."""
 
@@ -27,8 +25,8 @@ UPDATE_BYTES = 30
 class StepTime:
     """Seconds of a step on the slowest stage's ranks; the parts do not overlap."""
 
-    compute: float
-    """Operations of the busiest stage, at the stated efficiency."""
+    compute: PassTime
+    """Operations of the busiest stage, by what they wait for."""
     tensor: float
     """Sums over its tensor-parallel ranks."""
     bubble: float
@@ -41,16 +39,17 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.compute + self.tensor + self.bubble + self.data + self.update
+        return self.compute.total + self.tensor + self.bubble + self.data + self.update
 
     @property
     def bubble_share(self) -> float:
         """The bubble over the busiest stage's working time."""
-        return self.bubble / (self.compute + self.tensor)
+        return self.bubble / (self.compute.total + self.tensor)
 
     def to_dict(self) -> dict[str, float]:
-        """Return plain data, for JSON."""
-        return {**asdict(self), "total": self.total}
+        """Return plain data, for JSON: the parts of `compute` beside the others."""
+        parts = asdict(self)
+        return {**parts.pop("compute"), **parts, "total": self.total}
 
 
 @dataclass(frozen=True)
@@ -81,47 +80,94 @@ class Layout:
         }
 
 
+class StageWork:
+    """The seconds of the operations of a stage by chunk, from the roofline; each share of a model is timed once."""
+
+    def __init__(self, activations: Activations, rates: Rates) -> None:
+        """Time nothing yet."""
+        self.activations, self.rates = activations, rates
+        self._timed: dict[tuple[object, Share], list[tuple[PassTime, PassTime]]] = {}
+
+    def stages(self, layout: Layout) -> list[list[tuple[PassTime, PassTime]]]:
+        """Return by stage and chunk the times of the forward and the backward pass of a micro-batch."""
+        parallel, training = layout.config.parallel, layout.config.training
+        share = Share(training.micro_batch_size, parallel.tp, training.recompute, parallel.sequence_parallel)
+        ends = replace(share, recompute=False)
+        times = []
+        last = len(layout.counts) - 1
+        for stage, layers in enumerate(contiguous(layout.counts)):
+            parts = [self._layer(layer, share) for layer in layers]
+            if stage == 0:
+                parts.append(self._part("embedding", ends))
+            if stage == last:
+                parts.append(self._part("head", ends))
+            times.append([_one_after_the_other(of_chunk) for of_chunk in zip(*parts, strict=True)])
+        return times
+
+    def _layer(self, layer: int, share: Share) -> list[tuple[PassTime, PassTime]]:
+        """Return the times of a layer by chunk; layers of a kind take as long if they learn alike."""
+        name = self.activations.layer_part(layer, share)[0]
+        return self._part(name, share, layer)
+
+    def _part(self, name: str, share: Share, layer: int | None = None) -> list[tuple[PassTime, PassTime]]:
+        """Return the times of a layer, the embedding or the head by chunk."""
+        if (name, share) not in self._timed:
+            if layer is not None:
+                work = self.activations.layer_work(layer, share)
+            else:
+                work = getattr(self.activations, f"{name}_work")(share)
+            # chunks that are alike are one object
+            timed = {
+                id(part): (pass_time(part.forward, self.rates), pass_time(part.backward, self.rates)) for part in work
+            }
+            self._timed[name, share] = [timed[id(part)] for part in work]
+        return self._timed[name, share]
+
+
+def _one_after_the_other(parts: Iterable[tuple[PassTime, PassTime]]) -> tuple[PassTime, PassTime]:
+    """Return the times of the forward and the backward pass through all parts."""
+    forward, backward = zip(*parts, strict=True)
+    return _sum(forward), _sum(backward)
+
+
+def _sum(times: Iterable[PassTime]) -> PassTime:
+    """Return the time of passes one after the other."""
+    return sum(times, PassTime())
+
+
 def step_time(
     layout: Layout,
     parameters: Sequence[StageParameters],
     machine: Machine,
-    efficiency: float = EFFICIENCY,
-    flops: Cost | None = None,
+    work: StageWork,
     simulated: bool = True,
 ) -> StepTime:
     """Return the time of a step.
 
     Args:
         parameters: those of a rank of each stage.
-        efficiency: share of the device's peak that ranks reach.
-        flops: `chunk_flops` of the model so placed, if it is known already.
+        work: times of the model's operations on such a machine.
         simulated: play the schedule; if not, the bubble is that of even chunks, (P - 1) / (M C) of the working time.
     """
     config, reach = layout.config, backward_pass_of(layout.config)
     training, parallel, stages = config.training, config.parallel, len(layout.counts)
-    flops = flops or chunk_flops(config.model, config.chunks, list(layout.counts), reach)
     element = DTYPES[training.precision].itemsize
-    tokens = config.model.chunk_size * training.micro_batch_size
-    seconds_per_flop = tokens / parallel.tp / (efficiency * machine.peak(training.precision))
     # layers read, and stages hand on, rows beside the tokens too
     hidden = float(config.model.rows_per_chunk * training.micro_batch_size * config.model.hidden_size * element)
     # each layer sums over tensor-parallel ranks twice in each direction
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
-
+    passes = work.stages(layout)
     # of each stage, the layers that gradients reach: the others send and repeat nothing in the backward pass
-    stage_layers = contiguous(layout.counts)
-    reached = [reach.reached(layers) if reach else len(layers) for layers in stage_layers]
-    unrepeated = [_unreached_flops(config, layers, reach) for layers in stage_layers]
+    reached = [reach.reached(layers) if reach else len(layers) for layers in contiguous(layout.counts)]
+    # recomputation repeats half of the forward's sums: a block is repeated up to the last tensor that its backward
+    # needs, not through its last sum
+    repeated = 1.5 if training.recompute else 1.0
 
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""
-        forward = Action("forward", action.micro_batch, action.chunk)
-        work, sums = flops(stage, action), 1.0
-        if action.kind == "backward" and training.recompute:
-            # a block is repeated up to the last tensor that its backward needs: not through its last sum
-            work, sums = work + flops(stage, forward) - unrepeated[stage][action.chunk], 1.5
-        layers = layout.counts[stage] if action.kind == "forward" else reached[stage]
-        return work * seconds_per_flop + sums * layers * summed
+        forward = action.kind == "forward"
+        sums = layout.counts[stage] if forward else repeated * reached[stage]
+        return passes[stage][action.chunk][0 if forward else 1].total + sums * summed
 
     # working time of each stage; the slowest sets the pace
     busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
@@ -135,28 +181,15 @@ def step_time(
         makespan = _makespan(layout, cost, transfer)
     else:
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
-    # of the working time, the sums over tensor-parallel ranks (recomputation repeats half of the forward's)
     sent = stage_traffic(layout, parameters)
-    passes = layout.counts[slowest] + (1.5 if training.recompute else 1) * reached[slowest]
-    sums = layout.sequences * config.chunks * passes * summed
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
-        compute=busy[slowest] - sums,
-        tensor=sums,
+        compute=_sum(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
+        tensor=layout.sequences * config.chunks * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
         bubble=makespan - busy[slowest],
         data=max(part.data for part in sent) / machine.rate(layout.dp_size, parallel.tp),
-        update=UPDATE_BYTES * shard / (ACHIEVED * machine.memory_rate),
+        update=UPDATE_BYTES * shard / machine.reached.memory,
     )
-
-
-def _unreached_flops(config: RunConfig, layers: range, reach: BackwardPass | None) -> list[float]:
-    """Return by chunk the forward FLOPs per token of those layers of a stage that gradients do not reach."""
-    sums = [0.0] * config.chunks
-    for layer in layers if reach else ():
-        if reach and not reach.reaches(layer):
-            for chunk, flops in enumerate(layer_chunk_flops(config.model, layer, config.chunks)):
-                sums[chunk] += flops.forward
-    return sums
 
 
 def stage_traffic(layout: Layout, parameters: Sequence[StageParameters]) -> list[Traffic]:

@@ -88,7 +88,7 @@ def settle(
 def measurements(config: RunConfig) -> Activations:
     """Return what measures the run's activations, in processes forked from this one, which does not use CUDA yet."""
     processes = cores() if sys.platform == "linux" else 1
-    return Activations.of_run(config, processes)
+    return Activations.of_run(config, processes, "cuda" if uses_cuda(config) else "cpu")
 
 
 def this_machine(config: RunConfig, ranks: int) -> Machine:

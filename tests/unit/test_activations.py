@@ -15,8 +15,9 @@ from megamem.ops import rotary
 from megamem.pipeline.freezing import freeze, learning_names
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
-from megamem.planning.activations import Activations, PartBytes, Share, _measure_part, _Part
+from megamem.planning.activations import Activations, PartBytes
 from megamem.planning.ledger import Ledger
+from megamem.planning.measured_part import Part, Share, measure_part
 from megamem.planning.peak import step_peak
 from megamem.planning.rank_linears import RankLinears
 from tests.contract.cases import CASES
@@ -65,7 +66,7 @@ def test_other_shares_lie_on_the_lines(case, recompute):
     model = case.model(heads=8 * case.queries_per_key)
     found = Activations(model, "fp32", CHUNKS)
     predicted = found.layer(0, Share(5, 1, recompute))
-    measured = _measure_part(_Part(model, torch.float32, range(1), None), CHUNKS, False, Share(5, 1, recompute))
+    measured = measure_part(Part(model, torch.float32, range(1), None), CHUNKS, False, Share(5, 1, recompute))
     for here, there in zip(predicted, measured, strict=False):
         expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.state_gradients)
         assert tuple(here) == pytest.approx(tuple(expected), rel=0.01, abs=0.01 * there.kept)
@@ -76,7 +77,7 @@ def test_tables_that_last_are_not_counted():
     model = next(case for case in CASES if case.kind == "full_attention").model()
     rotary.consecutive_rotary_tables.cache_clear()
     share = Share(2, 1)
-    first, second = (_measure_part(_Part(model, torch.float32, range(1), None), CHUNKS, True, share) for _ in range(2))
+    first, second = (measure_part(Part(model, torch.float32, range(1), None), CHUNKS, True, share) for _ in range(2))
     assert [part.kept for part in first] == [part.kept for part in second]
 
 
@@ -215,7 +216,7 @@ def test_tables_made_while_measuring_are_real():
 
 def planned(config):
     """The most bytes of the one rank of a run besides weights and optimizer."""
-    return step_peak(config, Activations.of_run(config), range(3), 0, 1, 1).total
+    return step_peak(config, Activations.of_run(config, device="cpu"), range(3), 0, 1, 1).total
 
 
 def step_config(mixer, bptt_chunks, memory=(), recompute=False, **model):

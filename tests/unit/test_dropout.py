@@ -27,7 +27,8 @@ from megamem.ops.dropout import Dropout, DropoutKeys
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.reader import ChunkReader
 from megamem.pipeline.train_chunk import chunk_places, dropout_keys
-from megamem.planning.activations import Activations, Share
+from megamem.planning.activations import Activations
+from megamem.planning.measured_part import Share
 from tests.unit.evaluation_helpers import document
 
 CPU, BITS = torch.device("cpu"), 2**64 - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from megamem.training.devices import settle
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "recipes" / "demo.yaml"
 CLUSTER = ROOT / "configs" / "clusters" / "slurm.yaml"
-LARGE = Machine("H100 80GB HBM3", 1e12, 0.0, 3.35e12, 450e9, 50e9, 8)
+LARGE = machine("h100", 8).model_copy(update={"memory": 1e12, "reserve": 0.0})
 GIB = 2**30
 
 
@@ -33,7 +32,7 @@ def demo(*overrides: str) -> RunConfig:
 def refusal(config: RunConfig, dp_size: int, memory: float, activations: Activations | None = None) -> str:
     """The message, checked to be one line."""
     with pytest.raises(LayoutError) as caught:
-        check_memory(config, dp_size, replace(LARGE, memory=memory), activations)
+        check_memory(config, dp_size, LARGE.model_copy(update={"memory": memory}), activations)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -70,7 +69,7 @@ def test_what_fits_says_nothing() -> None:
     config = demo()
     activations = Activations(config.model, "fp32", config.chunks)
     total = make_plan(config, 4, LARGE, activations=activations).total
-    check_memory(config, 4, replace(LARGE, memory=total), activations)
+    check_memory(config, 4, LARGE.model_copy(update={"memory": total}), activations)
     assert "does not fit" in refusal(config, 4, total - 1, activations)
 
 
@@ -102,7 +101,7 @@ def test_the_largest_part_has_a_name() -> None:
 
 def test_a_device_that_is_known_by_its_name() -> None:
     found = machine_like("NVIDIA H100 80GB HBM3", 85.0e9, 4)
-    assert found == replace(machine("h100", 8), memory=85.0e9, per_node=4)
+    assert found == machine("h100", 8).model_copy(update={"memory": 85.0e9, "per_node": 4})
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some Device"])
@@ -121,7 +120,7 @@ def test_ranks_on_cuda_are_compared_and_others_are_not(monkeypatch: pytest.Monke
 
     def small(per_node: int) -> Machine:
         asked.append(per_node)
-        return replace(LARGE, memory=1e9)
+        return LARGE.model_copy(update={"memory": 1e9})
 
     monkeypatch.setattr(devices, "cuda_machine", small)
     monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 4)
@@ -143,12 +142,12 @@ def test_every_phase_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 2)
     totals = [make_plan(phase, 2, LARGE).total for phase in (first, second)]
     assert totals[1] > 1.3 * totals[0], "twice as many chunks are kept"
-    small = replace(LARGE, memory=1.05 * totals[0])
+    small = LARGE.model_copy(update={"memory": 1.05 * totals[0]})
     assert settle(config.phases[0], 2, device=small) == first
     with pytest.raises(LayoutError, match=r"^training.phases.0: demo does not fit: the fullest rank needs "):
         settle(config, 2, device=small)
     open_ = demo("parallel.device=null", "training.micro_batch_size=auto", later)
-    found = settle(open_, 2, device=replace(LARGE, memory=0.9 * totals[1]))
+    found = settle(open_, 2, device=LARGE.model_copy(update={"memory": 0.9 * totals[1]}))
     assert found.training.micro_batch_size == 1, "the longest sequences decide"
 
 

@@ -42,8 +42,8 @@ ALLOWED = {
     },
     # what ranks hold is counted from what they build
     "megamem.planning": {
-        "megamem.config", "megamem.costs", "megamem.errors", "megamem.memory", "megamem.model", "megamem.parallel",
-        "megamem.pipeline",
+        "megamem.config", "megamem.costs", "megamem.errors", "megamem.memory", "megamem.model", "megamem.ops",
+        "megamem.parallel", "megamem.pipeline",
     },
     "megamem.evaluation": {
         "megamem.config", "megamem.data", "megamem.errors", "megamem.files", "megamem.memory", "megamem.model",

@@ -1,0 +1,110 @@
+"""Seconds of a forward and backward pass, predicted by the planner's roofline, against measured ones on one core.
+
+    python -m benchmarks.predicted_time [--quick] [--turns N] [--budget-s S]
+
+Models of width 256 with four layers, one row of 4,096 tokens, FP32; then other shapes of two of them. The core's
+rates are measured in the same run. The last table says where the planner sees the time go.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, summary, table
+from benchmarks.cpu import Shape, unit
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.planning.activations import Activations
+from megamem.planning.cpu_rates import cpu_rates
+from megamem.planning.measured_part import Share
+from megamem.planning.roofline import PassTime, pass_time
+
+DELTA, TITANS = {"kind": "delta_net"}, {"kind": "titans"}
+SHAPE = {
+    "layers": 4, "hidden_size": 256, "heads": 4, "ffn_size": 704, "vocab_size": 4096, "chunk_size": 1024,
+    "tie_embeddings": True,
+}  # fmt: skip
+MIXERS: dict[str, dict[str, Any]] = {
+    "full attention": {"mixer": "full_attention"},
+    "local attention": {"mixer": "local_attention"},
+    "elastic memory": {"mixer": "elastic_memory"},
+    "linear attention": {"mixer": "linear_attention"},
+    "RetNet": {"mixer": "retnet"},
+    "DeltaNet": {"mixer": DELTA},
+    "gated DeltaNet": {"mixer": {**DELTA, "gated": True}},
+    "DLA": {"mixer": "dla"},
+    "Titans": {"mixer": TITANS},
+    "Memora": {"mixer": "memora"},
+    "Titans + GRM": {"mixer": {"kind": "memory_caching", "memory": TITANS}},
+    "log-linear": {"mixer": {"kind": "log_linear", "memory": {"kind": "linear_attention"}}},
+    "elastic memory, chunks of 256": {"mixer": "elastic_memory", "chunk_size": 256},
+    "local attention, width 512": {"mixer": "local_attention", "hidden_size": 512, "ffn_size": 1408, "heads": 8},
+}
+
+
+def predicted(model: ModelConfig, chunks: int, rows: int) -> PassTime:
+    """The time of a forward and backward pass over a sequence."""
+    parts, share, rates = Activations(model, "fp32", chunks), Share(rows, 1), cpu_rates()
+    work = [parts.embedding_work(share), parts.head_work(share)]
+    work += [parts.layer_work(layer, share) for layer in range(model.layers)]
+    total = PassTime()
+    for passes in (each for part in work for chunk in part for each in chunk):
+        total += pass_time(passes, rates)
+    return total
+
+
+def measure(models: dict[str, ModelConfig], tokens: int, turns: int, budget_s: float) -> dict[str, Any]:
+    """Seconds of each model, both ways."""
+    shapes = {name: Shape(model, tokens // model.chunk_size, 1, turns) for name, model in models.items()}
+    times = interleaved({name: unit(models[name], shape)[1] for name, shape in shapes.items()}, turns, budget_s)
+    found = {}
+    for name, shape in shapes.items():
+        plan = predicted(models[name], shape.chunks, shape.rows)
+        # what other processes take is not in a process's own time
+        seconds = summary(times[name].processor)
+        found[name] = {
+            "measured": seconds,
+            "predicted": plan.total,
+            "over_measured": plan.total / seconds["median"],
+            "parts": asdict(plan),
+        }
+    return found
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print both tables."""
+    rows = [
+        [name, f"{one['measured']['median']:.3f}", f"{one['predicted']:.3f}", f"{one['over_measured'] - 1:+.0%}"]
+        for name, one in found.items()
+    ]
+    print(table(["model", "measured s", "predicted s", "difference"], rows))
+    parts = list(next(iter(found.values()))["parts"])
+    shares = [
+        [name, *(f"{one['parts'][part] / one['predicted']:.0%}" for part in parts)] for name, one in found.items()
+    ]
+    print()
+    print(table(["predicted share", *parts], shares))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module's documentation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
+    parser.add_argument("--only", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MODEL")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--budget-s", type=float, default=600, help="seconds it may take (one turn always runs)")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "predicted_time.json")
+    options = parser.parse_args(arguments)
+    fix_threads(1)
+    small = {"hidden_size": 32, "ffn_size": 64, "chunk_size": 64, "vocab_size": 64} if options.quick else {}
+    models = {name: parse_config(ModelConfig, {**SHAPE, **MIXERS[name], **small}, name) for name in options.only}
+    found = measure(models, 128 if options.quick else 4096, options.turns, options.budget_s)
+    report(found)
+    publish({"rates": cpu_rates().model_dump(), "models": found}, options.output)
+
+
+if __name__ == "__main__":
+    main()

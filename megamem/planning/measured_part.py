@@ -1,0 +1,204 @@
+"""One part of a model reads chunk after chunk on the CPU, and the ledger counts what it makes and asks of a device.
+
+The part is the one that trains, so that it runs the code that it runs in training. But large numbers are not computed
+(`megamem.planning.ledger`), and the part is the share of one of many tensor-parallel ranks, for a few rows: so this
+takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.model.stage import Stage, build_stage, typical_labels
+from megamem.pipeline.freezing import Learning, freeze
+from megamem.pipeline.train_chunk import dropout_keys
+from megamem.planning.joined import join_kernels
+from megamem.planning.ledger import Ledger, room
+from megamem.planning.rank_linears import RankLinears
+from megamem.planning.roofline import Work
+
+Bytes = npt.NDArray[np.float64]
+Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
+"""Hidden vectors or losses, new states by component, auxiliary losses."""
+Kernels = Literal["separate", "cuda", "compiled"]
+"""What runs as one kernel: nothing (as on the CPU), norms (as torch does on CUDA), or rotations and gates too."""
+END_TOKENS = 64
+"""Tokens that embedding and head are measured with: their bytes depend on the number of tokens alone."""
+
+
+def end_tokens(model: ModelConfig) -> int:
+    """Return the tokens that embedding and head are measured with, at most a chunk."""
+    return min(END_TOKENS, model.chunk_size)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a micro-batch that a rank computes, and how it does."""
+
+    rows: float
+    tp_size: int
+    recompute: bool = False
+    sequence_parallel: bool = False
+
+
+class PartWork(NamedTuple):
+    """The operations of a part for one chunk of one micro-batch."""
+
+    forward: Work
+    backward: Work
+    """Operations of the backward pass, those that recomputation repeats among them."""
+
+
+class MeasuredChunk(NamedTuple):
+    """The measurement of one chunk of a part. See `PartBytes`; forward and backward are the bytes after each operation,
+    above those at the beginning."""
+
+    kept: float
+    forward: Bytes
+    backward: Bytes
+    state_gradients: float
+    work: PartWork
+
+
+class Part(NamedTuple):
+    """What is measured of a model."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    layers: range
+    """Its layers; an empty range is the embedding (at 0) or the head."""
+    learning: Learning | None
+    """What learns; None if everything does."""
+    kernels: Kernels = "separate"
+
+
+def measure_part(part: Part, chunks: int, growing: bool, share: Share) -> list[MeasuredChunk]:
+    """Return the measurements of the first chunks; see `_read_chunks`."""
+    measured, ledgers = _read_chunks(part, chunks, growing, share)
+    # what still lives are tables that are made at the first use and kept: the second time they are there already
+    if any(ledger.live for ledger in ledgers):
+        measured, _ = _read_chunks(part, chunks, growing, share)
+    return measured
+
+
+def _read_chunks(part: Part, chunks: int, growing: bool, share: Share) -> tuple[list[MeasuredChunk], list[Ledger]]:
+    """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
+
+    Args:
+        chunks: the most that are read.
+        growing: whether the part's memory grows with each chunk.
+
+    Returns: measurements by chunk, and their ledgers.
+    """
+    model, dtype, layers, learning, _ = part
+    stage, rows = zero_stage(part, share), int(share.rows)
+    size = model.chunk_size if layers else end_tokens(model)
+    states = stage.initial_states(rows, torch.device("cpu"), dtype)
+    labels = typical_labels(model, size, rows)
+    # with a frozen base, hidden states and memories that no learning parameter is behind have no gradients
+    enters = learning is None or learning.reaches_input(layers.start)
+    leaf = _leaf if learning is None else _leaf_with_gradient
+    ledgers: list[Ledger] = []
+    measured: list[MeasuredChunk] = []
+    while len(measured) < chunks:
+        # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
+        reads = {name: map_state(leaf, state) for name, state in states.items()}
+        keys = dropout_keys(model, 0, 0, range(rows))
+        position = Chunk((len(measured) * size,) * rows, dropout=keys and keys.after(len(measured) * size))
+        if stage.first:
+            entered = torch.zeros(size, rows, dtype=torch.int64)
+        else:
+            entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=enters)
+
+        def forward(entered: Tensor = entered, reads: States = reads, position: Chunk = position) -> Outputs:
+            hidden, new, losses = stage.read_chunk(entered, reads, position)
+            # a list, so that the loss is an output of which gradients are taken
+            return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
+
+        ledgers.append(Ledger())
+        (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
+        states = detach(new) if learning is None else new
+        measured.append(chunk)
+        # a line needs one chunk more than a constant, and the first chunk reads no memory
+        if len(measured) > (3 if growing else 2) and _is_steady([chunk.kept for chunk in measured], growing):
+            break
+    return measured, ledgers
+
+
+def _is_steady(kept: Sequence[float], growing: bool) -> bool:
+    """Return whether the last chunk kept what the one before did, or grew as that had grown."""
+    expected = 2 * kept[-2] - kept[-3] if growing else kept[-2]
+    return abs(kept[-1] - expected) < 1e-3 * kept[-1]
+
+
+def zero_stage(part: Part, share: Share) -> Stage:
+    """Return a part as a rank holds it in training, with parameters that are zero and take no memory."""
+    model, dtype, layers, learning, _ = part
+    with torch.device("meta"):
+        stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
+    # embedding and head are parts of their own: a layer at an end of the model has neither
+    stage.first, stage.last = stage.first and not layers, stage.last and not layers
+    stage.recompute = share.recompute
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(room(parameter)))
+    if learning is not None:
+        freeze(stage, learning.names)
+    if part.kernels != "separate":
+        join_kernels(stage, compiled=part.kernels == "compiled")
+    return stage
+
+
+def _measure_chunk(
+    ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
+) -> tuple[Outputs, MeasuredChunk]:
+    """Run forward and backward of one chunk, and return what the forward returned and the bytes of both.
+
+    Args:
+        forward: reads the chunk.
+        reads: the states that it reads, leaves of autograd.
+    """
+    # parameters, their gradients and the states are counted elsewhere: here they cost nothing
+    for parameter in stage.parameters():
+        parameter.grad = room(parameter)
+        ledger.enter_storage(parameter, counted=False)
+        ledger.enter_storage(parameter.grad, counted=False)
+    for state in state_tensors(reads):
+        ledger.enter_storage(state, counted=False)
+    with ledger:
+        outputs = forward()
+    kept, forward_work = ledger.live, Work.of(ledger.operations)
+    forward_bytes = np.array(ledger.live_after, dtype=np.float64)
+    # gradients come from the next layer, the loss and the next chunk: they are there when the backward begins
+    roots = [tensor for tensor in state_tensors(outputs) if tensor.requires_grad]
+    gradients = [room(root) for root in roots]
+    for gradient in gradients:
+        ledger.enter_storage(gradient, counted=False)
+    ledger.live_after, ledger.operations = [], []
+    with ledger:
+        if roots:
+            torch.autograd.backward(roots, gradients)
+    state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
+    # where nothing learns there is no backward pass
+    backward_bytes = np.array(ledger.live_after or [kept], dtype=np.float64) - kept
+    work = PartWork(forward_work, Work.of(ledger.operations))
+    return outputs, MeasuredChunk(kept, forward_bytes, backward_bytes, state_gradients, work)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a state tensor [N, ...] as a leaf of autograd: a chunk reads so what the one before wrote."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _leaf_with_gradient(tensor: Tensor) -> Tensor:
+    """Return a state tensor [N, ...] as a leaf that requires a gradient only if the chunk before gave it one."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,100 @@
+"""What an operation asks of a device: arithmetic of some kind, bytes to move, and a kernel to launch.
+
+Matrix products and attention are counted by torch's own formulas (`torch.utils.flop_counter`). Everything else counts
+by its bytes: an operand is read once, a result is written once, and a number that stands for many (a dimension of
+stride 0) moves once. Views and tensors whose values are still to come move nothing and launch nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from megamem.planning.tensors import tensors_in
+
+
+class Kind(IntEnum):
+    """The unit of a device that does an operation's arithmetic; each has a rate of its own."""
+
+    ELEMENTWISE = 0
+    """No matrix product: its bytes and its launch are what takes time."""
+    MATMUL_FP32 = 1
+    MATMUL_BF16 = 2
+    ATTENTION = 3
+    """A fused attention kernel's forward pass."""
+    ATTENTION_BACKWARD = 4
+
+
+class Operation(NamedTuple):
+    """An operation as a device sees it."""
+
+    kind: Kind
+    flops: float
+    moved: float
+    """Bytes read and written."""
+
+
+_aten = torch.ops.aten
+_ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu.default}
+_ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+_NOTHING = {
+    _aten._unsafe_view.default,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh.default,
+    _aten._reshape_alias.default,
+}
+"""Operations that run nothing on a device and do not say so themselves."""
+
+
+def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation | None:
+    """Return what an operation asks of a device, or None if it asks nothing: a view, memory without values."""
+    if func in _NOTHING or _is_view(func):
+        return None
+    moved = sum(map(touched, tensors_in((*args, *kwargs.values())))) + sum(map(touched, tensors_in((out,))))
+    if func in _ATTENTION or func in _ATTENTION_BACKWARD:
+        return _attention(func, args, moved)
+    if func._overloadpacket in flop_registry:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        first = next(iter(tensors_in(args)))
+        return Operation(Kind.MATMUL_BF16 if first.dtype == torch.bfloat16 else Kind.MATMUL_FP32, float(flops), moved)
+    return Operation(Kind.ELEMENTWISE, 0.0, moved)
+
+
+def _attention(func: OpOverload, args: Sequence[object], moved: float) -> Operation:
+    """Return a fused attention kernel's forward or backward pass; half of a causal one's products are left out."""
+    backward = func in _ATTENTION_BACKWARD
+    tensors = tuple(tensors_in(args))
+    query, key, value = tensors[1:4] if backward else tensors[:3]
+    # after the tensors come the dropout probability and whether scores are causal
+    causal = tuple(args)[7:8] == (True,) if backward else tuple(args)[4:5] == (True,)
+    pairs = query[..., 0].numel() * key.shape[-2] / (2 if causal else 1)
+    # forward: scores, and sums of values; backward: scores anew, and four products with gradients
+    width, out = query.shape[-1], value.shape[-1]
+    products = 3 * width + 2 * out if backward else width + out
+    return Operation(Kind.ATTENTION_BACKWARD if backward else Kind.ATTENTION, 2.0 * pairs * products, moved)
+
+
+def _is_view(func: OpOverload) -> bool:
+    """Return whether an operation's results share their operands' memory and nothing is written."""
+    schema = func._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def touched(x: Tensor) -> float:
+    """Return the bytes of x [...] that exist: dimensions of stride 0 repeat one number."""
+    count = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return float(count * x.itemsize)

@@ -1,0 +1,117 @@
+"""The roofline: seconds that operations take on a device, from their arithmetic, their bytes and their number.
+
+An operation takes as long as the slowest of three: its arithmetic at the rate that its kind reaches, its bytes at the
+memory's rate, and the smallest kernel. The host hands one operation after the other to a device, which works on them
+meanwhile: a pass takes as long as the slower of the two.
+
+    host     |launch|launch|launch|launch|
+    device          |op    |op|   |op        |op|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import PositiveFloat
+
+from megamem.config.base import ConfigModel
+from megamem.costs.devices import Precision
+from megamem.planning.operations import Kind, Operation
+
+Floats = npt.NDArray[np.float64]
+
+
+class Rates(ConfigModel):
+    """What programs reach on a device. See devices.yaml."""
+
+    matmul: dict[Precision, PositiveFloat]
+    """FLOP/s of large matrix products, by dtype."""
+    attention: PositiveFloat
+    """FLOP/s of a fused attention kernel's forward pass."""
+    attention_backward: PositiveFloat
+    """FLOP/s of its backward pass."""
+    memory: PositiveFloat
+    """Bytes per second that operations read and write."""
+    kernel: float
+    """Seconds of the smallest operation on the device."""
+    launch: float
+    """Seconds of host time that an operation takes."""
+    ahead: bool = True
+    """Whether the host runs ahead of the device; where it computes itself, both times add up."""
+
+    def flops(self) -> Floats:
+        """Return the FLOP/s of each kind of operation, in the order of `Kind`."""
+        rates = {
+            Kind.ELEMENTWISE: np.inf,
+            Kind.MATMUL_FP32: self.matmul["fp32"],
+            Kind.MATMUL_BF16: self.matmul["bf16"],
+            Kind.ATTENTION: self.attention,
+            Kind.ATTENTION_BACKWARD: self.attention_backward,
+        }
+        return np.array([rates[kind] for kind in Kind])
+
+
+class Work(NamedTuple):
+    """The operations of a pass, one number for each."""
+
+    kinds: npt.NDArray[np.int8]
+    """See `Kind`."""
+    flops: Floats
+    moved: Floats
+    """Bytes read and written."""
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation]) -> Work:
+        """Return operations as numbers."""
+        return cls(
+            np.array([operation.kind for operation in operations], dtype=np.int8),
+            np.array([operation.flops for operation in operations], dtype=np.float64),
+            np.array([operation.moved for operation in operations], dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of operations, by what they wait for."""
+
+    products: float = 0.0
+    """Arithmetic of matrix products."""
+    attention: float = 0.0
+    """Arithmetic of attention kernels."""
+    memory: float = 0.0
+    """Bytes that move."""
+    launches: float = 0.0
+    """Operations too small for the device, and the host that is slower than it."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of all."""
+        return self.products + self.attention + self.memory + self.launches
+
+    def __add__(self, other: PassTime) -> PassTime:
+        """Return the time of both, one after the other."""
+        return PassTime(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __mul__(self, times: float) -> PassTime:
+        """Return the time of so many of them."""
+        return PassTime(*(times * getattr(self, each.name) for each in fields(self)))
+
+
+def pass_time(work: Work, rates: Rates) -> PassTime:
+    """Return the time of a pass by the roofline."""
+    arithmetic = work.flops / rates.flops()[work.kinds]
+    moving = work.moved / rates.memory
+    seconds = np.maximum(np.maximum(arithmetic, moving), rates.kernel)
+    # each operation's seconds go to what it waits for
+    computes = (arithmetic >= moving) & (arithmetic >= rates.kernel)
+    moves = ~computes & (moving >= rates.kernel)
+    attends = work.kinds >= Kind.ATTENTION
+    products, attention = float(seconds[computes & ~attends].sum()), float(seconds[computes & attends].sum())
+    memory, launches = float(seconds[moves].sum()), float(seconds[~computes & ~moves].sum())
+    host = rates.launch * len(seconds)
+    late = max(0.0, host - float(seconds.sum())) if rates.ahead else host
+    return PassTime(products, attention, memory, launches + late)

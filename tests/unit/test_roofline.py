@@ -1,0 +1,142 @@
+"""Operations as a device sees them, and the seconds that the roofline gives them."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megamem.errors import ConfigError
+from megamem.model.norm import rms_norm
+from megamem.planning.activations import Activations
+from megamem.planning.joined import as_one
+from megamem.planning.ledger import Ledger
+from megamem.planning.machines import machine
+from megamem.planning.measured_part import Part, Share, measure_part
+from megamem.planning.operations import Kind, Operation
+from megamem.planning.roofline import Rates, Work, pass_time
+from tests.contract.cases import CASES
+
+RATES = Rates(
+    matmul={"fp32": 100.0, "bf16": 400.0}, attention=50.0, attention_backward=25.0, memory=10.0, kernel=0.5, launch=1.0
+)
+
+
+def seen(run) -> list[Operation]:
+    with Ledger() as ledger:
+        run()
+    return ledger.operations
+
+
+class TestOperations:
+    """By hand: arithmetic of products, bytes of everything, nothing of views."""
+
+    def test_a_product(self):
+        a, b = torch.ones(3, 4), torch.ones(4, 5)
+        assert seen(lambda: a @ b) == [Operation(Kind.MATMUL_FP32, 2 * 3 * 4 * 5, 4 * (12 + 20 + 15))]
+        a, b = torch.ones(2, 3, 4, dtype=torch.bfloat16), torch.ones(2, 4, 5, dtype=torch.bfloat16)
+        assert seen(lambda: a @ b) == [Operation(Kind.MATMUL_BF16, 2 * 2 * 3 * 4 * 5, 2 * (24 + 40 + 30))]
+
+    def test_views_and_memory_without_values_are_nothing(self):
+        a = torch.ones(3, 4)
+        assert seen(lambda: (a.mT, a[1:], a.view(12), a.expand(2, 3, 4), a.detach(), torch.empty(7))) == []
+
+    def test_a_number_that_stands_for_many_moves_once(self):
+        a, b = torch.ones(3, 4), torch.ones(4).expand(3, 4)
+        assert seen(lambda: a * b) == [Operation(Kind.ELEMENTWISE, 0, 4 * (12 + 4 + 12))]
+
+    def test_what_is_changed_in_place_is_read_and_written(self):
+        a, b = torch.ones(6), torch.ones(6)
+        assert seen(lambda: a.add_(b)) == [Operation(Kind.ELEMENTWISE, 0, 4 * (6 + 6 + 6))]
+
+    @pytest.mark.parametrize(("causal", "pairs"), [(False, 2 * 3 * 8 * 8), (True, 2 * 3 * 8 * 8 / 2)])
+    def test_attention(self, causal, pairs):
+        """Scores and sums of values; then scores anew, and gradients of values, shares, queries and keys."""
+        q = torch.ones(2, 3, 8, 16, requires_grad=True)
+        forward, *others = seen(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=causal).sum().backward())
+        backward = next(operation for operation in others if operation.kind == Kind.ATTENTION_BACKWARD)
+        assert (forward.kind, forward.flops) == (Kind.ATTENTION, 2 * pairs * 2 * 16)
+        assert backward.flops == 2 * pairs * 5 * 16
+
+    @pytest.mark.parametrize(("kernels", "of_norm"), [("separate", 6), ("cuda", 1), ("compiled", 1)])
+    def test_what_a_device_runs_as_one_kernel(self, kernels, of_norm):
+        """Norms on CUDA, rotations and gates where they are compiled: operands and results move once."""
+        model = CASES[0].model()
+        whole, one = (
+            measure_part(Part(model, torch.float32, range(1), None, kind), 1, False, Share(2, 1))[0]
+            for kind in ("separate", kernels)
+        )
+        norms, others = 2, 3 if kernels == "compiled" else 0  # rotations of queries and keys, a gate
+        saved = norms * (6 - of_norm)
+        assert len(whole.work.forward.kinds) - len(one.work.forward.kinds) >= saved
+        assert (len(one.work.forward.kinds) < len(whole.work.forward.kinds) - saved) == bool(others)
+        assert one.work.forward.flops.sum() == whole.work.forward.flops.sum()
+        assert one.work.backward.flops.sum() == whole.work.backward.flops.sum()
+        assert one.kept <= whole.kept
+
+    def test_gradients_of_joined_kernels_are_the_functions(self):
+        x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+        exact = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), (x, weight))
+        found = torch.autograd.grad(as_one(rms_norm)(x, weight, 1e-5).square().sum(), (x, weight))
+        for here, there in zip(found, exact, strict=True):
+            assert torch.equal(here, there)
+
+
+class TestRoofline:
+    """Seconds by hand."""
+
+    def test_the_slowest_of_three(self):
+        work = Work.of(
+            [
+                Operation(Kind.MATMUL_FP32, 300.0, 10.0),  # 3 s of arithmetic, 1 s of bytes
+                Operation(Kind.MATMUL_BF16, 300.0, 10.0),  # 0.75 and 1
+                Operation(Kind.ATTENTION, 100.0, 5.0),  # 2 and 0.5
+                Operation(Kind.ATTENTION_BACKWARD, 100.0, 5.0),  # 4 and 0.5
+                Operation(Kind.ELEMENTWISE, 0.0, 1.0),  # 0.1 of bytes: the smallest kernel
+            ]
+        )
+        assert asdict(pass_time(work, RATES)) == {"products": 3.0, "attention": 6.0, "memory": 1.0, "launches": 0.5}
+
+    def test_a_host_that_is_late(self):
+        """Ten small operations: 5 s of the device, 10 s of the host, which a device waits for and a core adds."""
+        work = Work.of([Operation(Kind.ELEMENTWISE, 0.0, 1.0)] * 10)
+        assert pass_time(work, RATES).total == pytest.approx(10.0)
+        assert pass_time(work, RATES.model_copy(update={"ahead": False})).total == pytest.approx(15.0)
+
+    def test_nothing_takes_no_time(self):
+        assert pass_time(Work.of([]), RATES).total == 0.0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.kind in ("local_attention", "delta_net", "memory_caching")],
+    ids=lambda c: c.id,
+)
+def test_other_shares_are_interpolated(case):
+    """All heads and 5 rows, from measurements of a half and a quarter of them with 2 and 3 rows: within a hundredth."""
+    model = case.model(heads=8 * case.queries_per_key)
+    share = Share(5, 1)
+    predicted = Activations(model, "fp32", 2).layer_work(0, share)
+    measured = [chunk.work for chunk in measure_part(Part(model, torch.float32, range(1), None), 2, False, share)]
+    for here, there in zip(predicted, measured, strict=True):
+        for work, exact in zip(here, there, strict=True):
+            assert len(work.kinds) == len(exact.kinds)
+            assert work.flops.sum() == pytest.approx(exact.flops.sum(), rel=0.01)
+            assert work.moved.sum() == pytest.approx(exact.moved.sum(), rel=0.01)
+
+
+def test_devices_are_known_by_name_or_file(tmp_path: Path):
+    h100 = machine("h100", 8)
+    assert np.array_equal(h100.reached.flops()[1:3], [h100.reached.matmul["fp32"], h100.reached.matmul["bf16"]])
+    own = tmp_path / "own.yaml"
+    own.write_text(f"{h100.model_dump_json()}")
+    assert machine(str(own), 8) == h100
+    own.write_text(h100.model_copy(update={"memory": -1.0}).model_dump_json())
+    with pytest.raises(ConfigError, match=r"own\.yaml: memory: .*greater than 0"):
+        machine(str(own), 8)
+    with pytest.raises(
+        ConfigError, match=r"--device .h1000. is not known; one of h100, h200, a100, cpu, or FILE\.yaml"
+    ):
+        machine("h1000", 8)
