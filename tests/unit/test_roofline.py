@@ -1,5 +1,6 @@
 """Operations as a device sees them, and the seconds that the roofline gives them."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import predicted_time, roofline
 from megamem.errors import ConfigError
 from megamem.model.norm import rms_norm
 from megamem.planning.activations import Activations
@@ -140,3 +142,26 @@ def test_devices_are_known_by_name_or_file(tmp_path: Path):
         ConfigError, match=r"--device .h1000. is not known; one of h100, h200, a100, cpu, or FILE\.yaml"
     ):
         machine("h1000", 8)
+
+
+class TestBenchmarks:
+    """They run; their shares are shares."""
+
+    def test_predicted_and_measured_time(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        threads = torch.get_num_threads()
+        options = ["--quick", "--turns", "1", "--only", "local attention", "DLA"]
+        predicted_time.main([*options, "--output", str(tmp_path / "found.json")])
+        torch.set_num_threads(threads)
+        found = json.loads((tmp_path / "found.json").read_text())["models"]
+        assert list(found) == ["local attention", "DLA"]
+        for one in found.values():
+            assert sum(one["parts"].values()) == pytest.approx(one["predicted"])
+            assert one["measured"]["median"] > 0
+        assert "| DLA |" in capsys.readouterr().out
+
+    def test_the_table_of_models(self, tmp_path: Path):
+        output = tmp_path / "found.json"
+        roofline.main(["--models", "transformer-760m", "--rows", "1", "--compile", "--output", str(output)])
+        (one,) = json.loads(output.read_text())["models"].values()
+        assert sum(one["shares"].values()) == pytest.approx(1)
+        assert 0 < one["mfu"] < 1

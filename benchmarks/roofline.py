@@ -1,0 +1,79 @@
+"""What the roofline predicts of training one device with each 760M model, and what its time is spent on.
+
+    python -m benchmarks.roofline [--models NAME ...] [--device h100] [--rows 4] [--length 4096] [--compile]
+
+Forward and backward of one micro-batch, BF16, without the optimizer's update and without other devices. Kernels are
+those of a chunk in one layer, both passes. Nothing runs on a device: operations are counted on the CPU
+(`megamem/planning/roofline.py`) and timed with the rates of `megamem/planning/devices.yaml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import OUTPUT, ROOT, model_from, publish, table
+from megamem.costs.flops import flops_per_token
+from megamem.hardware import cores
+from megamem.planning.activations import Activations
+from megamem.planning.machines import Machine, machine
+from megamem.planning.measured_part import PartWork, Share
+from megamem.planning.roofline import PassTime, pass_time
+
+MODELS = {path.stem: path for path in sorted((ROOT / "configs/models").glob("*/*-760m.yaml"))}
+
+
+def predict(path: Path, device: Machine, rows: int, length: int, compiled: bool) -> dict[str, Any]:
+    """Figures of one model, read in sequences of `length` tokens or of one chunk if that is longer."""
+    model = model_from(path)
+    chunks = max(1, length // model.chunk_size)
+    kernels = "compiled" if compiled else "cuda"
+    parts, share = Activations(model, "bf16", chunks, cores(), kernels=kernels), Share(rows, 1)
+    by_layer = [parts.layer_work(layer, share) for layer in range(model.layers)]
+    work = [*by_layer, parts.embedding_work(share), parts.head_work(share)]
+    time = reduce(add, (_seconds(chunk, device) for part in work for chunk in part), PassTime())
+    rate = rows * chunks * model.chunk_size / time.total
+    flops = flops_per_token(model, chunks * model.chunk_size)["training"]
+    count = sum(len(each.kinds) for layer in by_layer for chunk in layer for each in chunk) / model.layers / chunks
+    shares = {name: seconds / time.total for name, seconds in asdict(time).items()}
+    return {"kernels": count, "tokens_per_second": rate, "mfu": flops * rate / device.peak("bf16"), "shares": shares}
+
+
+def _seconds(work: PartWork, device: Machine) -> PassTime:
+    return pass_time(work.forward, device.reached) + pass_time(work.backward, device.reached)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module's documentation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--compile", action="store_true", help="with training.compile")
+    parser.add_argument("--output", type=Path, default=OUTPUT / "roofline.json")
+    options = parser.parse_args(arguments)
+    device = machine(options.device, 1)
+    found = {}
+    heads = ["model", "kernels", "tokens/s", "MFU", *asdict(PassTime())]
+    for name in options.models:
+        one = found[name] = predict(MODELS[name], device, options.rows, options.length, options.compile)
+        print(f"{name}: {one['tokens_per_second']:,.0f} tokens/s", flush=True)
+    rows = [
+        [
+            name, f"{one['kernels']:,.0f}", f"{one['tokens_per_second']:,.0f}", f"{one['mfu']:.1%}",
+            *(f"{share:.0%}" for share in one["shares"].values()),
+        ]
+        for name, one in found.items()
+    ]  # fmt: skip
+    print(f"\n{device.name}, {options.rows} rows of {options.length:,} tokens, predicted\n")
+    print(table(heads, rows))
+    publish({"device": device.name, "rows": options.rows, "length": options.length, "models": found}, options.output)
+
+
+if __name__ == "__main__":
+    main()
