@@ -34,7 +34,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "linear attention": {"mixer": "linear_attention"},
     "RetNet": {"mixer": "retnet"},
     "DeltaNet": {"mixer": DELTA},
-    "gated DeltaNet": {"mixer": {**DELTA, "gated": True}},
+    "gated DeltaNet": {"mixer": {**DELTA, "decay": True}},
     "DLA": {"mixer": "dla"},
     "Titans": {"mixer": TITANS},
     "Memora": {"mixer": "memora"},
