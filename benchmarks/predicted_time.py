@@ -20,7 +20,8 @@ from megamem.config.model import ModelConfig
 from megamem.planning.activations import Activations
 from megamem.planning.cpu_rates import cpu_rates
 from megamem.planning.measured_part import Share
-from megamem.planning.roofline import PassTime, pass_time
+from megamem.planning.roofline import PassTime
+from megamem.planning.step_time import StageWork, sum_of
 
 DELTA, TITANS = {"kind": "delta_net"}, {"kind": "titans"}
 SHAPE = {
@@ -47,13 +48,9 @@ MIXERS: dict[str, dict[str, Any]] = {
 
 def predicted(model: ModelConfig, chunks: int, rows: int) -> PassTime:
     """The time of a forward and backward pass over a sequence."""
-    parts, share, rates = Activations(model, "fp32", chunks), Share(rows, 1), cpu_rates()
-    work = [parts.embedding_work(share), parts.head_work(share)]
-    work += [parts.layer_work(layer, share) for layer in range(model.layers)]
-    total = PassTime()
-    for passes in (each for part in work for chunk in part for each in chunk):
-        total += pass_time(passes, rates)
-    return total
+    work = StageWork(Activations(model, "fp32", chunks), cpu_rates())
+    passes = work.stage(range(model.layers), Share(rows, 1))
+    return sum_of(time for chunk in passes for time in chunk)
 
 
 def measure(models: dict[str, ModelConfig], tokens: int, turns: int, budget_s: float) -> dict[str, Any]:

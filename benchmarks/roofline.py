@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from megamem.costs.flops import flops_per_token
 from megamem.hardware import cores
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine, machine
-from megamem.planning.measured_part import PartWork, Share
-from megamem.planning.roofline import PassTime, pass_time
+from megamem.planning.measured_part import Share
+from megamem.planning.roofline import PassTime
+from megamem.planning.step_time import StageWork, sum_of
 
 MODELS = {path.stem: path for path in sorted((ROOT / "configs/models").glob("*/*-760m.yaml"))}
 
@@ -34,17 +33,13 @@ def predict(path: Path, device: Machine, rows: int, length: int, compiled: bool)
     kernels = "compiled" if compiled else "cuda"
     parts, share = Activations(model, "bf16", chunks, cores(), kernels=kernels), Share(rows, 1)
     by_layer = [parts.layer_work(layer, share) for layer in range(model.layers)]
-    work = [*by_layer, parts.embedding_work(share), parts.head_work(share)]
-    time = reduce(add, (_seconds(chunk, device) for part in work for chunk in part), PassTime())
+    passes = StageWork(parts, device.reached).stage(range(model.layers), share)
+    time = sum_of(each for chunk in passes for each in chunk)
     rate = rows * chunks * model.chunk_size / time.total
     flops = flops_per_token(model, chunks * model.chunk_size)["training"]
     count = sum(len(each.kinds) for layer in by_layer for chunk in layer for each in chunk) / model.layers / chunks
     shares = {name: seconds / time.total for name, seconds in asdict(time).items()}
     return {"kernels": count, "tokens_per_second": rate, "mfu": flops * rate / device.peak("bf16"), "shares": shares}
-
-
-def _seconds(work: PartWork, device: Machine) -> PassTime:
-    return pass_time(work.forward, device.reached) + pass_time(work.backward, device.reached)
 
 
 def main(arguments: list[str] | None = None) -> None:

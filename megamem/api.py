@@ -237,12 +237,12 @@ def plan(config: RunConfig | AnyPath, devices: int | None = None, device: str = 
     """
     from megamem.planning.activations import Activations
     from megamem.planning.auto import resolve_for
-    from megamem.planning.machines import machine
+    from megamem.planning.machines import kind_of, machine
     from megamem.planning.plan import data_parallel, make_plan
 
     if isinstance(config, str | PathLike):
         config = load_config(config)
-    activations = Activations.of_run(config, device="cpu" if device == "cpu" else "cuda")
+    activations = Activations.of_run(config, device=kind_of(device))
     config = resolve_for(config, devices, device, activations)
     dp_size = data_parallel(config, devices or config.auto.devices)
     ranks = dp_size * config.parallel.tp * config.parallel.pp

@@ -105,14 +105,14 @@ def _print_plan(
     from megamem.hardware import cores
     from megamem.planning.activations import Activations
     from megamem.planning.auto import resolve_for
-    from megamem.planning.machines import machine
+    from megamem.planning.machines import kind_of, machine
     from megamem.planning.plan import data_parallel, make_plan
     from megamem.planning.search import Search
     from megamem.planning.show import show_plan, show_search
 
     # this process is nothing but a plan: it can be forked
     processes = cores() if sys.platform == "linux" else 1
-    activations = Activations.of_run(settings, processes, "cpu" if device == "cpu" else "cuda")
+    activations = Activations.of_run(settings, processes, kind_of(device))
     if search:
         if devices is None:
             raise ConfigError("plan: --search needs --devices N")

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from megamem.planning.measured_part import (
 from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.roofline import Work
 
+T = TypeVar("T")
 ROWS = (2, 3)
 """Numbers of rows that are measured; with one row some operations need no copies that they need with more."""
 MOST_CHUNKS = 8
@@ -105,7 +106,7 @@ class Activations:
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
-        return self._bytes(*self.layer_part(layer, share))
+        return self._bytes(*self._layer(layer, share))
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
@@ -117,7 +118,7 @@ class Activations:
 
     def layer_work(self, layer: int, share: Share) -> list[PartWork]:
         """Return the operations of a layer for each chunk of a sequence."""
-        return self._works(*self.layer_part(layer, share))
+        return self._works(*self._layer(layer, share))
 
     def embedding_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the embedding for each chunk of a sequence."""
@@ -127,7 +128,7 @@ class Activations:
         """Return the operations of the last norm, the output head and the loss for each chunk of a sequence."""
         return self._works(*self._head(share)) * self.chunks
 
-    def layer_part(self, layer: int, share: Share) -> tuple[str, range, Share]:
+    def _layer(self, layer: int, share: Share) -> tuple[str, range, Share]:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
         name = self.model.layer_kind(layer)
         if self.learning is not None:
@@ -221,25 +222,19 @@ class _Measurements:
     def at(self, share: Share) -> list[PartBytes]:
         """Return the bytes at any number of rows and TP size, by chunk."""
         weights = self._weights(share)
-        measured = np.array([self._chunk(chunk, weights) for chunk in range(self._known)])
-        return [PartBytes(*map(float, row)) for row in _extended(measured, self.chunks, self.grows_for)]
+        measured = [np.array(self._chunk(chunk, weights)) for chunk in range(self._known)]
+        extended = _extended(measured, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
+        return [PartBytes(*map(float, row)) for row in extended]
 
     def work_at(self, share: Share) -> list[PartWork]:
         """Return the operations at any number of rows and TP size, by chunk."""
         weights = self._weights(share)
-        by_chunk = [
-            [(chunks[chunk].work, weights[corner]) for corner, chunks in self.measured.items()]
-            for chunk in range(self._known)
-        ]
-        forward, backward = (
-            [_weighted([(work[way], weight) for work, weight in corners]) for corners in by_chunk] for way in (0, 1)
-        )
-        return [
-            PartWork(*passes)
-            for passes in zip(
-                *(_works_extended(works, self.chunks, self.grows_for) for works in (forward, backward)), strict=True
-            )
-        ]
+        measured = []
+        for chunk in range(self._known):
+            corners = [(chunks[chunk].work, weights[corner]) for corner, chunks in self.measured.items()]
+            forward, backward = (_weighted([(work[way], weight) for work, weight in corners]) for way in (0, 1))
+            measured.append(PartWork(forward, backward))
+        return _extended(measured, self.chunks, self.grows_for, lambda *works: PartWork(*map(_grown, *works)))
 
     @property
     def _known(self) -> int:
@@ -299,28 +294,25 @@ def _weighted(corners: Sequence[tuple[Work, float]]) -> Work:
     return Work(last.kinds, np.maximum(flops, 0), np.maximum(moved, 0))
 
 
-def _works_extended(measured: Sequence[Work], chunks: int, grows_for: int) -> list[Work]:
-    """Return the operations of the measured chunks and of those after them, which grow as the last ones did."""
-    extended = list(measured)
-    grows = len(measured) > 1 and np.array_equal(measured[-1].kinds, measured[-2].kinds)
-    while len(extended) < chunks:
-        last = extended[-1]
-        if grows and 0 < len(extended) <= grows_for:
-            last = Work(last.kinds, *(last[field] + measured[-1][field] - measured[-2][field] for field in (1, 2)))
-        extended.append(last)
-    return extended
+def _grown(last: Work, new: Work, before: Work) -> Work:
+    """Return operations that are to `last` as `new` is to `before`; `last` itself where these are different ones."""
+    if not np.array_equal(new.kinds, before.kinds):
+        return last
+    return Work(last.kinds, last.flops + new.flops - before.flops, last.moved + new.moved - before.moved)
 
 
-def _extended(measured: Bytes, chunks: int, grows_for: int) -> Bytes:
-    """Return the measured chunks [chunks, fields] and those after them, which grow as the last measured ones did.
+def _extended(measured: Sequence[T], chunks: int, grows_for: int, grown: Callable[[T, T, T], T]) -> list[T]:
+    """Return the measured chunks and those after them, which grow as the last measured ones did.
 
-    grows_for: number of chunks over which anything grows.
+    Args:
+        grows_for: number of chunks over which anything grows.
+        grown: takes the last chunk, and the last two that were measured, the newer one first; returns the next chunk.
     """
     extended = list(measured)
     while len(extended) < chunks:
         grows = 0 < len(extended) <= grows_for and len(measured) > 1
-        extended.append(extended[-1] + (measured[-1] - measured[-2] if grows else 0))
-    return np.stack(extended)
+        extended.append(grown(extended[-1], measured[-1], measured[-2]) if grows else extended[-1])
+    return extended
 
 
 def _growing_chunks(stage: Stage, chunks: int) -> int:

@@ -9,8 +9,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from megamem.costs.devices import Precision
-from megamem.planning.roofline import Rates
+from megamem.planning.roofline import MatmulRates, Rates
 
 
 @cache
@@ -27,7 +26,7 @@ def cpu_rates() -> Rates:
 
 def _measured() -> Rates:
     """Return the rates, each from operations like those of a layer."""
-    matmul: dict[Precision, float] = {"fp32": _matmul(torch.float32), "bf16": _matmul(torch.bfloat16)}
+    matmul: MatmulRates = {"fp32": _matmul(torch.float32), "bf16": _matmul(torch.bfloat16)}
     q = torch.ones(1, 4, 512, 64)
     pairs = 4 * 512 * 512 / 2
     attention = 2 * pairs * 128 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))

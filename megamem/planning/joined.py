@@ -54,7 +54,7 @@ class _Joined(torch.autograd.Function):
         given = [
             other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)
         ]
-        wanted = list(ctx.needs_input_grad[1:])
+        wanted = ctx.needs_input_grad[1:]
 
         def of_given(gradient: Tensor, *given: Any) -> list[Tensor | None]:
             """Return gradients by the function's own backward pass, from that of its result [...]."""

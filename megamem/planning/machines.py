@@ -53,7 +53,7 @@ class Machine(ConfigModel):
     @property
     def kind(self) -> Literal["cuda", "cpu"]:
         """What torch calls it."""
-        return "cpu" if self.name == "cpu" else "cuda"
+        return kind_of(self.name)
 
     def peak(self, precision: Precision) -> float:
         """Return the FLOP/s of dense matrix products that MFU is measured against."""
@@ -75,6 +75,11 @@ class Machine(ConfigModel):
     def _in_a_node(self, ranks: int, apart: int) -> bool:
         """Return whether such a group of ranks lies within a node."""
         return self.per_node % (ranks * apart) == 0
+
+
+def kind_of(device: str) -> Literal["cuda", "cpu"]:
+    """Return what torch calls a device that is given to `machine`."""
+    return "cpu" if device == "cpu" else "cuda"
 
 
 _KNOWN = Path(__file__).parent / "devices.yaml"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.config.run import RunConfig
 from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
 from megamem.model.stage import Stage, build_stage, typical_labels
 from megamem.pipeline.freezing import Learning, freeze
@@ -48,6 +49,13 @@ class Share:
     tp_size: int
     recompute: bool = False
     sequence_parallel: bool = False
+
+    @classmethod
+    def of_run(cls, config: RunConfig, tp_size: int) -> Share:
+        """Return the share of one of so many tensor-parallel ranks in a micro-batch of a run."""
+        training = config.training
+        split = config.parallel.sequence_parallel and tp_size > 1
+        return cls(training.micro_batch_size, tp_size, training.recompute, split)
 
 
 class PartWork(NamedTuple):

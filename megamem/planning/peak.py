@@ -87,7 +87,7 @@ def step_peak(
     """Return the peak of a rank that holds `layers` as `stage` of `config.parallel.pp` stages."""
     parallel, model, rows = config.parallel, config.model, config.training.micro_batch_size
     # the parts of the stage, bottom up, with their bytes by chunk and their parameters that learn
-    share = Share(rows, tp_size, config.training.recompute, parallel.sequence_parallel and tp_size > 1)
+    share = Share.of_run(config, tp_size)
     counts = part_parameters(model, tp_size, learning_of(config))
     parts = [activations.layer(layer, share) for layer in layers]
     sizes = [counts.layers[layer] for layer in layers]

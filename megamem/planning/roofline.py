@@ -16,19 +16,26 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
+from typing_extensions import TypedDict
 
 from megamem.config.base import ConfigModel
-from megamem.costs.devices import Precision
 from megamem.planning.operations import Kind, Operation
 
 Floats = npt.NDArray[np.float64]
 
 
+class MatmulRates(TypedDict):
+    """FLOP/s of large matrix products, by dtype."""
+
+    bf16: PositiveFloat
+    fp32: PositiveFloat
+
+
 class Rates(ConfigModel):
     """What programs reach on a device. See devices.yaml."""
 
-    matmul: dict[Precision, PositiveFloat]
+    matmul: MatmulRates
     """FLOP/s of large matrix products, by dtype."""
     attention: PositiveFloat
     """FLOP/s of a fused attention kernel's forward pass."""
@@ -36,9 +43,9 @@ class Rates(ConfigModel):
     """FLOP/s of its backward pass."""
     memory: PositiveFloat
     """Bytes per second that operations read and write."""
-    kernel: float
+    kernel: NonNegativeFloat
     """Seconds of the smallest operation on the device."""
-    launch: float
+    launch: NonNegativeFloat
     """Seconds of host time that an operation takes."""
     ahead: bool = True
     """Whether the host runs ahead of the device; where it computes itself, both times add up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
@@ -13,7 +13,7 @@ from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, simulate
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine
-from megamem.planning.measured_part import Share
+from megamem.planning.measured_part import PartWork, Share
 from megamem.planning.roofline import PassTime, Rates, pass_time
 from megamem.planning.traffic import StageParameters, Traffic, all_reduce, traffic
 
@@ -81,56 +81,42 @@ class Layout:
 
 
 class StageWork:
-    """The seconds of the operations of a stage by chunk, from the roofline; each share of a model is timed once."""
+    """The seconds of the operations of a stage by chunk, from the roofline; each part's are computed once."""
 
     def __init__(self, activations: Activations, rates: Rates) -> None:
         """Time nothing yet."""
         self.activations, self.rates = activations, rates
-        self._timed: dict[tuple[object, Share], list[tuple[PassTime, PassTime]]] = {}
+        # by the identity of what `activations` keeps
+        self._timed: dict[int, tuple[PassTime, PassTime]] = {}
 
     def stages(self, layout: Layout) -> list[list[tuple[PassTime, PassTime]]]:
         """Return by stage and chunk the times of the forward and the backward pass of a micro-batch."""
-        parallel, training = layout.config.parallel, layout.config.training
-        share = Share(training.micro_batch_size, parallel.tp, training.recompute, parallel.sequence_parallel)
-        ends = replace(share, recompute=False)
-        times = []
-        last = len(layout.counts) - 1
-        for stage, layers in enumerate(contiguous(layout.counts)):
-            parts = [self._layer(layer, share) for layer in layers]
-            if stage == 0:
-                parts.append(self._part("embedding", ends))
-            if stage == last:
-                parts.append(self._part("head", ends))
-            times.append([_one_after_the_other(of_chunk) for of_chunk in zip(*parts, strict=True)])
-        return times
+        share = Share.of_run(layout.config, layout.config.parallel.tp)
+        return [self.stage(layers, share) for layers in contiguous(layout.counts)]
 
-    def _layer(self, layer: int, share: Share) -> list[tuple[PassTime, PassTime]]:
-        """Return the times of a layer by chunk; layers of a kind take as long if they learn alike."""
-        name = self.activations.layer_part(layer, share)[0]
-        return self._part(name, share, layer)
+    def stage(self, layers: range, share: Share) -> list[tuple[PassTime, PassTime]]:
+        """Return by chunk the times of the forward and the backward pass of a stage with these layers."""
+        parts = [self.activations.layer_work(layer, share) for layer in layers]
+        if layers.start == 0:
+            parts.append(self.activations.embedding_work(share))
+        if layers.stop == self.activations.model.layers:
+            parts.append(self.activations.head_work(share))
+        return [_one_after_the_other(map(self._times, of_chunk)) for of_chunk in zip(*parts, strict=True)]
 
-    def _part(self, name: str, share: Share, layer: int | None = None) -> list[tuple[PassTime, PassTime]]:
-        """Return the times of a layer, the embedding or the head by chunk."""
-        if (name, share) not in self._timed:
-            if layer is not None:
-                work = self.activations.layer_work(layer, share)
-            else:
-                work = getattr(self.activations, f"{name}_work")(share)
-            # chunks that are alike are one object
-            timed = {
-                id(part): (pass_time(part.forward, self.rates), pass_time(part.backward, self.rates)) for part in work
-            }
-            self._timed[name, share] = [timed[id(part)] for part in work]
-        return self._timed[name, share]
+    def _times(self, work: PartWork) -> tuple[PassTime, PassTime]:
+        """Return the times of both passes of a part."""
+        if id(work) not in self._timed:
+            self._timed[id(work)] = pass_time(work.forward, self.rates), pass_time(work.backward, self.rates)
+        return self._timed[id(work)]
 
 
 def _one_after_the_other(parts: Iterable[tuple[PassTime, PassTime]]) -> tuple[PassTime, PassTime]:
     """Return the times of the forward and the backward pass through all parts."""
     forward, backward = zip(*parts, strict=True)
-    return _sum(forward), _sum(backward)
+    return sum_of(forward), sum_of(backward)
 
 
-def _sum(times: Iterable[PassTime]) -> PassTime:
+def sum_of(times: Iterable[PassTime]) -> PassTime:
     """Return the time of passes one after the other."""
     return sum(times, PassTime())
 
@@ -184,7 +170,7 @@ def step_time(
     sent = stage_traffic(layout, parameters)
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
-        compute=_sum(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
+        compute=sum_of(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
         tensor=layout.sequences * config.chunks * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
         bubble=makespan - busy[slowest],
         data=max(part.data for part in sent) / machine.rate(layout.dp_size, parallel.tp),

@@ -27,6 +27,7 @@ PHASES = [
 LAYOUTS = {
     "tp1": (1, {}),
     "pp2": (2, {"pp": 2}),
+    "dp2-zero2": (2, {"zero_stage": 2}),
     "tp2-dp2-zero3": (4, {"tp": 2, "zero_stage": 3}),
 }
 
@@ -118,7 +119,7 @@ def test_one_learning_rate_goes_over_all_steps(runs):
 
 def test_an_engine_that_changed_is_one_that_was_built_so(data, tmp_path):
     """The engine of the second phase's configuration, against one that began with the first's: same bits."""
-    for layout in ("pp2", "tp2-dp2-zero3"):
+    for layout in ("tp1", "pp2", "dp2-zero2", "tp2-dp2-zero3"):
         world = LAYOUTS[layout][0]
         with Job(tmp_path / layout, world, begin_phases, tree(data, tmp_path, "case", layout)) as job:
             for built, changed in job.results():

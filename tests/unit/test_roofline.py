@@ -138,6 +138,9 @@ def test_devices_are_known_by_name_or_file(tmp_path: Path):
     own.write_text(h100.model_copy(update={"memory": -1.0}).model_dump_json())
     with pytest.raises(ConfigError, match=r"own\.yaml: memory: .*greater than 0"):
         machine(str(own), 8)
+    own.write_text(h100.model_dump_json().replace('"fp32":', '"fp64":'))
+    with pytest.raises(ConfigError, match=r"own\.yaml: reached\.matmul\.fp32: "):
+        machine(str(own), 8)
     with pytest.raises(
         ConfigError, match=r"--device .h1000. is not known; one of h100, h200, a100, cpu, or FILE\.yaml"
     ):
