@@ -2,36 +2,48 @@
 
 A block as a whole takes host integers (where its tokens lie in their documents) and would be compiled anew for every
 chunk. The functions here take tensors and constants only, so that they are compiled once per shape, whatever the
-position: norms, rotations and gated units become one kernel each, forward and backward. Matrix products, attention
-kernels and collectives are left to their libraries.
+position: norms, rotations, gated units, short convolutions and the functions of memories that are networks become one
+kernel each, forward and backward. Matrix products, attention kernels and collectives are left to their libraries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+from megamem.memory.recurrent.deep import DeepMemory
+from megamem.memory.recurrent.head_norm import HeadNorm, gated_head_norm
+from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.mlp import SwiGLU, gated
 from megamem.model.norm import RMSNorm, rms_norm
 from megamem.model.stage import Stage
+from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 from megamem.ops.rotary import apply_rotary
+from megamem.ops.short_convolution import short_convolution
+
+Function = Callable[..., Any]
+"""A function of tensors that works number by number, or row by row."""
 
 
 def compile_pointwise(stage: Stage, **options: Any) -> None:
-    """Make the stage use compiled norms, rotations and gates; `options` go to torch.compile."""
-    norm, gate, rotary = (cast(Any, torch.compile(f, **options)) for f in (rms_norm, gated, apply_rotary))
-    use_pointwise(stage, norm, gate, rotary)
+    """Make the stage use compiled functions; `options` go to torch.compile."""
+    use_pointwise(stage, lambda function: cast(Any, torch.compile(function, **options)))
 
 
 def restore_pointwise(stage: Stage) -> None:
     """Undo `compile_pointwise`."""
-    use_pointwise(stage, rms_norm, gated, apply_rotary)
+    use_pointwise(stage, lambda function: function)
 
 
-def use_pointwise(stage: Stage, norm: Any, gate: Any, rotary: Any) -> None:
-    """Let the stage use these functions in the place of `rms_norm`, `gated` and `apply_rotary`."""
+def use_pointwise(stage: Stage, changed: Callable[[Function], Function]) -> None:
+    """Let the stage use `changed` versions of the functions that work number by number."""
+    norm, gate, rotary, convolution, head_norm = map(
+        changed, (rms_norm, gated, apply_rotary, short_convolution, gated_head_norm)
+    )
+    of_networks = Pointwise(*map(changed, PLAIN))
     for module in stage.modules():
         if isinstance(module, RMSNorm):
             module.function = norm
@@ -39,3 +51,9 @@ def use_pointwise(stage: Stage, norm: Any, gate: Any, rotary: Any) -> None:
             module.gated = gate
         elif isinstance(module, AttentionProjections) and module.rotates:
             module.apply_rotary = rotary
+        elif isinstance(module, ShortConvolution):
+            module.function = convolution
+        elif isinstance(module, HeadNorm):
+            module.function = head_norm
+        elif isinstance(module, DeepMemory):
+            module.pointwise = of_networks

@@ -1,38 +1,34 @@
 """Functions that a device runs as one kernel, though the CPU runs them as many operations.
 
-torch has one kernel for the RMS norm on CUDA, and `training.compile` makes one each of norms, rotations and gates. A
-ledger that watches the CPU would see every step of them, and every step's result.
+torch has one kernel for the RMS norm on CUDA, and `training.compile` makes one each of norms, rotations, gates and
+short convolutions. A ledger that watches the CPU would see every step of them, and every step's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamem.model.compiled import use_pointwise
-from megamem.model.mlp import gated
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
-from megamem.ops.rotary import apply_rotary
 from megamem.planning.ledger import joined
+from megamem.planning.tensors import tensors_in
 
 
 def join_kernels(stage: Stage, compiled: bool) -> None:
-    """Let a ledger see each norm of the stage as one kernel; if `compiled`, rotations and gates too."""
-    use_pointwise(
-        stage, as_one(rms_norm), *(as_one(function) if compiled else function for function in (gated, apply_rotary))
-    )
+    """Let a ledger see each norm of the stage as one kernel; if `compiled`, all that is compiled."""
+    use_pointwise(stage, lambda function: as_one(function) if compiled or function is rms_norm else function)
 
 
-def as_one(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of tensors [...] as one kernel, which keeps them for a backward pass that is one kernel too."""
 
-    def call(*given: Any) -> Tensor:
-        out: Tensor = _Joined.apply(function, *given)
-        return out
+    def call(*given: Any) -> Any:
+        return _Joined.apply(function, *given)
 
     return call
 
@@ -41,8 +37,8 @@ class _Joined(torch.autograd.Function):
     """A function as one operation of a ledger, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *given: Any) -> Tensor:
-        """Return what the function returns, [...]; given: its operands, [...] where they are tensors."""
+    def forward(ctx: Any, function: Callable[..., Any], *given: Any) -> Any:
+        """Return what the function returns, one or several [...]; given: its operands, [...] where they are tensors."""
         ctx.function = function
         ctx.others = [None if isinstance(each, Tensor) else each for each in given]
         ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in given))
@@ -56,16 +52,16 @@ class _Joined(torch.autograd.Function):
         ]
         wanted = ctx.needs_input_grad[1:]
 
-        def of_given(gradient: Tensor, *given: Any) -> list[Tensor | None]:
-            """Return gradients by the function's own backward pass, from that of its result [...]."""
+        def of_given(gradients: Sequence[Tensor], *given: Any) -> list[Tensor | None]:
+            """Return gradients by the function's own backward pass, from those of its results [...]."""
             leaves = [
                 x.detach().requires_grad_(needs) if isinstance(x, Tensor) else x
                 for x, needs in zip(given, wanted, strict=True)
             ]
             with torch.enable_grad():
-                out = ctx.function(*leaves)
+                results = tuple(tensors_in((ctx.function(*leaves),)))
             learning = [leaf for leaf, needs in zip(leaves, wanted, strict=True) if needs]
-            found = iter(torch.autograd.grad(out, learning, gradient))
+            found = iter(torch.autograd.grad(results, learning, gradients))
             return [next(found) if needs else None for needs in wanted]
 
-        return None, *joined(of_given, gradients[0], *given)
+        return None, *joined(of_given, gradients, *given)

@@ -150,12 +150,12 @@ def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object],
     if shapes is None:
         return func(*args, **kwargs)
     if shapes is _IN_PLACE:
-        return args[0]
+        return kwargs.get("out", args[0])
     return _map_values(room, shapes)
 
 
 _IN_PLACE = object()
-"""Stands for the result of an operation that writes to its first operand and returns it."""
+"""Stands for the result of an operation that writes to its first operand, or to `out`, and returns it."""
 _results: dict[Hashable, object] = {}
 """Results on the meta device, by operation and operands' shapes; None for operations that must be computed."""
 
@@ -164,10 +164,11 @@ def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str
     """Return the results on the meta device, `_IN_PLACE`, or None if the operation must be computed."""
     schema = func._schema
     if schema.is_mutable:
-        # only operations that write to nothing but a floating-point first operand may be left out
-        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-        only_first = written[0] and not any(written[1:])
-        return _IN_PLACE if only_first and isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+        # only operations that write to nothing but one floating-point operand may be left out: the first, or `out`
+        written = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        target = kwargs.get("out", args[0])
+        known = written in (["out"], [schema.arguments[0].name])
+        return _IN_PLACE if known and isinstance(target, Tensor) and target.is_floating_point() else None
     # a view shares its operand's storage: it must be made of that operand
     if any(result.alias_info is not None for result in schema.returns):
         return None

@@ -62,7 +62,9 @@ def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
     """Return what an operation asks of a device, or None if it asks nothing: a view, memory without values."""
     if func in _NOTHING or _is_view(func):
         return None
-    moved = sum(map(touched, tensors_in((*args, *kwargs.values())))) + sum(map(touched, tensors_in((out,))))
+    # what is written to `out` is not read before
+    read = (*args, *(value for name, value in kwargs.items() if name != "out"))
+    moved = sum(map(touched, tensors_in(read))) + sum(map(touched, tensors_in((out,))))
     if func in _ATTENTION or func in _ATTENTION_BACKWARD:
         return _attention(func, args, moved)
     if func._overloadpacket in flop_registry:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.kept import each_network, shared_networks
-from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory, gelu
+from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory
+from megamem.ops.deep_memory.pointwise import gelu_curve, gelu_slope
 
 BATCH, HEADS, GROUPS, WIDTH, INNER = 2, 2, 2, 5, 7
 FORMS = {
@@ -162,10 +163,14 @@ def test_tokens_that_are_not_seen_leave_no_trace(form: str, network: str) -> Non
         agree(ours, theirs, 1e-12)
 
 
-def test_slope_is_gelu_s_derivative() -> None:
+def test_slope_and_curve_are_gelu_s_derivatives() -> None:
     x = torch.linspace(-6, 6, 200, dtype=torch.float64, requires_grad=True)
-    (exact,) = torch.autograd.grad(F.gelu(x).sum(), x)
-    agree(gelu(x).slope, exact, 1e-14)
+    (exact,) = torch.autograd.grad(F.gelu(x).sum(), x, create_graph=True)
+    slope = gelu_slope(x)
+    agree(slope, exact, 1e-14)
+    (curve,) = torch.autograd.grad(exact.sum(), x)
+    agree(gelu_curve(x), curve, 1e-14)
+    agree(torch.autograd.grad(slope.sum(), x)[0], curve, 1e-14)
 
 
 def test_kept_networks_answer_one_by_one_and_together() -> None:

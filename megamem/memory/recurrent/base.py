@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from megamem.config.cost import Flops
 from megamem.config.model import MixerConfig, ModelConfig
-from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype, to_device
-from megamem.memory.shared.blocks import first_tokens
+from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
+from megamem.memory.recurrent.head_norm import HeadNorm
+from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.ops.deep_memory.kept import Matrix, Rows
 from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears, constant, declare, normal
@@ -169,53 +169,6 @@ class Inputs:
 
         gates = {name: cut(gate, 2) for name, gate in self.gates.items()}
         return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates, self.parameters)
-
-
-class ShortConvolution(nn.Module):
-    """SiLU(sum_j w_j x_{t-j}) in each channel over the last `taps` tokens, zeros before a document's first."""
-
-    def __init__(self, heads: int, width: int, taps: int, linears: Linears) -> None:
-        super().__init__()
-        channels = heads * width // linears.tp_size
-        # each output starts with the variance of its inputs
-        self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
-
-    def forward(self, x: Tensor, before: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Convolve x [T, B, heads, width], which follows `before` [taps - 1, B, heads, width] and lies at `chunk`.
-
-        Returns: like x; the last taps - 1 tokens of both, which the next call needs.
-        """
-        tokens, taps = x.shape[0], self.weight.shape[1]
-        weight = self.weight.unflatten(0, x.shape[-2:])
-        joined = torch.cat((before, x))
-        out = sum(weight[..., tap] * joined[tap : tap + tokens] for tap in range(taps))
-        assert isinstance(out, Tensor)
-        after = joined[tokens:].clone()
-        if chunk.begins_inside:
-            # what lies before a document counts as zero: its first tokens are computed again
-            at, rows, ages = first_tokens(chunk, tokens, taps - 1, x.device)
-            own = [(ages >= taps - 1 - tap)[:, None, None] for tap in range(taps)]
-            terms = [torch.where(own[tap], weight[..., tap] * joined[at + tap, rows], 0) for tap in range(taps)]
-            out = out.index_put((at, rows), torch.stack(terms).sum(0))
-            lags = torch.arange(taps - 1, 0, -1, device=x.device)[:, None]
-            kept = lags <= to_device(chunk.after(tokens).starts, x.device)
-            after = torch.where(kept[..., None, None], after, 0)
-        return F.silu(out), after
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm over the width of each head, with a weight per channel."""
-
-    def __init__(self, heads: int, width: int, eps: float, linears: Linears) -> None:
-        super().__init__()
-        self.eps = eps
-        channels = heads * width // linears.tp_size
-        self.weight = declare(nn.Parameter(torch.empty(channels)), constant(1.0), shard_axis=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [..., heads, width], in its dtype."""
-        norm = F.rms_norm(x, x.shape[-1:], eps=self.eps)
-        return norm * self.weight.unflatten(0, x.shape[-2:]).to(x.dtype)
 
 
 class TokenGate(nn.Module):
@@ -373,10 +326,8 @@ class RecurrentMixer(Mixer):
 
         read: [B, H, G, T, V]; x: the tokens [T, B, hidden_size]; inputs: those of the memory. Returns: like x.
         """
-        read = self.norm(read.flatten(1, 2).permute(2, 0, 1, 3)).to(x.dtype).flatten(2)
-        if self.gate is not None:
-            read = read * F.silu(self.gate(x))
-        out: Tensor = self.output(read)
+        gate = None if self.gate is None else self.gate(x)
+        out: Tensor = self.output(self.norm(read.flatten(1, 2), gate, x.dtype))
         return out
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:

@@ -31,6 +31,7 @@ from megamem.ops.deep_memory.error import OutputNorm, standardized
 from megamem.ops.deep_memory.group import GROUP, deep_memory_chunks
 from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
+from megamem.ops.deep_memory.pointwise import PLAIN
 from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears
 
@@ -82,6 +83,7 @@ class DeepMemory(RecurrentMixer):
         self.gate_shape = config.gate_shape(model)
         self.norm_weight = NormWeight(model, linears) if config.layer_norm else None
         self.norm_eps = model.norm_eps
+        self.pointwise = PLAIN
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -182,6 +184,7 @@ class DeepMemory(RecurrentMixer):
             tuple(memory[name] for name in self.names), momentum,
             InnerRates(gates["rate"], gates.get("log_decay"), gates.get("log_momentum")),
             self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
+            pointwise=self.pointwise,
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}

@@ -12,7 +12,7 @@ With _x for the gradient of the loss at x, and W', S' the weights and momentum a
     write   W' = W + c W + m S - sum_t f_t (change_t inputs_t^T)        for both matrices: d k^T, r h^T
             S' = e S - sum_t p_t (change_t inputs_t^T)
             _change_t = -(f_t _W' + p_t _S') inputs_t,   _inputs_t = -(f_t _W' + p_t _S')^T change_t
-            _W += (1 + c) _W',   _S += m _W' + e _S'
+            _W = (1 + c) _W',   _S = m _W' + e _S'
             then back through d, r, h and z, in which W takes part too
     read    x_t A_t^T = beta_t x_t W^T + m_t x_t S^T - sum_i R[t, i] (inputs_i . x_t) change_i
 
@@ -31,8 +31,9 @@ from torch import Tensor
 
 from megamem.ops.deep_memory.error import Loss, OutputNorm
 from megamem.ops.deep_memory.group_backward import Backward, Gradient
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read, side_by_side, write
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read, write
 from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
+from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 
 GROUP = 16
 """Inner chunks that the backward pass computes anew at a time."""
@@ -64,6 +65,7 @@ def _shares(rates: InnerRates, groups: int) -> Shares:
 def deep_memory_chunks(
     query: Tensor, key: Tensor, value: Tensor, start: Weights | None, added: Weights, momentum: Weights | None,
     rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = GROUP,
+    pointwise: Pointwise = PLAIN,
 ) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
     """Read and write the tokens of whole inner chunks, in the dtype of `added`.
 
@@ -77,6 +79,7 @@ def deep_memory_chunks(
         residual: whether M(x) has the term x.
         norm: the layer norm of what the last matrix makes; None: there is none.
         group: inner chunks that the backward pass computes anew at a time.
+        pointwise: its functions that are no matrix products, compiled or not.
     Returns: y [B, H, G, N, T, D]; `added` and `momentum` after the last token.
     """
     dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
@@ -84,7 +87,7 @@ def deep_memory_chunks(
     rows = query.to(dtype).movedim(2, 3).flatten(3, 4).contiguous()
     key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
     shares = _shares(rates, groups)
-    network = Network(loss, residual, None if norm is None else norm.eps)
+    network = Network(loss, residual, None if norm is None else norm.eps, pointwise)
     weight, reads, carried = None if norm is None else norm.weight, [], momentum or ()
     for begin in range(0, key.shape[2], group):
         here = slice(begin, begin + group)
@@ -111,10 +114,13 @@ class _Group(torch.autograd.Function):
         ctx.network, ctx.matrices = network, matrices
         ctx.save_for_backward(*given)
         tokens, shares, weight, start, added, momentum = _parted(given, matrices)
-        written, after, last_momentum = write(network, tokens, shares, weight, start, added, momentum)
-        made = read(tokens.query, shares, side_by_side(written))
+        first = _first(start, added)
+        written, last, last_momentum = write(network, tokens, shares, weight, first, momentum)
+        made = read(network, tokens.query, shares, written)
         norm = network.norm(weight)
         made = made if norm is None else norm(made)
+        # the change of W is added to what has been added: both are small beside W itself
+        after = [a + (w - f) for a, w, f in zip(added, last, first, strict=True)] if start else last
         return tokens.query + made if network.residual else made, *after, *last_momentum
 
     @staticmethod
@@ -122,14 +128,19 @@ class _Group(torch.autograd.Function):
         """Return the gradients of what `forward` was given."""
         network, matrices = ctx.network, ctx.matrices
         tokens, shares, weight, start, added, momentum = _parted(ctx.saved_tensors, matrices)
-        written = write(network, tokens, shares, weight, start, added, momentum)[0]
+        written, _, _ = write(network, tokens, shares, weight, _first(start, added), momentum)
         back = Backward(network, tokens, shares, weight, written)
         back.through_reads(gradients[0].contiguous())
-        # gradients of what has been added and of the momentum after the group; then as it starts
-        of_added, of_momentum = list(gradients[1 : 1 + matrices]), list(gradients[1 + matrices :])
-        of_added, of_momentum = back.through_writes(of_added, of_momentum)
-        of_start = back.start if start else []
+        of_after, of_last_momentum = gradients[1 : 1 + matrices], gradients[1 + matrices :]
+        of_added, of_momentum = back.through_writes(of_after, of_last_momentum)
+        # W as the group starts is start + added; it is subtracted again from W as the group ends
+        of_start = [(of - of_last).sum(0) for of, of_last in zip(of_added, of_after, strict=True)] if start else []
         return None, None, *back.tokens, *back.shares, back.weight, *of_start, *of_added, *of_momentum
+
+
+def _first(start: Weights, added: Weights) -> Weights:
+    """Return W as a group starts, [B, H, out, in]; start: [H, out, in] each, or nothing; added: [B, H, out, in]."""
+    return tuple(map(torch.add, start, added)) if start else added
 
 
 def _parted(

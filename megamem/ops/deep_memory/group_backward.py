@@ -9,21 +9,33 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory.error import error_gradients, norm_gradients
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written, product, shares_at, side_by_side
-from megamem.ops.deep_memory.network import gelu
+from megamem.ops.deep_memory.group_forward import (
+    Network,
+    Product,
+    Shares,
+    Tokens,
+    Written,
+    product,
+    shares_at,
+    subtract_product,
+)
+from megamem.ops.deep_memory.network import Weights
 
 Gradient = Tensor | None
+Factors = tuple[Tensor, Tensor]
+"""Of the gradient of a matrix in each inner chunk, [B, H, N, Q, out] and [B, H, N, Q, in]: the sum of the tokens' outer
+products, which is made where it is added to what comes from later ones."""
 
 
 class ProductGradients(NamedTuple):
     """Gradients of `product`, shapes as there."""
 
     x: Tensor
-    weights: Tensor
-    momentum: Gradient
+    weights: Factors
+    momentum: Factors | None
     inputs: Tensor
     change: Tensor
     rated: Tensor
@@ -31,36 +43,50 @@ class ProductGradients(NamedTuple):
     carried: Gradient
 
 
-def product_gradients(out: Tensor, x: Tensor, shares: Shares, written: Written, i: int) -> ProductGradients:
-    """Return the gradients of `product` from that of its result, `out` [B, H, N, Q, out]; x [B, H, N, Q, in]."""
+def product_gradients(
+    network: Network, out: Tensor, x: Tensor, shares: Shares, written: Written, i: int, made: Product
+) -> ProductGradients:
+    """Return the gradients of `product`, which made `made`, from that of its result.
+
+    out: [B, H, N, Q, out]; x: [B, H, N, Q, in].
+    """
     inputs, change = written.inputs[i], written.changes[i]
-    of_x = out @ written.weights[i]
-    weighted, first, momentum, carried = out, None, None, None
-    if shares.first is not None:
-        first = (x * of_x).sum(-1, keepdim=True)
-        weighted, of_x = shares.first * out, shares.first * of_x
-    if shares.carried is not None:
-        of_momentum = out @ written.momentum[i]
-        carried = (x * of_momentum).sum(-1, keepdim=True)
-        of_x = of_x + shares.carried * of_momentum
-        momentum = (shares.carried * out).mT @ x
-    scores, of_scores = x @ inputs.mT, out @ change.mT
+    of_x, first, carried, momentum = out @ written.weights[i], None, None, None
+    if shares.first is not None or shares.carried is not None:
+        by_momentum = None if shares.carried is None else out @ written.momentum[i]
+        of_x, first, carried = network.pointwise.shared_gradients(x, of_x, shares.first, by_momentum, shares.carried)
+    weights = (out, x) if shares.first is None else _shared(shares.first, out, x)
+    momentum = None if shares.carried is None else _shared(shares.carried, out, x)
+    of_scores = out @ change.mT
     rated = shares.rated * of_scores
+    of_x.flatten(0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
+    of_change = _negative_product((made.scores * shares.rated).mT, out)
     return ProductGradients(
-        of_x - rated @ inputs, weighted.mT @ x, momentum, -(rated.mT @ x), -((scores * shares.rated).mT @ out),
-        -(scores * of_scores), first, carried,
-    )  # fmt: skip
+        of_x, weights, momentum, _negative_product(rated.mT, x), of_change, -(made.scores * of_scores), first, carried
+    )
+
+
+def _shared(share: Tensor, out: Tensor, x: Tensor) -> Factors:
+    """Return the factors of sum_t share_t out_t x_t^T; share: [..., Q, 1]; out: [..., Q, out]; x: [..., Q, in]."""
+    # the narrower of the two is the cheaper one to multiply
+    return (out, share * x) if x.shape[-1] <= out.shape[-1] else (share * out, x)
+
+
+def _negative_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return -a b; a: [B, H, N, n, m]; b: [B, H, N, m, k]."""
+    nothing = b.new_zeros(())
+    return torch.baddbmm(nothing, a.flatten(0, 2), b.flatten(0, 2), beta=0, alpha=-1).unflatten(0, b.shape[:3])
 
 
 class Backward:
     """Gradients of what a group of inner chunks was given, from those of what it has returned."""
 
     def __init__(
-        self, network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: list[Written]
+        self, network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written
     ) -> None:
         """Begin; `through_reads`, then `through_writes` go on.
 
-        weight: of the norm, [H, D]; written: what writing each inner chunk has made.
+        weight: of the norm, [H, D]; written: what writing the inner chunks has made.
         """
         self._network, self._given, self._shares, self._weight, self._written = network, tokens, shares, weight, written
         self.tokens: list[Tensor] = []
@@ -69,128 +95,167 @@ class Backward:
         """As in `Shares`."""
         self.weight: Gradient = None
         """Of the norm's weight, [H, D]."""
-        self.start: list[Tensor] = []
-        """Of the weights that the memory began with, [H, out, in]."""
         self._reads: list[ProductGradients] = []
 
     def through_reads(self, out: Tensor) -> None:
         """Go back through what queries have read. out: the gradient of the answers, [B, H, N, Q, D]."""
-        query, norm, written = self._given.query, self._network.norm(self._weight), side_by_side(self._written)
-        of_query = out if self._network.residual else None
+        network, shares, written, query = self._network, self._shares, self._written, self._given.query
+        pointwise, norm = network.pointwise, network.norm(self._weight)
+        of_query = out if network.residual else None
         networks = len(written.weights) == 2
+        # what the matrices have answered, anew
+        made, last_inputs = [product(network, query, shares, written, 0)], query
         if networks:
-            answered = product(query, self._shares, written, 0)
-            active, slope, _ = gelu(answered)
-        last_inputs = active if networks else query
+            last_inputs, slope = F.gelu(made[0].out), pointwise.gelu_slope(made[0].out)
+            made.append(product(network, last_inputs, shares, written, 1))
         if norm is not None:
-            out, self.weight = norm_gradients(out, product(last_inputs, self._shares, written, networks), norm)
-        self._reads = [product_gradients(out, last_inputs, self._shares, written, networks)]
+            out, self.weight = pointwise.norm_gradients(out, made[-1].out, norm)
+        self._reads = [product_gradients(network, out, last_inputs, shares, written, networks, made[-1])]
         if networks:
-            self._reads.insert(0, product_gradients(self._reads[0].x * slope, query, self._shares, written, 0))
+            of_hidden = self._reads[0].x * slope
+            self._reads.insert(0, product_gradients(network, of_hidden, query, shares, written, 0, made[0]))
         of_read = self._reads[0].x
         self.tokens = [of_read if of_query is None else of_query + of_read]
         self.shares = [_sum([part.rated for part in self._reads])]
         self.shares += [_sum([part.first for part in self._reads]), _sum([part.carried for part in self._reads])]
 
-    def through_writes(self, of_added: list[Tensor], of_momentum: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def through_writes(self, of_weights: Weights, of_momentum: Weights) -> tuple[Weights, Weights]:
         """Go back through the writing of all inner chunks, the last one first.
 
-        of_added, of_momentum: gradients of what has been added, and of the momentum, after the group, [B, H, out, in].
+        of_weights, of_momentum: gradients of W and S after the group, [B, H, out, in] each.
         Returns: the same as the group starts.
         """
         keys, values, of_shares = [], [], []
-        start = [torch.zeros_like(x) for x in of_added]
-        for n in reversed(range(len(self._written))):
-            of_weights, of_carried, of_inputs, of_changes, by_shares = self._after(n, of_added, of_momentum)
-            of_weights, of_key, of_value = self._within(n, of_weights, of_inputs, of_changes)
-            for total, part in zip(start, of_weights, strict=True):
-                total += part
-            of_added = [a + b for a, b in zip(of_added, of_weights, strict=True)]
-            of_momentum = of_carried
+        # what is added to below: the gradients that were given are somebody else's
+        of_weights, of_momentum = (tuple(x.clone() for x in given) for given in (of_weights, of_momentum))
+        for n in reversed(range(self._given.key.shape[2])):
+            step, momentum_step, of_inputs, of_changes = self._subtracted(n, of_weights, of_momentum)
+            of_weights, of_momentum, *of_fading = self._faded(n, of_weights, of_momentum)
+            of_key, of_value = self._within(n, of_weights, of_inputs, of_changes)
             keys.append(of_key)
             values.append(of_value)
-            of_shares.append(by_shares)
+            of_shares.append([step, *of_fading[:2], momentum_step, of_fading[2]])
         self.tokens += [torch.stack(keys[::-1], dim=2), torch.stack(values[::-1], dim=2)]
         for parts in zip(*of_shares, strict=True):
             kept = [part for part in parts if part is not None]
             self.shares.append(torch.stack(kept[::-1], dim=2) if kept else None)
-        self.start = [part.sum(0) for part in start]
-        return of_added, of_momentum
+        return of_weights, of_momentum
 
-    def _after(
-        self, n: int, of_added: list[Tensor], of_momentum: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Gradient]]:
-        """Go back through `_after` of inner chunk n.
+    def _subtracted(
+        self, n: int, of_weights: Weights, of_momentum: Weights
+    ) -> tuple[Tensor, Gradient, list[Tensor], list[Tensor]]:
+        """Go back through the tokens' steps of inner chunk n.
 
-        Args:
-            of_added, of_momentum: gradients of W' and S', [B, H, out, in].
-        Returns: gradients of W (but for what is added) and S, of the inputs [B, H, T, in] and changes [B, H, T, out]
-            of both matrices, together with those from the reads, and of the shares from `step` on.
+        of_weights, of_momentum: gradients of W and S after it, [B, H, out, in].
+        Returns: gradients of f and p [B, H, T, 1], and of the inputs [B, H, T, in] and changes [B, H, T, out] of both
+            matrices, together with those from the reads.
         """
-        shares, written = shares_at(self._shares, n), self._written[n]
-        of_weights, of_carried, of_inputs, of_changes = [], [], [], []
-        step, lost, last_carried, momentum_step, momentum = [], [], [], [], []
-        for i, (change, inputs) in enumerate(zip(written.changes, written.inputs, strict=True)):
-            reads = self._reads[i]
-            slope = inputs @ of_added[i].mT
-            step.append(-(change * slope).sum(-1, keepdim=True))
-            of_change = reads.change[:, :, n] - shares.step * slope
-            of_input = reads.inputs[:, :, n] - (shares.step * change) @ of_added[i]
-            of_weight = reads.weights[:, :, n]
-            if shares.lost is not None:
-                lost.append((of_added[i] * written.weights[i]).sum((-2, -1), keepdim=True))
-                of_weight = of_weight + shares.lost * of_added[i]
-            if shares.momentum is not None:
-                assert shares.momentum_step is not None
-                assert shares.last_carried is not None
-                assert reads.momentum is not None
-                carried = written.momentum[i]
-                slope = inputs @ of_momentum[i].mT
-                momentum_step.append(-(change * slope).sum(-1, keepdim=True))
-                of_change = of_change - shares.momentum_step * slope
-                of_input = of_input - (shares.momentum_step * change) @ of_momentum[i]
-                last_carried.append((of_added[i] * carried).sum((-2, -1), keepdim=True))
-                momentum.append((of_momentum[i] * carried).sum((-2, -1), keepdim=True))
-                of_carried.append(
-                    reads.momentum[:, :, n] + shares.last_carried * of_added[i] + shares.momentum * of_momentum[i]
-                )
-            of_weights.append(of_weight)
+        of_steps: list[Gradient] = []
+        of_momentum_steps: list[Gradient] = []
+        of_inputs, of_changes = [], []
+        shares = shares_at(self._shares, n)
+        for i, reads in enumerate(self._reads):
+            change, inputs = self._written.changes[i][:, :, n], self._written.inputs[i][:, :, n]
+            of_change, of_input = reads.change[:, :, n], reads.inputs[:, :, n]
             of_inputs.append(of_input)
             of_changes.append(of_change)
-        by_shares = [_sum(parts) for parts in (step, lost, last_carried, momentum_step, momentum)]
-        return of_weights, of_carried, of_inputs, of_changes, by_shares
+            of_steps.append(_subtract_gradients(of_change, of_input, shares.step, change, inputs, of_weights[i]))
+            if shares.momentum_step is not None:
+                of_momentum_steps.append(
+                    _subtract_gradients(of_change, of_input, shares.momentum_step, change, inputs, of_momentum[i])
+                )
+        of_step = _sum(of_steps)
+        assert of_step is not None
+        return of_step, _sum(of_momentum_steps), of_inputs, of_changes
+
+    def _faded(
+        self, n: int, of_weights: Weights, of_momentum: Weights
+    ) -> tuple[Weights, Weights, Gradient, Gradient, Gradient]:
+        """Go back through what inner chunk n keeps of W and S.
+
+        of_weights, of_momentum: as in `_subtracted`.
+        Returns: gradients of W and S as it starts, but for what `_within` adds; of c, m and e [B, H, 1, 1].
+        """
+        shares, written = shares_at(self._shares, n), self._written
+        weights, momenta, others = list(of_weights), list(of_momentum), []
+        for i, reads in enumerate(self._reads):
+            if shares.lost is not None or momenta:
+                momentum = (of_momentum[i], written.momentum[i][:, :, n]) if momenta else (None, None)
+                weights[i], of_carried, *rest = self._network.pointwise.faded_gradients(
+                    of_weights[i], momentum[0], written.weights[i][:, :, n], momentum[1],
+                    shares.lost, shares.last_carried, shares.momentum,
+                )  # fmt: skip
+                others.append(rest)
+                if reads.momentum is not None:
+                    momenta[i] = _add_outer(of_carried, reads.momentum, n)
+            _add_outer(weights[i], reads.weights, n)
+        of_shares = [_sum(parts) for parts in zip(*others, strict=True)] or [None] * 3
+        return tuple(weights), tuple(momenta), *of_shares
 
     def _within(
-        self, n: int, of_weights: list[Tensor], of_inputs: list[Tensor], of_changes: list[Tensor]
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        self, n: int, of_weights: Weights, of_inputs: list[Tensor], of_changes: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Go back from the inputs and changes of both matrices to the tokens of inner chunk n.
 
-        of_weights, of_inputs, of_changes: as `_after` returns them. Returns: of_weights with what comes by this way;
-        gradients of the keys and values, [B, H, T, D].
+        of_weights: gradients of W as it starts [B, H, out, in], to which what comes by this way is added; of_inputs,
+        of_changes: as `_subtracted` returns them.
+        Returns: gradients of the keys and values, [B, H, T, D].
         """
-        written, norm = self._written[n], self._network.norm(self._weight)
-        key, value, last = self._given.key[:, :, n], self._given.value[:, :, n], written.weights[-1]
-        of_wrong, of_active, of_hidden = of_changes[-1], of_inputs[-1], None
-        if written.hidden is not None and written.active is not None and written.back is not None:
+        written, network, pointwise = self._written, self._network, self._network.pointwise
+        key, value = self._given.key[:, :, n], self._given.value[:, :, n]
+        wrong, inputs, last = (x[-1][:, :, n] for x in (written.changes, written.inputs, written.weights))
+        of_wrong, of_active, of_hidden, slope = of_changes[-1], of_inputs[-1], None, None
+        if written.hidden is not None and written.back is not None:
             # d = (W1^T r) s'(z)
-            of_back = of_changes[0] * written.active.slope
-            of_hidden = of_changes[0] * written.back * written.active.curve(written.hidden)
-            of_wrong = of_wrong + of_back @ last.mT
-            of_weights[-1] = of_weights[-1] + written.changes[-1].mT @ of_back
-        of_answered, of_key, of_value, of_norm = error_gradients(
-            of_wrong, written.answered, key, value, self._network.loss, self._network.residual, norm
+            of_back, of_hidden, slope = pointwise.hidden_gradients(
+                of_changes[0], written.hidden[:, :, n], written.back[:, :, n]
+            )
+            of_wrong = _add_product(of_wrong, of_back, last.mT)
+            _add_product(of_weights[-1], wrong.mT, of_back)
+        of_answered, of_key, of_value, of_norm = pointwise.error_gradients(
+            of_wrong, written.answered[:, :, n], key, value, network.loss, network.residual, network.norm(self._weight)
         )
         self.weight = _sum([self.weight, of_norm])
         if of_answered is not None:
-            of_active = of_active + of_answered @ last
-            of_weights[-1] = of_weights[-1] + of_answered.mT @ written.inputs[-1]
-        if of_hidden is None or written.active is None:
-            keys = of_active
-        else:
-            of_hidden = of_hidden + of_active * written.active.slope
-            keys = of_inputs[0] + of_hidden @ written.weights[0]
-            of_weights[0] = of_weights[0] + of_hidden.mT @ key
-        return of_weights, keys if of_key is None else keys + of_key, of_value
+            of_active = _add_product(of_active, of_answered, last)
+            _add_product(of_weights[-1], of_answered.mT, inputs)
+        keys = of_active
+        if of_hidden is not None and slope is not None:
+            of_hidden.addcmul_(of_active, slope)
+            keys = _add_product(of_inputs[0], of_hidden, written.weights[0][:, :, n])
+            _add_product(of_weights[0], of_hidden.mT, key)
+        return keys if of_key is None else keys + of_key, of_value
+
+
+def _subtract_gradients(
+    of_change: Tensor, of_inputs: Tensor, share: Tensor, change: Tensor, inputs: Tensor, of_matrix: Tensor
+) -> Tensor:
+    """Add to the gradients of change and inputs what `subtract_outer` hands on, and return that of the shares.
+
+    of_change, change: [B, H, T, out]; of_inputs, inputs: [B, H, T, in]; share: [B, H, T, 1]; of_matrix: the gradient of
+    the result, [B, H, out, in].
+    """
+    # products with the wider of the two are made as narrow as the other one
+    if inputs.shape[-1] <= change.shape[-1]:
+        narrow, of_narrow, wide, of_wide, to_narrow = inputs, of_inputs, change, of_change, of_matrix
+    else:
+        narrow, of_narrow, wide, of_wide, to_narrow = change, of_change, inputs, of_inputs, of_matrix.mT
+    slope = wide @ to_narrow
+    subtract_product(of_wide, share * narrow, to_narrow.mT, out=of_wide)
+    of_narrow.addcmul_(share, slope, value=-1)
+    return -(narrow * slope).sum(-1, keepdim=True)
+
+
+def _add_outer(x: Tensor, factors: Factors, n: int) -> Tensor:
+    """Add the sum of outer products of inner chunk n to x [B, H, out, in], and return it."""
+    out, inputs = factors
+    return _add_product(x, out[:, :, n].mT, inputs[:, :, n])
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a b to x, and return it; x: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
+    x.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    return x
 
 
 def _sum(parts: Sequence[Gradient]) -> Gradient:

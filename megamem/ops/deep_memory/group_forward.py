@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory.error import Loss, OutputNorm, output_error
-from megamem.ops.deep_memory.network import Gelu, Weights, gelu
+from megamem.ops.deep_memory.error import Loss, OutputNorm
+from megamem.ops.deep_memory.network import Weights
+from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 
 
 class Shares(NamedTuple):
@@ -49,6 +50,8 @@ class Network(NamedTuple):
     residual: bool
     eps: float | None
     """The number added to the layer norm's variance; None: there is no norm."""
+    pointwise: Pointwise = PLAIN
+    """Its functions that are no matrix products, compiled or not."""
 
     def norm(self, weight: Tensor | None) -> OutputNorm | None:
         """Return the layer norm with a weight [H, D]."""
@@ -67,24 +70,22 @@ class Tokens(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What writing an inner chunk has made; tensors are [B, H, ...], or [B, H, N, ...] for all inner chunks."""
+    """What writing the inner chunks of a group has made."""
 
     weights: Weights
-    """W, as the inner chunk starts."""
+    """W as each inner chunk starts, [B, H, N, out, in]."""
     momentum: Weights
-    """S, as the inner chunk starts."""
+    """S as each inner chunk starts, [B, H, N, out, in]; empty if there is none."""
     hidden: Tensor | None
-    """z [T, I]; None of a single matrix, as `active` and `back`."""
-    active: Gelu | None
-    """h and its slope, [T, I]."""
-    answered: Tensor
-    """W1 h [T, D]"""
+    """z [B, H, N, T, I]; None of a single matrix, as `back`."""
     back: Tensor | None
-    """W1^T r [T, I]"""
+    """W1^T r [B, H, N, T, I]"""
+    answered: Tensor
+    """What the last matrix makes, [B, H, N, T, D]."""
     changes: tuple[Tensor, ...]
-    """d [T, I] and r [T, D]; or r alone."""
+    """d [B, H, N, T, I] and r [B, H, N, T, D]; or r alone."""
     inputs: tuple[Tensor, ...]
-    """k [T, D] and h [T, I]; or k alone."""
+    """k [B, H, N, T, D] and h [B, H, N, T, I]; or k alone."""
 
 
 def shares_at(shares: Shares, n: int) -> Shares:
@@ -93,82 +94,134 @@ def shares_at(shares: Shares, n: int) -> Shares:
 
 
 def write(
-    network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, start: Weights, added: Weights,
-    momentum: Weights,
-) -> tuple[list[Written], Weights, Weights]:  # fmt: skip
+    network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, first: Weights, momentum: Weights
+) -> tuple[Written, Weights, Weights]:
     """Write inner chunks one after the other.
 
-    weight: of the norm [H, D]; start: [H, out, in] each, or nothing; added, momentum: [B, H, out, in] each.
-    Returns: what each has made; what has been added, and the momentum, after the last one.
+    weight: of the norm [H, D]; first, momentum: W and S as the first one starts, [B, H, out, in] each.
+    Returns: what each has made; W and S after the last one.
     """
-    written, norm = [], network.norm(weight)
+    norm, pointwise, count = network.norm(weight), network.pointwise, tokens.key.shape[2]
+    weights, carried = _Series(first, count), _Series(momentum, count)
+    answered, wrongs = torch.empty_like(tokens.key), torch.empty_like(tokens.key)
+    # z, W1^T r, h and d of both matrices' network; a single matrix has none
+    hidden, back, active, slopes = (
+        (tokens.key.new_empty(*tokens.key.shape[:-1], first[0].shape[-2]) for _ in range(4))
+        if len(first) == 2
+        else (None,) * 4
+    )
     for n, (key, value) in enumerate(zip(tokens.key.unbind(2), tokens.value.unbind(2), strict=True)):
-        weights = tuple(map(torch.add, start, added)) if start else added
-        last, hidden, active, back = weights[-1], None, None, None
-        if len(weights) == 2:
-            hidden = key @ weights[0].mT
-            active = gelu(hidden)
-        read = key if active is None else active.value
-        answered = read @ last.mT
-        wrong = output_error(answered, key, value, network.loss, network.residual, norm)
+        now, last, read = weights.newest, weights.newest[-1], key
+        if hidden is not None and active is not None:
+            product_into(hidden[:, :, n], key, now[0].mT)
+            read = torch.ops.aten.gelu.out(hidden[:, :, n], out=active[:, :, n])
+        product_into(answered[:, :, n], read, last.mT)
+        wrong = pointwise.output_error(answered[:, :, n], key, value, network.loss, network.residual, norm)
+        wrongs[:, :, n] = wrong
         changes: tuple[Tensor, ...] = (wrong,)
         inputs: tuple[Tensor, ...] = (read,)
-        if active is not None:
-            back = wrong @ last
-            changes, inputs = (back * active.slope, wrong), (key, read)
-        written.append(Written(weights, momentum, hidden, active, answered, back, changes, inputs))
-        added, momentum = _after(shares_at(shares, n), written[-1], added)
-    return written, added, momentum
+        if hidden is not None and back is not None and slopes is not None:
+            product_into(back[:, :, n], wrong, last)
+            torch.mul(back[:, :, n], pointwise.gelu_slope(hidden[:, :, n]), out=slopes[:, :, n])
+            changes, inputs = (slopes[:, :, n], wrong), (key, read)
+        _change(network, shares_at(shares, n), changes, inputs, weights, carried)
+    all_changes = (wrongs,) if slopes is None else (slopes, wrongs)
+    all_inputs = (tokens.key,) if active is None else (tokens.key, active)
+    made = Written(weights.before, carried.before, hidden, back, answered, all_changes, all_inputs)
+    return made, weights.newest, carried.newest
 
 
-def _after(shares: Shares, written: Written, added: Weights) -> tuple[Weights, Weights]:
-    """Return what has been added [B, H, out, in], and the momentum, after an inner chunk."""
-    after, momenta = [], []
-    for i, (change, inputs) in enumerate(zip(written.changes, written.inputs, strict=True)):
-        now = added[i] - (shares.step * change).mT @ inputs
-        if shares.lost is not None:
-            # small beside the weights themselves, so it is added to what has been added
-            now = now + shares.lost * written.weights[i]
-        if shares.momentum is not None:
-            assert shares.last_carried is not None
-            assert shares.momentum_step is not None
-            carried = written.momentum[i]
-            now = now + shares.last_carried * carried
-            momenta.append(shares.momentum * carried - (shares.momentum_step * change).mT @ inputs)
-        after.append(now)
-    return tuple(after), tuple(momenta)
+class _Series:
+    """Matrices [B, H, out, in] as each inner chunk starts, side by side, and as the last one leaves them."""
+
+    def __init__(self, first: Weights, count: int) -> None:
+        """Begin with the first inner chunk's, of so many."""
+        self.before = tuple(x.new_empty(*x.shape[:2], count, *x.shape[2:]) for x in first)
+        """[B, H, N, out, in] each"""
+        for series, x in zip(self.before, first, strict=True):
+            series[:, :, 0] = x
+        self.newest = first
+        self._left = count
+
+    def next(self) -> Weights:
+        """Return room for the next inner chunk's matrices, which are the newest then; the last one's are apart."""
+        self._left -= 1
+        if self._left:
+            at = -self._left
+            self.newest = tuple(series[:, :, at] for series in self.before)
+        else:
+            self.newest = tuple(map(torch.empty_like, self.newest))
+        return self.newest
 
 
-def side_by_side(written: Sequence[Written]) -> Written:
-    """Put inner chunks beside each other: [B, H, N, ...]."""
+def _change(
+    network: Network, shares: Shares, changes: Sequence[Tensor], inputs: Sequence[Tensor], weights: _Series,
+    carried: _Series,
+) -> None:  # fmt: skip
+    """Add W and S after an inner chunk, whose shares are [B, H, ...], to their series.
 
-    def stacked(parts: Sequence[Tensor]) -> Tensor:
-        """Stack tensors [B, H, ...] of all inner chunks."""
-        return torch.stack(list(parts), dim=2)
+    changes: [B, H, T, out] of each matrix; inputs: [B, H, T, in].
+    """
+    before, momenta = weights.newest, carried.newest
+    after, last_momenta = weights.next(), carried.next() if momenta else ()
+    for i, (change, read) in enumerate(zip(changes, inputs, strict=True)):
+        kept, kept_momentum = before[i], None
+        if shares.lost is not None or momenta:
+            momentum = momenta[i] if momenta else None
+            kept, kept_momentum = network.pointwise.faded(
+                before[i], momentum, shares.lost, shares.last_carried, shares.momentum
+            )
+        subtract_outer(kept, shares.step, change, read, out=after[i])
+        if kept_momentum is not None and shares.momentum_step is not None:
+            subtract_outer(kept_momentum, shares.momentum_step, change, read, out=last_momenta[i])
 
-    def each(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Stack tuples of tensors [B, H, ...]."""
-        return tuple(map(stacked, zip(*parts, strict=True)))
 
-    return Written(
-        each([part.weights for part in written]), each([part.momentum for part in written]),
-        None, None, written[0].answered, None,
-        each([part.changes for part in written]), each([part.inputs for part in written]),
-    )  # fmt: skip
+def subtract_outer(matrix: Tensor, share: Tensor, change: Tensor, inputs: Tensor, out: Tensor) -> None:
+    """Write matrix - sum_t share_t change_t inputs_t^T to `out`.
+
+    matrix and out: [B, H, out, in]; share: [B, H, T, 1]; change: [B, H, T, out]; inputs: [B, H, T, in].
+    """
+    # the narrower of the two is the cheaper one to multiply
+    if inputs.shape[-1] <= change.shape[-1]:
+        inputs = share * inputs
+    else:
+        change = share * change
+    subtract_product(matrix, change.mT, inputs, out)
 
 
-def product(x: Tensor, shares: Shares, written: Written, i: int) -> Tensor:
-    """Return x_t A_t^T [B, H, N, Q, out], where A_t is matrix i as it is after token t; x [B, H, N, Q, in]."""
+def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write a b to `out`; out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
+    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+
+
+def subtract_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write x - a b to `out`; x and out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
+    torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=-1, out=out.flatten(0, 1))
+
+
+class Product(NamedTuple):
+    """What queries of all inner chunks are answered by one matrix."""
+
+    out: Tensor
+    """[B, H, N, Q, out]"""
+    scores: Tensor
+    """inputs_i . x_t [B, H, N, Q, T]"""
+
+
+def product(network: Network, x: Tensor, shares: Shares, written: Written, i: int) -> Product:
+    """Return x_t A_t^T, where A_t is matrix i as it is after token t; x [B, H, N, Q, in]."""
     out = x @ written.weights[i].mT
-    if shares.first is not None:
-        out = shares.first * out
-    if shares.carried is not None:
-        out = out + shares.carried * (x @ written.momentum[i].mT)
-    return out - ((x @ written.inputs[i].mT) * shares.rated) @ written.changes[i]
+    if shares.first is not None or shares.carried is not None:
+        by_momentum = None if shares.carried is None else x @ written.momentum[i].mT
+        out = network.pointwise.shared(out, shares.first, by_momentum, shares.carried)
+    scores = x @ written.inputs[i].mT
+    flat = out.flatten(0, 2)
+    flat.baddbmm_((scores * shares.rated).flatten(0, 2), written.changes[i].flatten(0, 2), alpha=-1)
+    return Product(out, scores)
 
 
-def read(query: Tensor, shares: Shares, written: Written) -> Tensor:
+def read(network: Network, query: Tensor, shares: Shares, written: Written) -> Tensor:
     """Return what the last matrix makes, before the norm, of queries of all inner chunks; both [B, H, N, Q, D]."""
     if len(written.weights) == 1:
-        return product(query, shares, written, 0)
-    return product(F.gelu(product(query, shares, written, 0)), shares, written, 1)
+        return product(network, query, shares, written, 0).out
+    return product(network, F.gelu(product(network, query, shares, written, 0).out), shares, written, 1).out

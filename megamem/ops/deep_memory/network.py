@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import Loss, OutputNorm, output_error
+from megamem.ops.deep_memory.pointwise import gelu_slope
 from megamem.ops.linear_recurrence.torch import decay_ratios
 
 Weights = tuple[Tensor, ...]
@@ -69,27 +70,6 @@ class Coefficients(NamedTuple):
     """C [B, H, T, T], lower triangular: share of token i's gradient in the weights after token t."""
     last_momentum: Tensor | None
     """Share of each token's gradient, and last of the first momentum, in the momentum at the end: [B, H, T + 1, 1]."""
-
-
-class Gelu(NamedTuple):
-    """The (exact) GELU x P(x) of some numbers, with P the normal distribution and p its density; all [..., width]."""
-
-    value: Tensor
-    slope: Tensor
-    """P(x) + x p(x)"""
-    density: Tensor
-    """p(x)"""
-
-    def curve(self, x: Tensor) -> Tensor:
-        """Return the second derivative p(x) (2 - x^2) at the x [..., width] that this was made of."""
-        return self.density * (2 - x.square())
-
-
-def gelu(x: Tensor) -> Gelu:
-    """Return the GELU of x [..., width] and its derivative."""
-    density = torch.exp(-0.5 * x.square()) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    below = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
-    return Gelu(x * below, below + x * density, density)
 
 
 def coefficients(rates: InnerRates) -> Coefficients:
@@ -174,7 +154,7 @@ def deep_memory(
     else:
         up, down = weights
         hidden = key @ up.mT  # z
-        active, slope_at_hidden, _ = gelu(hidden)  # h, s'(z)
+        active, slope_at_hidden = F.gelu(hidden), gelu_slope(hidden)  # h, s'(z)
         wrong = error(active)  # r
         slope = (wrong @ down) * slope_at_hidden  # d
         gradients = [(slope, key), (wrong, active)]

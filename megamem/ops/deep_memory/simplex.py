@@ -38,7 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import OutputNorm, output_error
-from megamem.ops.deep_memory.network import Join, Weights, gelu
+from megamem.ops.deep_memory.network import Join, Weights
+from megamem.ops.deep_memory.pointwise import gelu_slope
 
 
 class ChannelRates(NamedTuple):
@@ -93,7 +94,7 @@ def simplex_memory(
     active = key
     if len(logs) == 2:
         hidden = key @ up.mT
-        active, slope, _ = gelu(hidden)
+        active, slope = F.gelu(hidden), gelu_slope(hidden)
     wrong = output_error(active @ down.mT, key, value, "l2", residual, norm)
     # the two factors of each matrix's gradient change_i inputs_i^T; the head's channels are on one side of each
     changes, inputs = [wrong], [active]

@@ -26,7 +26,7 @@ V widths of keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +58,16 @@ def linear_recurrence(
         inner: tokens of an inner chunk.
     Returns: y [B, H, G, T, V], S after the last token.
     """
-    query, key, value = (x.to(state.dtype).contiguous() for x in (query, key, value))
+    # cast and laid out in one pass over each
+    laid_out = torch.contiguous_format
+    query, key, value = (x.to(state.dtype, memory_format=laid_out).contiguous() for x in (query, key, value))
     log_decay, rate = (None if gate is None else gate.to(state.dtype) for gate in (log_decay, rate))
     sizes, outputs, begin = _stretches(key.shape[-2], inner), [], 0
 
     def cut(x: Tensor, axis: int) -> list[Tensor]:
         """Cut the tokens of x, which lie on an axis, into stretches, and these into inner chunks [..., N, L, ...]."""
-        return [part.unflatten(axis, (-1, min(inner, part.shape[axis]))) for part in x.split(sizes, axis)]
+        parts = x.split(sizes, axis) if len(sizes) > 1 else (x,)  # a split's gradients would be copied together
+        return [part.unflatten(axis, (-1, min(inner, part.shape[axis]))) for part in parts]
 
     nothing: list[Tensor | None] = [None] * len(sizes)
     decays, rates = (nothing if gate is None else cut(gate, -1) for gate in (log_decay, rate))
@@ -149,7 +152,20 @@ def _read_and_write(chunks: InnerChunks, state: Tensor) -> tuple[Tensor, Tensor]
     if states is None:
         states = _sums(state, writing.mT @ new, log_kept, numbers)
     before, after = states
-    return reading @ before[:, :, None] + scores @ new[:, :, None], after
+    return _sum_of_products(reading, before, scores, new), after
+
+
+def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Return a b + c d [B, H, G, N, L, V], added as the second product is made.
+
+    a: [B, H, G, N, L, D]; b: [B, H, N, D, V]; c: [B, H, G, N, L, L]; d: [B, H, N, L, V].
+    """
+    if a.shape[2] > 1:
+        # one product for each of the G query heads that read a memory
+        b, d = (x[:, :, None].expand(*a.shape[:4], *x.shape[3:]) for x in (b, d))
+    shape = (*a.shape[:-1], b.shape[-1])
+    a, b, c, d = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c, d))
+    return torch.baddbmm(torch.bmm(a, b), c, d).view(shape)
 
 
 def _sums(
@@ -168,18 +184,45 @@ def _sums(
         if numbers is not None:
             kept = torch.where((numbers[:, 1] == numbers[:, 0])[:, None, None, None], kept, 0)
         return state[:, :, None], kept + writes[:, :, 0]
-    terms = torch.cat((state[:, :, None], writes), dim=2)
-    if log_kept is None and numbers is None:
-        states = terms.cumsum(2)
-    else:
-        # what is left of each term at each border
-        logs = terms.new_zeros(1, 1, terms.shape[2]) if log_kept is None else F.pad(log_kept, (1, 0))
-        _, left = decay_ratios(logs)
-        if numbers is not None:
-            left = torch.where((numbers[:, :, None] == numbers[:, None])[:, None], left, 0)
-        states = (left @ terms.flatten(3)).unflatten(3, terms.shape[3:])
-    # a copy: a view would keep the states of all borders alive
-    return states[:, :, :-1], states[:, :, -1].clone()
+    # what is left of the first S and of each write at each border
+    borders = writes.shape[2] + 1
+    logs = writes.new_zeros(1, 1, borders) if log_kept is None else F.pad(log_kept, (1, 0))
+    _, left = decay_ratios(logs)
+    if numbers is not None:
+        left = torch.where((numbers[:, :, None] == numbers[:, None])[:, None], left, 0)
+    before, after = _Sums.apply(left, state, writes)
+    return before, after
+
+
+class _Sums(torch.autograd.Function):
+    """Sums over the borders of inner chunks; autograd would pad both results' gradients with zeros to add them."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, state: Tensor, writes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return S before each inner chunk, and after the last one; see `_sums`.
+
+        left: what is left of each term at each border, [B or 1, H or 1, N + 1, N + 1].
+        """
+        ctx.save_for_backward(left, state, writes)
+        terms = _terms(state, writes).flatten(3)
+        before, after = left[..., :-1, :] @ terms, left[..., -1:, :] @ terms
+        return before.unflatten(3, state.shape[2:]), after.view(state.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return the gradients of what `forward` was given, from those of its results [B, H, N, D, V], [B, H, D, V]."""
+        left, state, writes = ctx.saved_tensors
+        of_borders = torch.cat((gradients[0], gradients[1][:, :, None]), dim=2).flatten(3)
+        of_terms = (left.mT @ of_borders).unflatten(3, state.shape[2:])
+        of_left = None
+        if ctx.needs_input_grad[0]:
+            of_left = (of_borders @ _terms(state, writes).flatten(3).mT).sum_to_size(left.shape)
+        return of_left, of_terms[:, :, 0], of_terms[:, :, 1:]
+
+
+def _terms(state: Tensor, writes: Tensor) -> Tensor:
+    """Return the first S and all writes, [B, H, N + 1, D, V]; see `_sums`."""
+    return torch.cat((state[:, :, None], writes), dim=2)
 
 
 def _products(

@@ -1,0 +1,118 @@
+"""The functions of a deep memory that are no matrix products: number by number, or row by row.
+
+On a device each of their operations reads and writes all of its numbers; `training.compile` makes one kernel of each
+function. Letters of shapes as in `group_forward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamem.ops.deep_memory.error import error_gradients, norm_gradients, output_error
+
+
+def gelu_slope(x: Tensor) -> Tensor:
+    """Return the derivative of the (exact) GELU x P(x), P(x) + x p(x) with p the normal density, at x [..., width]."""
+    slope: Tensor = torch.ops.aten.gelu_backward(torch.ones((), dtype=x.dtype, device=x.device).expand_as(x), x)
+    return slope
+
+
+def gelu_curve(x: Tensor) -> Tensor:
+    """Return the second derivative of GELU, p(x) (2 - x^2), at x [..., width]."""
+    square = x.square()
+    density = (-0.5 * square).exp_()
+    return density.mul_(square.sub_(2.0).mul_(-0.3989422804014327))  # 1 over sqrt(2 pi)
+
+
+def faded(
+    weights: Tensor, momentum: Tensor | None, lost: Tensor | None, carried: Tensor | None, momentum_kept: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what an inner chunk leaves of W and S, W + c W + m S and e S; all [B, H, out, in].
+
+    lost, carried, momentum_kept: c, m and e, [B, H, 1, 1]; None for what there is not.
+    """
+    kept = weights if lost is None else torch.addcmul(weights, lost, weights)
+    if momentum is None or carried is None or momentum_kept is None:
+        return kept, None
+    return torch.addcmul(kept, carried, momentum), momentum_kept * momentum
+
+
+def shared(out: Tensor, first: Tensor | None, by_momentum: Tensor | None, carried: Tensor | None) -> Tensor:
+    """Return beta_t x_t W^T + m_t x_t S^T, given both products [B, H, N, Q, out]; beta and m: [B, H, N, Q, 1]."""
+    kept = out if first is None else first * out
+    return kept if by_momentum is None or carried is None else torch.addcmul(kept, carried, by_momentum)
+
+
+class SharedGradients(NamedTuple):
+    """Gradients of `shared`, as far as they go through x."""
+
+    x: Tensor
+    """[B, H, N, Q, in]"""
+    first: Tensor | None
+    """[B, H, N, Q, 1]"""
+    carried: Tensor | None
+    """[B, H, N, Q, 1]"""
+
+
+def shared_gradients(
+    x: Tensor, of_x: Tensor, first: Tensor | None, by_momentum: Tensor | None, carried: Tensor | None
+) -> SharedGradients:
+    """Return the gradients of `shared`.
+
+    x: [B, H, N, Q, in]; of_x: the gradient of the result times W, and by_momentum: times S, both like x.
+    """
+    of_first = None if first is None else (x * of_x).sum(-1, keepdim=True)
+    total = of_x if first is None else first * of_x
+    if by_momentum is None or carried is None:
+        return SharedGradients(total, of_first, None)
+    of_carried = (x * by_momentum).sum(-1, keepdim=True)
+    return SharedGradients(torch.addcmul(total, carried, by_momentum), of_first, of_carried)
+
+
+def faded_gradients(
+    of_weights: Tensor, of_momentum: Tensor | None, weights: Tensor, momentum: Tensor | None, lost: Tensor | None,
+    carried: Tensor | None, momentum_kept: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of `faded`: of W and S [B, H, out, in], c, m and e [B, H, 1, 1].
+
+    of_weights, of_momentum: those of its results, [B, H, out, in]; the rest as in `faded`.
+    """
+    total, of_lost = of_weights, None
+    if lost is not None:
+        of_lost = (of_weights * weights).sum((-2, -1), keepdim=True)
+        total = torch.addcmul(of_weights, lost, of_weights)
+    if momentum is None or of_momentum is None or carried is None or momentum_kept is None:
+        return total, None, of_lost, None, None
+    of_carried = (of_weights * momentum).sum((-2, -1), keepdim=True)
+    of_kept = (of_momentum * momentum).sum((-2, -1), keepdim=True)
+    return total, (carried * of_weights).addcmul_(momentum_kept, of_momentum), of_lost, of_carried, of_kept
+
+
+def hidden_gradients(of_change: Tensor, hidden: Tensor, back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of W1^T r and z, given that of d = (W1^T r) s'(z), and s'(z); all [B, H, T, I].
+
+    hidden, back: z and W1^T r.
+    """
+    slope = gelu_slope(hidden)
+    return of_change * slope, gelu_curve(hidden).mul_(of_change).mul_(back), slope
+
+
+class Pointwise(NamedTuple):
+    """The functions above and those of `error.py`, compiled or not."""
+
+    gelu_slope: Callable[..., Any] = gelu_slope
+    faded: Callable[..., Any] = faded
+    shared: Callable[..., Any] = shared
+    shared_gradients: Callable[..., Any] = shared_gradients
+    faded_gradients: Callable[..., Any] = faded_gradients
+    hidden_gradients: Callable[..., Any] = hidden_gradients
+    output_error: Callable[..., Any] = output_error
+    error_gradients: Callable[..., Any] = error_gradients
+    norm_gradients: Callable[..., Any] = norm_gradients
+
+
+PLAIN = Pointwise()
