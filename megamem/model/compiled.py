@@ -40,9 +40,8 @@ def restore_pointwise(stage: Stage) -> None:
 
 def use_pointwise(stage: Stage, changed: Callable[[Function], Function]) -> None:
     """Let the stage use `changed` versions of the functions that work number by number."""
-    norm, gate, rotary, convolution, head_norm = map(
-        changed, (rms_norm, gated, apply_rotary, short_convolution, gated_head_norm)
-    )
+    functions: tuple[Function, ...] = (rms_norm, gated, apply_rotary, short_convolution, gated_head_norm)
+    norm, gate, rotary, convolution, head_norm = map(changed, functions)
     of_networks = Pointwise(*map(changed, PLAIN))
     for module in stage.modules():
         if isinstance(module, RMSNorm):

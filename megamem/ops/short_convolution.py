@@ -43,7 +43,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return z and the last tokens; see `short_convolution` for the shapes."""
+        """Return z [T, B, heads, width] and the last tokens; see `short_convolution`."""
         ctx.save_for_backward(joined, weight)
         taps = weight.shape[-1]
         tokens = len(joined) - taps + 1

@@ -36,5 +36,5 @@ class HeadNorm(nn.Module):
         self.function = gated_head_norm
 
     def forward(self, read: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Normalize and gate `read`; see `gated_head_norm` for the shapes."""
+        """Normalize and gate `read` [B, heads, T, V]; see `gated_head_norm`."""
         return self.function(read, self.weight, gate, self.eps, dtype)

@@ -189,8 +189,10 @@ class Backward:
                 if reads.momentum is not None:
                     momenta[i] = _add_outer(of_carried, reads.momentum, n)
             _add_outer(weights[i], reads.weights, n)
-        of_shares = [_sum(parts) for parts in zip(*others, strict=True)] or [None] * 3
-        return tuple(weights), tuple(momenta), *of_shares
+        if not others:
+            return tuple(weights), (), None, None, None
+        of_lost, of_last_carried, of_kept = (_sum(parts) for parts in zip(*others, strict=True))
+        return tuple(weights), tuple(momenta), of_lost, of_last_carried, of_kept
 
     def _within(
         self, n: int, of_weights: Weights, of_inputs: list[Tensor], of_changes: list[Tensor]
