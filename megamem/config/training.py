@@ -48,7 +48,7 @@ class TrainingConfig(ConfigModel):
     """Folder in which the memories of a frozen encoder are kept: each chunk of text is encoded once, whatever run reads
     it again. Nothing is kept if not given."""
     compile: bool = False
-    """torch.compile what lies between matrix products (norms, gates, short convolutions), one kernel each; pays on CUDA."""
+    """torch.compile what lies between matrix products (norms, gates, convolutions), one kernel each; pays on CUDA."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5

@@ -56,14 +56,19 @@ _NOTHING = {
     _aten._reshape_alias.default,
 }
 """Operations that run nothing on a device and do not say so themselves."""
+_SHAPED = {
+    getattr(_aten, name).default
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like")
+}
+"""Operations of whose first operand only the shape or the dtype is asked."""
 
 
 def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation | None:
     """Return what an operation asks of a device, or None if it asks nothing: a view, memory without values."""
     if func in _NOTHING or _is_view(func):
         return None
-    # what is written to `out` is not read before
-    read = (*args, *(value for name, value in kwargs.items() if name != "out"))
+    # what is written to `out` is not read before, and what only gives a shape is not read at all
+    read = () if func in _SHAPED else (*args, *(value for name, value in kwargs.items() if name != "out"))
     moved = sum(map(touched, tensors_in(read))) + sum(map(touched, tensors_in((out,))))
     if func in _ATTENTION or func in _ATTENTION_BACKWARD:
         return _attention(func, args, moved)

@@ -25,9 +25,15 @@ from megamem.ops.deep_memory.group_forward import (
 from megamem.ops.deep_memory.network import Weights
 
 Gradient = Tensor | None
-Factors = tuple[Tensor, Tensor]
-"""Of the gradient of a matrix in each inner chunk, [B, H, N, Q, out] and [B, H, N, Q, in]: the sum of the tokens' outer
-products, which is made where it is added to what comes from later ones."""
+
+
+class Factors(NamedTuple):
+    """The factors of a sum of outer products over tokens, which has the shape of a matrix."""
+
+    out: Tensor
+    """[..., tokens, out]"""
+    inputs: Tensor
+    """[..., tokens, in]"""
 
 
 class ProductGradients(NamedTuple):
@@ -35,6 +41,7 @@ class ProductGradients(NamedTuple):
 
     x: Tensor
     weights: Factors
+    """Made where it is added to what comes from later inner chunks, as the momentum's."""
     momentum: Factors | None
     inputs: Tensor
     change: Tensor
@@ -55,7 +62,7 @@ def product_gradients(
     if shares.first is not None or shares.carried is not None:
         by_momentum = None if shares.carried is None else out @ written.momentum[i]
         of_x, first, carried = network.pointwise.shared_gradients(x, of_x, shares.first, by_momentum, shares.carried)
-    weights = (out, x) if shares.first is None else _shared(shares.first, out, x)
+    weights = Factors(out, x) if shares.first is None else _shared(shares.first, out, x)
     momentum = None if shares.carried is None else _shared(shares.carried, out, x)
     of_scores = out @ change.mT
     rated = shares.rated * of_scores
@@ -69,7 +76,7 @@ def product_gradients(
 def _shared(share: Tensor, out: Tensor, x: Tensor) -> Factors:
     """Return the factors of sum_t share_t out_t x_t^T; share: [..., Q, 1]; out: [..., Q, out]; x: [..., Q, in]."""
     # the narrower of the two is the cheaper one to multiply
-    return (out, share * x) if x.shape[-1] <= out.shape[-1] else (share * out, x)
+    return Factors(out, share * x) if x.shape[-1] <= out.shape[-1] else Factors(share * out, x)
 
 
 def _negative_product(a: Tensor, b: Tensor) -> Tensor:
@@ -143,7 +150,7 @@ class Backward:
 
     def _subtracted(
         self, n: int, of_weights: Weights, of_momentum: Weights
-    ) -> tuple[Tensor, Gradient, list[Tensor], list[Tensor]]:
+    ) -> tuple[Gradient, Gradient, list[Tensor], list[Tensor]]:
         """Go back through the tokens' steps of inner chunk n.
 
         of_weights, of_momentum: gradients of W and S after it, [B, H, out, in].
@@ -155,18 +162,33 @@ class Backward:
         of_inputs, of_changes = [], []
         shares = shares_at(self._shares, n)
         for i, reads in enumerate(self._reads):
-            change, inputs = self._written.changes[i][:, :, n], self._written.inputs[i][:, :, n]
-            of_change, of_input = reads.change[:, :, n], reads.inputs[:, :, n]
-            of_inputs.append(of_input)
-            of_changes.append(of_change)
-            of_steps.append(_subtract_gradients(of_change, of_input, shares.step, change, inputs, of_weights[i]))
+            factors = Factors(self._written.changes[i][:, :, n], self._written.inputs[i][:, :, n])
+            of_factors = Factors(reads.change[:, :, n], reads.inputs[:, :, n])
+            of_factors, of_step = self._of_outer(of_factors, shares.step, factors, of_weights[i])
+            of_steps.append(of_step)
             if shares.momentum_step is not None:
-                of_momentum_steps.append(
-                    _subtract_gradients(of_change, of_input, shares.momentum_step, change, inputs, of_momentum[i])
-                )
-        of_step = _sum(of_steps)
-        assert of_step is not None
-        return of_step, _sum(of_momentum_steps), of_inputs, of_changes
+                of_factors, of_step = self._of_outer(of_factors, shares.momentum_step, factors, of_momentum[i])
+                of_momentum_steps.append(of_step)
+            of_changes.append(of_factors.out)
+            of_inputs.append(of_factors.inputs)
+        return _sum(of_steps), _sum(of_momentum_steps), of_inputs, of_changes
+
+    def _of_outer(
+        self, of_factors: Factors, share: Tensor, factors: Factors, of_matrix: Tensor
+    ) -> tuple[Factors, Tensor]:  # fmt: skip
+        """Return the gradients of the factors [B, H, T, ...] and shares [B, H, T, 1] of `subtract_outer`.
+
+        of_factors: what there is of them already; of_matrix: the gradient of the result, [B, H, out, in].
+        """
+        of_step = self._network.pointwise.step_gradients
+        # products with the wider of the two are made as narrow as the other one
+        if factors.inputs.shape[-1] <= factors.out.shape[-1]:
+            of_inputs, of_share, shared = of_step(of_factors.inputs, share, factors.inputs, factors.out @ of_matrix)
+            subtract_product(of_factors.out, shared, of_matrix.mT, out=of_factors.out)
+            return Factors(of_factors.out, of_inputs), of_share
+        of_out, of_share, shared = of_step(of_factors.out, share, factors.out, factors.inputs @ of_matrix.mT)
+        subtract_product(of_factors.inputs, shared, of_matrix, out=of_factors.inputs)
+        return Factors(of_out, of_factors.inputs), of_share
 
     def _faded(
         self, n: int, of_weights: Weights, of_momentum: Weights
@@ -229,29 +251,9 @@ class Backward:
         return keys if of_key is None else keys + of_key, of_value
 
 
-def _subtract_gradients(
-    of_change: Tensor, of_inputs: Tensor, share: Tensor, change: Tensor, inputs: Tensor, of_matrix: Tensor
-) -> Tensor:
-    """Add to the gradients of change and inputs what `subtract_outer` hands on, and return that of the shares.
-
-    of_change, change: [B, H, T, out]; of_inputs, inputs: [B, H, T, in]; share: [B, H, T, 1]; of_matrix: the gradient of
-    the result, [B, H, out, in].
-    """
-    # products with the wider of the two are made as narrow as the other one
-    if inputs.shape[-1] <= change.shape[-1]:
-        narrow, of_narrow, wide, of_wide, to_narrow = inputs, of_inputs, change, of_change, of_matrix
-    else:
-        narrow, of_narrow, wide, of_wide, to_narrow = change, of_change, inputs, of_inputs, of_matrix.mT
-    slope = wide @ to_narrow
-    subtract_product(of_wide, share * narrow, to_narrow.mT, out=of_wide)
-    of_narrow.addcmul_(share, slope, value=-1)
-    return -(narrow * slope).sum(-1, keepdim=True)
-
-
 def _add_outer(x: Tensor, factors: Factors, n: int) -> Tensor:
     """Add the sum of outer products of inner chunk n to x [B, H, out, in], and return it."""
-    out, inputs = factors
-    return _add_product(x, out[:, :, n].mT, inputs[:, :, n])
+    return _add_product(x, factors.out[:, :, n].mT, factors.inputs[:, :, n])
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -92,6 +92,30 @@ def faded_gradients(
     return total, (carried * of_weights).addcmul_(momentum_kept, of_momentum), of_lost, of_carried, of_kept
 
 
+class StepGradients(NamedTuple):
+    """What `subtract_outer` hands on to the narrower factor of its outer products, and of the shares."""
+
+    narrow: Tensor
+    """With what there was of it, [B, H, T, width]."""
+    share: Tensor
+    """[B, H, T, 1]"""
+    shared: Tensor
+    """The factor times its share, [B, H, T, width]."""
+
+
+def step_gradients(of_narrow: Tensor, share: Tensor, narrow: Tensor, slope: Tensor) -> StepGradients:
+    """Return the gradients of the factor and its share.
+
+    Args:
+        of_narrow: what there is of the factor's gradient already, [B, H, T, width].
+        share: [B, H, T, 1].
+        narrow: the factor, [B, H, T, width].
+        slope: the product of the other factor and the gradient of the matrix, [B, H, T, width].
+    """
+    of_share = -(narrow * slope).sum(-1, keepdim=True)
+    return StepGradients(torch.addcmul(of_narrow, share, slope, value=-1), of_share, share * narrow)
+
+
 def hidden_gradients(of_change: Tensor, hidden: Tensor, back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of W1^T r and z, given that of d = (W1^T r) s'(z), and s'(z); all [B, H, T, I].
 
@@ -109,6 +133,7 @@ class Pointwise(NamedTuple):
     shared: Callable[..., Any] = shared
     shared_gradients: Callable[..., Any] = shared_gradients
     faded_gradients: Callable[..., Any] = faded_gradients
+    step_gradients: Callable[..., Any] = step_gradients
     hidden_gradients: Callable[..., Any] = hidden_gradients
     output_error: Callable[..., Any] = output_error
     error_gradients: Callable[..., Any] = error_gradients
