@@ -96,7 +96,7 @@ class StepGradients(NamedTuple):
     """What `subtract_outer` hands on to the narrower factor of its outer products, and of the shares."""
 
     narrow: Tensor
-    """With what there was of it, [B, H, T, width]."""
+    """The factor's, with what there was of it, [B, H, T, width]."""
     share: Tensor
     """[B, H, T, 1]"""
     shared: Tensor
