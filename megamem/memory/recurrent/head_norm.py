@@ -1,4 +1,4 @@
-"""The norm and the output gate of what recurrent memories are read for."""
+"""The norm and the output gate that what is read of a recurrent memory goes through."""
 
 from __future__ import annotations
 
