@@ -28,7 +28,7 @@ SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 OVERRIDES ?=
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -qq
 
-.PHONY: install demo dist test test-full test-package test-readme test-cluster test-gpu mutants lint format docs site bench bench-gpu clean
+.PHONY: install demo dist test test-full test-package test-readme test-cluster test-gpu mutants lint format docs site bench bench-gpu rented clean
 
 install: $(STAMP)  ## Install megamem and its development tools
 
@@ -72,7 +72,7 @@ test-cluster: install  ## Jobs on SLURM, by ssh and across hosts; as root, after
 	DS_BUILD_OPS=0 $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev,cluster]'
 	$(BIN)/python -m pytest tests/cluster -m cluster
 
-test-gpu: install  ## The tests for a CUDA device
+test-gpu: install  ## The tests for CUDA devices: one, two and four
 	$(BIN)/python -m pytest tests/gpu -m gpu
 
 mutants: install  ## Whether tests notice small slips in the code, tried one by one; before releases
@@ -100,8 +100,11 @@ bench: install  ## Throughput of memory models over plain attention on the CPU; 
 	$(BIN)/python -m benchmarks.cpu
 	$(BIN)/python -m benchmarks.checkpoints
 
-bench-gpu: install  ## Throughput and MFU on one CUDA device; says so and ends without one
+bench-gpu: install  ## Rates of a CUDA device, throughput and MFU on it; says so and ends without one
 	$(BIN)/python -m benchmarks.gpu
+
+rented: install  ## Preflight, test-gpu and bench-gpu on a rented machine, packed into one archive
+	$(BIN)/python -m benchmarks.rented
 
 clean:  ## Remove the local environment and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -7,6 +7,8 @@ micro-batch and one window over the whole sequence a step, optimizer included. M
 tokens, fewer where memory is short; if a single sequence does not fit, blocks are recomputed in the backward pass.
 Each cell is measured plain and with `training.compile`. Times are medians over steps after warm-up.
 
+First the rates of the device are measured and written for plans (`benchmarks/gpu_rates.py`), unless `--no-rates`.
+
 Without a CUDA device it says so and ends. `--device cpu --tiny` checks the benchmark itself.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu_rates
 from benchmarks.common import OUTPUT, model_from, publish, random_batch, shipped_model, summary, table
 from benchmarks.gpu_engines import Trainable, build, missing_libraries
 from megamem.config.load import parse_config
@@ -252,6 +255,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=500, help="seconds in all, shared evenly by the models")
     parser.add_argument("--engine", choices=["auto", "real", "minimal"], default="auto")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain cells only")
+    parser.add_argument("--no-rates", dest="rates", action="store_false", help="leave the device's rates out")
     parser.add_argument("--backend", default="inductor", help="backend of torch.compile")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models and lengths: checks the benchmark itself")
@@ -271,6 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
         print("benchmarks.gpu: needs a CUDA device and torch finds none; nothing measured")
         return
     avoid_broken_amx()
+    if options.device == "cuda" and options.rates:
+        gpu_rates.main(["--output", str(options.output.with_name("device.yaml"))])
     missing = missing_libraries() if options.engine == "auto" else None
     engine = "minimal" if missing or options.engine == "minimal" else "real"
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"

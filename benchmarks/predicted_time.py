@@ -18,7 +18,7 @@ from benchmarks.cpu import Shape, unit
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.planning.activations import Activations
-from megamem.planning.cpu_rates import cpu_rates
+from megamem.planning.device_rates import cpu_rates
 from megamem.planning.measured_part import Share
 from megamem.planning.roofline import PassTime
 from megamem.planning.step_time import StageWork, sum_of

@@ -1,6 +1,7 @@
 """What the roofline predicts of training one device with each 760M model, and what its time is spent on.
 
-    python -m benchmarks.roofline [--models NAME ...] [--device h100] [--rows 4] [--length 4096] [--compile]
+    python -m benchmarks.roofline [--models NAME ...] [--device h100] [--rows 4] [--length 4096]
+        [--compile] [--triton] [--fla]
 
 Forward and backward of one micro-batch, BF16, without the optimizer's update and without other devices. Kernels are
 those of a chunk in one layer, both passes. Nothing runs on a device: operations are counted on the CPU
@@ -26,12 +27,15 @@ from megamem.planning.step_time import StageWork, sum_of
 MODELS = {path.stem: path for path in sorted((ROOT / "configs/models").glob("*/*-760m.yaml"))}
 
 
-def predict(path: Path, device: Machine, rows: int, length: int, compiled: bool) -> dict[str, Any]:
-    """Figures of one model, read in sequences of `length` tokens or of one chunk if that is longer."""
-    model = model_from(path)
+def predict(path: Path, device: Machine, rows: int, length: int, compiled: bool, **kernels: str) -> dict[str, Any]:
+    """Figures of one model, read in sequences of `length` tokens or of one chunk if that is longer.
+
+    kernels: fields of the model.
+    """
+    model = model_from(path).model_copy(update=kernels)
     chunks = max(1, length // model.chunk_size)
-    kernels = "compiled" if compiled else "cuda"
-    parts, share = Activations(model, "bf16", chunks, cores(), kernels=kernels), Share(rows, 1)
+    around = "compiled" if compiled else "cuda"
+    parts, share = Activations(model, "bf16", chunks, cores(), kernels=around), Share(rows, 1)
     by_layer = [parts.layer_work(layer, share) for layer in range(model.layers)]
     passes = StageWork(parts, device.reached).stage(range(model.layers), share)
     time = sum_of(each for chunk in passes for each in chunk)
@@ -50,13 +54,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--compile", action="store_true", help="with training.compile")
+    parser.add_argument("--triton", action="store_true", help="with model.deep_memory_kernel: triton")
+    parser.add_argument("--fla", action="store_true", help="with model.recurrence_kernel: fla")
     parser.add_argument("--output", type=Path, default=OUTPUT / "roofline.json")
     options = parser.parse_args(arguments)
     device = machine(options.device, 1)
+    kernels = {
+        "deep_memory_kernel": "triton" if options.triton else "torch",
+        "recurrence_kernel": "fla" if options.fla else "torch",
+    }
     found = {}
     heads = ["model", "kernels", "tokens/s", "MFU", *asdict(PassTime())]
     for name in options.models:
-        one = found[name] = predict(MODELS[name], device, options.rows, options.length, options.compile)
+        one = found[name] = predict(MODELS[name], device, options.rows, options.length, options.compile, **kernels)
         print(f"{name}: {one['tokens_per_second']:,.0f} tokens/s", flush=True)
     rows = [
         [

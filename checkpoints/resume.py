@@ -30,6 +30,7 @@ from checkpoints.training_state import (
 )
 from checkpoints.verify import verify
 from megamem.config.checkpoint import CheckpointConfig
+from megamem.config.kernels import KernelsConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
@@ -155,7 +156,7 @@ def _trained_part(model: object) -> dict[str, Any]:
     # a configuration of another version, which may not be valid now, is compared as it stands
     with contextlib.suppress(ValidationError):
         model = ModelConfig.model_validate(model).model_dump(mode="json")
-    free = ("attention_kernel", "recurrence_kernel", "init_std")
+    free = {*KernelsConfig.model_fields, "init_std"}
     return {key: value for key, value in model.items() if key not in free} if isinstance(model, dict) else {}
 
 

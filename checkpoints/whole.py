@@ -10,7 +10,7 @@ from megamem.config.model import ModelConfig
 from megamem.errors import CheckpointError
 from megamem.model.stage import Stage, meta_stage
 
-PORTABLE = {"attention_kernel": "sdpa", "recurrence_kernel": "torch"}
+PORTABLE = {"attention_kernel": "sdpa", "recurrence_kernel": "torch", "deep_memory_kernel": "torch"}
 """Fields of a model's configuration with which it runs anywhere: torch's own kernels."""
 
 

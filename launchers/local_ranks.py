@@ -43,9 +43,10 @@ def run_node(node: Node, arguments: Sequence[str], listen: bool) -> int:
 
     Raises: see `run_agent`.
     """
-    # importing torch takes seconds, in which a signal must end the node too; then the agent handles them
+    # importing torch takes seconds, in which a signal must end the node too; then the agent handles them. At once, and
+    # not by an exception, which is lost where Python runs a callback of its own, as it often does while it imports
     for number in not_ignored():
-        signal.signal(number, lambda *_: sys.exit(STOPPED))
+        signal.signal(number, lambda *_: os._exit(STOPPED))
     if listen:
         node = replace(node, token=sys.stdin.readline().strip())
         threading.Thread(target=_listen, name="signals", daemon=True).start()

@@ -14,7 +14,9 @@ ModelFile = Annotated[
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")]
 Processes = Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable")]
-TrainedModel = Annotated[Path, typer.Argument(help="checkpoint (step-NNNNNNNN), run folder, or exported model")]
+TrainedModel = Annotated[
+    Path, typer.Argument(help="checkpoint (step-NNNNNNNN), run folder, exported or imported model")
+]
 Precision = Annotated[str, typer.Option("--dtype", help="fp32 or bf16")]
 Device = Annotated[str | None, typer.Option(help="cuda where there is one if not given")]
 _INPUTS = typer.Argument(

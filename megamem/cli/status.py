@@ -50,6 +50,11 @@ def status(
 
 def _look(folder: Path) -> tuple[dict[str, object], RenderableType, Condition]:
     """Return what a run or a curriculum is at: for JSON, to be shown, and in one word."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from megamem.evaluation.suites.result import read_suites
     from megamem.runs.status import (
         curriculum_condition,
         is_curriculum,
@@ -59,11 +64,19 @@ def _look(folder: Path) -> tuple[dict[str, object], RenderableType, Condition]:
         runs_table,
     )
 
+    figures: dict[str, object]
     if not is_curriculum(folder):
-        found = read_status(folder)
-        return found.to_dict(), run_page(found), found.condition
+        found, suites = read_status(folder), read_suites(folder)
+        page: RenderableType = run_page(found)
+        if suites:
+            lines = Table.grid(padding=(0, 2))
+            for suite in suites:
+                lines.add_row(f"suite {suite.suite}", Text(suite.line()))
+            page = Group(page, lines)
+        figures = {**found.to_dict(), "suites": [suite.to_dict() for suite in suites]}
+        return figures, page, found.condition
     lessons = lesson_statuses(folder)
     condition = curriculum_condition(lessons)
     each = [lesson.to_dict() for lesson in lessons]
-    figures: dict[str, object] = {"curriculum": str(folder), "state": condition, "lessons": each}
+    figures = {"curriculum": str(folder), "state": condition, "lessons": each}
     return figures, runs_table(lessons, folder), condition

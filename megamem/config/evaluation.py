@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -18,6 +19,29 @@ class CorruptionConfig(ConfigModel):
     """`memory`: layers that carry a state from chunk to chunk. `all`: the others too."""
     remembered: bool = False
     """Whether memories store the noise; if not, what they store is left alone."""
+
+
+SuiteName = Literal["commonsense", "recall", "ruler", "longbench", "babilong", "perplexity"]
+"""The suites of evaluation tasks; see docs/suites.md."""
+
+
+class TasksConfig(ConfigModel):
+    """Suites of evaluation tasks that the model is asked while it trains and at the end; see docs/suites.md."""
+
+    suites: tuple[SuiteName, ...] = ()
+    """Suites by name; none if empty. They need `data.tokenizer`, lm-eval, and data in `folder`."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations while training; 0 evaluates only at the end."""
+    limit: PositiveInt | None = None
+    """Documents of each task while training; all if not given. At the end `final_limit` counts."""
+    final_limit: PositiveInt | None = None
+    """Documents of each task at the end; all if not given."""
+    folder: Path = Path("runs/tasks")
+    """Folder of the data, as `megamem tasks fetch` writes it."""
+    lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens of contexts where a suite asks at several lengths; the suite's own if empty."""
+    only: tuple[str, ...] = ()
+    """Tasks whose names begin with one of these; all of a suite's if empty."""
 
 
 class EvaluationConfig(ConfigModel):
@@ -44,5 +68,7 @@ class EvaluationConfig(ConfigModel):
     forget_long_term: bool = False
     """Take away the long-term memory alone, where a layer has a shorter one beside it, in the evaluation at the end and
     in `megamem evaluate`: all figures are those of the model without it."""
+    tasks: TasksConfig = TasksConfig()
+    """Suites of evaluation tasks."""
     corruption: CorruptionConfig = CorruptionConfig()
     """Noise in the evaluation at the end and in `megamem evaluate`, never in training."""

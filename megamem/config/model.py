@@ -14,6 +14,7 @@ from megamem.config import model_checks as checks
 from megamem.config.adaptive import check_vocabulary
 from megamem.config.base import ConfigModel
 from megamem.config.cost import Flops
+from megamem.config.kernels import KernelsConfig
 from megamem.config.layers import LayersConfig
 from megamem.config.mup import MupConfig, check_base
 from megamem.config.parts import ModelPart
@@ -237,7 +238,7 @@ class LayerMixer(ConfigModel):
     """The mixer of these layers."""
 
 
-class ModelConfig(LayersConfig):
+class ModelConfig(LayersConfig, KernelsConfig):
     """A Llama-3-type decoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, a mixer per layer.
 
     Norm, MLP, biases and positions can be GPT-2's.
@@ -265,11 +266,6 @@ class ModelConfig(LayersConfig):
     mup: MupConfig | None = None
     """Scale start values, learning rates, attention and logits by the width over that of a base model
     (docs/mup.md); the standard parametrization if not given."""
-    attention_kernel: Literal["sdpa", "flex", "flash_attn", "eager"] = "sdpa"
-    """Kernel of every softmax attention. `flash_attn` needs the package; `eager` is for tests."""
-    recurrence_kernel: Literal["torch", "fla"] = "torch"
-    """Kernel of linear_attention, retnet, delta_net and ssd. `fla`, of the package flash-linear-attention, computes in
-    BF16 on CUDA; everything else torch computes all the same."""
 
     @property
     def base(self) -> ModelConfig:

@@ -32,8 +32,10 @@ def _paths(value: object) -> object:
     raise ValueError("expected a path, or paths by part as {encoder: FILE, decoder: FILE}")
 
 
+BASE = "base"
+"""In the place of a part: a pretrained decoder, to which the model adds memories."""
 StartWeights = Path | dict[str, Path]
-"""A weights file of the whole model, or one for each part by its name."""
+"""A weights file of the whole model, one for each part by its name, or one of the `base` alone."""
 AnyStartWeights = Annotated[StartWeights, BeforeValidator(_paths)]
 
 
@@ -110,8 +112,12 @@ def check_parts(kind: str, parts: Mapping[str, ModelPart], init_from: StartWeigh
 
     kind, parts: of the model's architecture.
     """
+    if isinstance(init_from, dict) and set(init_from) == {BASE} and not parts:
+        init_from = None
     known = f"architecture {kind} has {' and '.join(parts)}" if parts else f"architecture {kind} has no parts"
     named = {f"training.init_from.{part}": part for part in (init_from if isinstance(init_from, dict) else ())}
+    if not parts:  # of a model without parts, the base is all
+        named.pop(f"training.init_from.{BASE}", None)
     if freeze not in (None, "base"):
         named[f"training.freeze {freeze}"] = str(freeze)
     for where, part in named.items():

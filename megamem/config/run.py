@@ -219,6 +219,8 @@ class RunConfig(ConfigModel):
             )
         parts = architecture.parts(self.model)
         check_parts(architecture.kind, parts, self.training.init_from, self.training.freeze)
+        if self.training.distill is not None:
+            self.training.distill.check(self.model, self.parallel, self.data, self.training.objective)
         self.training.objective.check(self.model)
         self.training.objective.check_sequences(self.model, self.data)
         return self

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megamem.config.base import ConfigModel
+from megamem.config.distill import DistillConfig
 from megamem.config.extensions import AnyCallback
 from megamem.config.objective import AnyObjective
 from megamem.config.parts import AnyStartWeights
@@ -38,17 +39,23 @@ class TrainingConfig(ConfigModel):
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     init_from: AnyStartWeights | None = None
-    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it, or such files of
-    single parts of the model, `encoder` and `decoder`; what no file holds is random. A run that goes on from a
-    checkpoint has its own."""
+    """Safetensors file of weights to start from, as a run or `megamem checkpoint merge` writes it; such files of
+    single parts of the model, `encoder` and `decoder`; or that of the `base` without the model's memories. What no file
+    holds is random. A run that goes on from a checkpoint has its own."""
     freeze: str | None = None
     """What does not learn, and has no gradients and no optimizer state. `base`: all parameters but the new ones, which
-    no file of `init_from` holds; `encoder` or `decoder`: that part of the model. Everything learns if not given."""
+    `init_from` holds nothing for; `encoder` or `decoder`: that part of the model. Everything learns if not given."""
+    distill: DistillConfig | None = None
+    """A teacher whose predictions the model learns besides the text; none if not given."""
     embedding_cache: Path | None = None
     """Folder in which the memories of a frozen encoder are kept: each chunk of text is encoded once, whatever run reads
     it again. Nothing is kept if not given."""
     compile: bool = False
     """torch.compile what lies between matrix products (norms, gates, convolutions), one kernel each; pays on CUDA."""
+    kernels: Literal["auto", "torch"] = "auto"
+    """Who computes rotary positions, gates of MLPs and gated norms of heads on CUDA. `auto`: the kernels of the package
+    flash-linear-attention, where it is installed and finds what torch finds. `torch`: torch alone, as on the CPU, and
+    with `compile`, which makes kernels of its own."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5

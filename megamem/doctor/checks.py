@@ -22,13 +22,24 @@ Status = Literal["ok", "note", "warning", "failed"]
 LOW_DISK_GIB = 5.0
 """Free space below which a run's checkpoints and shards soon fill the disk."""
 
+TRIED_WIDTH = 64
+"""Width of a head, or of an MLP, with which kernels of libraries are tried; a run tries its own."""
+
 # import name, distribution name, what is lost without it
 _ACCELERATORS = [
     ("flash_attn", "flash-attn", "model.attention_kernel: flash_attn; sdpa and flex compute the same"),
-    ("fla", "flash-linear-attention", "model.recurrence_kernel: fla; torch computes the same"),
-    ("triton", "triton", "FlexAttention and torch.compile on CUDA; sdpa without compile works"),
+    (
+        "fla",
+        "flash-linear-attention",
+        "model.recurrence_kernel: fla, and its kernels under training.kernels: auto; torch computes the same",
+    ),
+    (
+        "triton",
+        "triton",
+        "FlexAttention, torch.compile and model.deep_memory_kernel: triton on CUDA; sdpa, no compile and torch work",
+    ),
     ("transformer_engine", "transformer-engine", "nothing today: FP8 layers are not supported"),
-    ("apex", "apex", "nothing today: torch's fused AdamW and RMSNorm are used"),
+    ("apex", "apex", "nothing: torch's fused AdamW and RMSNorm are used"),
 ]
 
 
@@ -145,6 +156,24 @@ def check_accelerators() -> list[Finding]:
     return found
 
 
+def check_kernels() -> list[Finding]:
+    """Report who computes what surrounds the memory, on this machine's first device: libraries are tried there."""
+    import torch
+
+    from megamem.model.kernels import OPERATIONS, RECURRENCES, choose
+
+    cuda = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda:0"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
+    norm = "one kernel of its own" if cuda else "one kernel of its own on CUDA, several on the CPU"
+    found = [Finding("kernels", "RMS norm", "ok", f"torch {torch.__version__}: {norm}")]
+    for operation in (*OPERATIONS, *RECURRENCES):
+        chosen = choose(operation, TRIED_WIDTH, device, dtype)
+        by = f"torch {torch.__version__}" if chosen.by == "torch" else chosen.by
+        failed = chosen.by == "torch" and cuda and operation.library.version is not None
+        found.append(Finding("kernels", operation.name, "warning" if failed else "ok", f"{by}: {chosen.reason}"))
+    return found
+
+
 def check_disk(folder: Path = Path()) -> list[Finding]:
     """Check the free space where runs are written."""
     free = shutil.disk_usage(folder).free / 2**30
@@ -181,7 +210,7 @@ def examine() -> list[Finding]:
     """Run every check, in order; without torch only those that do not need it."""
     found = [*check_versions(), *check_imports()]
     if importlib.util.find_spec("torch") is not None:
-        found += check_cuda()
+        found += [*check_cuda(), *check_kernels()]
     return [*found, *check_cpu(), *check_accelerators(), *check_disk(), *check_collectives()]
 
 

@@ -32,12 +32,11 @@ def generating(stage: Stage) -> Iterator[None]:
         stage.train(training)
 
 
-def side_by_side(sequences: Sequence[Sequence[int]], scored: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels [tokens, B] of sequences of any lengths, padded on the right.
+def side_by_side(sequences: Sequence[Sequence[int]], scored: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels [longest, B] of sequences of at most `longest` + 1 tokens, padded on the right.
 
     scored: of how many last tokens of each sequence the labels are known.
     """
-    longest = max(map(len, sequences)) - 1
     tokens = torch.zeros(longest, len(sequences), dtype=torch.int64)
     labels = torch.full_like(tokens, LABEL_IGNORED)
     for row, (sequence, count) in enumerate(zip(sequences, scored, strict=True)):
@@ -58,12 +57,19 @@ class Decoder:
 
     def read(self, tokens: Tensor, chunk: Chunk, keep: int = 1) -> Tensor | None:
         """Read tokens [tokens, B]; logits [keep, B, V] of the last ones in float32 on the last stage, None if 0."""
-        self.groups = self.groups or self.reader.begin(chunk)
-        hidden = self.reader.read(tokens, chunk, self.groups, keep)
+        hidden = self.read_hidden(tokens, chunk, keep)
         if hidden is None or not keep:
             return None
         local = self.stage.logits(hidden).float()
         return gather_shards(local, 2, self.topology.tp_group) if self.topology else local
+
+    def read_hidden(self, tokens: Tensor, chunk: Chunk, keep: int) -> Tensor | None:
+        """Read tokens [tokens, B]; hidden states [keep, B, hidden_size] of the last ones on the last stage, else None.
+
+        chunk: where they lie in their documents.
+        """
+        self.groups = self.groups or self.reader.begin(chunk)
+        return self.reader.read(tokens, chunk, self.groups, keep)
 
     def agree(self, value: Tensor | None) -> Tensor:
         """Return the last stage's value on every stage, on the CPU; tokens [B] where other stages have None."""

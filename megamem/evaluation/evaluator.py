@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megamem.data.batch import EvaluationDocument
-from megamem.evaluation.decoding import Decoder, generating, side_by_side
+from megamem.evaluation.decoding import Decoder, generating
+from megamem.evaluation.forking import ForkedReader
 from megamem.evaluation.losses import LEAST_CHUNKS, LossReport, cut_documents, loss_report, whole_readings
 from megamem.evaluation.probe import MemoryReport, memory_components, memory_report, single_chunk_readings
 from megamem.evaluation.reading import Progress, Reading, Sums, sum_readings
 from megamem.evaluation.sampling import Sampling
 from megamem.evaluation.sliding import SlidingReport, check_stride, default_stride, sliding_readings, sliding_report
-from megamem.memory.base import LABEL_IGNORED, Chunk
+from megamem.memory.base import Chunk
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.reader import ChunkReader
@@ -28,8 +29,8 @@ class Evaluator:
     """A model to read with, in one process or on all ranks of a job.
 
     Each method is a collective call: every rank makes it with the same arguments and gets the same answer. Documents
-    are shared out over data-parallel ranks; prompts and sequences may differ between these, as each reads all of its
-    own.
+    are shared out over data-parallel ranks, and so are the requests of `score` and `continue_greedily`; the prompts of
+    `generate` may differ between these, as each rank reads all of its own.
     """
 
     def __init__(self, stage: Stage, topology: Topology | None = None, rows: int = 8) -> None:
@@ -171,38 +172,45 @@ class Evaluator:
                 logits = decoder.read(tokens[None], chunk.after(longest + made))
         return rows
 
-    def score(self, sequences: Sequence[Sequence[int]], scored: Sequence[int]) -> list[tuple[float, bool]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], scored: Sequence[int], *, progress: Progress | None = None
+    ) -> list[tuple[float, bool]]:
         """Log-probability of the last tokens of each sequence given those before, and whether each is the likeliest.
 
+        Sequences are read `rows` at a time on each data-parallel rank, tokens that several begin with once.
+
         Args:
-            sequences: token ids, of any lengths; all are read side by side, padded on the right.
+            sequences: token ids, the same on all ranks.
             scored: how many tokens of each are scored; fewer than it has.
+            progress: told how many batches are done.
         Returns: per sequence the sum in nats, and the flag.
+        Raises: ValueError for a sequence that has no token before those that are scored.
         """
-        rows, size = len(sequences), self.stage.config.chunk_size
-        tokens, labels = side_by_side(sequences, scored)
-        longest = len(tokens)
-        decoder = Decoder(self.reader, rows)
-        found = torch.zeros(2, rows, dtype=torch.float64)  # nats, and tokens that are not the likeliest
-        with generating(self.stage):
-            # whole chunks in front of the first token that is scored
-            first = int((labels != LABEL_IGNORED).any(1).nonzero()[0]) // size * size
-            if first:
-                decoder.read(tokens[:first], Chunk((0,) * rows), keep=0)
-            for begin in range(first, longest, size):
-                part = slice(begin, min(begin + size, longest))
-                wanted = labels[part]
-                known = wanted != LABEL_IGNORED
-                logits = decoder.read(tokens[part], Chunk((begin,) * rows), keep=len(wanted) if known.any() else 0)
-                if logits is None:
-                    continue
-                known = known.to(logits.device)
-                target = wanted.clamp(min=0).to(logits.device)
-                nats = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
-                found[0] += (nats.double() * known).sum(0).cpu()
-                found[1] += ((logits.argmax(-1) != target) & known).sum(0).cpu()
-            found = decoder.agree(found)
-        return [(nats, wrong == 0) for nats, wrong in found.T.tolist()]
+        return ForkedReader(self.reader, self.rows, progress).score(sequences, scored)
+
+    def continue_greedily(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        *,
+        end_token: int | None = None,
+        stop: Callable[[int, list[int]], bool] | None = None,
+        progress: Progress | None = None,
+    ) -> list[list[int]]:
+        """Likeliest tokens behind each prompt, at most `limits` of them; the same as `generate` gives one by one.
+
+        Prompts are read `rows` at a time on each data-parallel rank, tokens that several begin with once.
+
+        Args:
+            prompts: token ids, the same on all ranks.
+            limits: new tokens of each prompt at most.
+            end_token: a continuation ends with it.
+            stop: told a prompt's index and its new tokens after each of them; True ends the continuation.
+            progress: told how many batches are done.
+        Returns: the new tokens of each prompt, the end token included.
+        Raises: ValueError for an empty prompt.
+        """
+        return ForkedReader(self.reader, self.rows, progress).continue_greedily(prompts, limits, end_token, stop)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits [tokens, B, V] in float32 of documents read from their start; None but on the last stage.

@@ -1,18 +1,19 @@
-"""lm-eval's tasks on a model as it is being trained, under any layout. Exports go through lm-eval's own `hf` model.
+"""lm-eval's tasks on a model as it is being trained, under any layout.
 
-The tasks' arithmetic (what is a context, where windows lie) is lm-eval's; the model is read as in training.
+The tasks' arithmetic (what is a context, where windows lie) is lm-eval's; the model is read as in training, and what
+requests have in common once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megamem.evaluation.evaluator import Evaluator
+from megamem.evaluation.reading import Progress
 from megamem.evaluation.sampling import Sampling
 from tokenization.tokenizer import Tokenizer
 
@@ -23,10 +24,18 @@ MAX_NEW_TOKENS = 256
 class HarnessModel(TemplateLM):
     """All ranks of a model make the same calls with the same requests and get the same answers."""
 
-    def __init__(self, evaluator: Evaluator, tokenizer: Tokenizer, max_length: int) -> None:
-        """max_length: tokens of a window; longer texts are cut as lm-eval does."""
+    def __init__(
+        self, evaluator: Evaluator, tokenizer: Tokenizer, max_length: int, progress: Progress | None = None
+    ) -> None:
+        """Read through `evaluator`.
+
+        Args:
+            tokenizer: the model's.
+            max_length: tokens of a window; longer texts are cut as lm-eval does.
+            progress: told how many batches of the requests at hand are done.
+        """
         super().__init__()
-        self.evaluator, self.words, self.max_length = evaluator, tokenizer, max_length
+        self.evaluator, self.words, self.max_length, self.progress = evaluator, tokenizer, max_length, progress
 
     @property
     def eot_token_id(self) -> int:
@@ -52,15 +61,11 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Scores of continuations (third of each request) after contexts (second), long contexts cut at their start."""
         sequences = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
-        scored = [len(continuation) for _, _, continuation in requests]
-        order = sorted(range(len(requests)), key=lambda i: -len(sequences[i]))  # little padding
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        rows = self.evaluator.rows
-        for first in range(0, len(order), rows):
-            batch = order[first : first + rows]
-            scores = self.evaluator.score([sequences[i] for i in batch], [scored[i] for i in batch])
-            for i, score in zip(batch, scores, strict=True):
-                found[i] = score
+        scored = [
+            min(len(continuation), len(sequence) - 1)
+            for (_, _, continuation), sequence in zip(requests, sequences, strict=True)
+        ]
+        found = self.evaluator.score(sequences, scored, progress=self.progress)
         for (key, _, _), score in zip(requests, found, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, score)
@@ -85,31 +90,58 @@ class HarnessModel(TemplateLM):
             totals[index] += nats
         return totals
 
-    def _holds(self, stops: Sequence[str], row: int, tokens: list[int]) -> bool:
-        """Whether the text of `tokens` holds a stop string."""
-        text = self.words.decode(tokens)
-        return any(stop in text for stop in stops)
-
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to a stop string, the end of the document or the limit."""
-        answers = []
-        for request in requests:
-            context, settings = request.args
-            stops = settings.get("until") or []
-            stops = [stops] if isinstance(stops, str) else list(stops)
-            limit = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
-            prompt = self.tok_encode(context)[-max(self.max_length - limit, 1) :] or [self.prefix_token_id]
-            warm = bool(settings.get("do_sample")) and float(settings.get("temperature", 1.0)) > 0
-            (tokens,) = self.evaluator.generate(
-                [prompt],
-                limit,
-                sampling=Sampling(temperature=float(settings.get("temperature", 1.0)) if warm else 0.0),
+        settings = [request.args[1] for request in requests]
+        stops = [_stop_strings(each) for each in settings]
+        limits = [int(each.get("max_gen_toks", MAX_NEW_TOKENS)) for each in settings]
+        prompts = [
+            self.tok_encode(request.args[0])[-max(self.max_length - limit, 1) :] or [self.prefix_token_id]
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+
+        def holds(index: int, tokens: list[int]) -> bool:
+            """Return whether the text of new tokens holds a stop string of their request."""
+            text = self.words.decode(tokens) if stops[index] else ""
+            return any(stop in text for stop in stops[index])
+
+        greedy = [index for index, each in enumerate(settings) if not _temperature(each)]
+        found: dict[int, list[int]] = {}
+        written = self.evaluator.continue_greedily(
+            [prompts[index] for index in greedy],
+            [limits[index] for index in greedy],
+            end_token=self.eot_token_id,
+            stop=lambda row, tokens: holds(greedy[row], tokens),
+            progress=self.progress,
+        )
+        found.update(zip(greedy, written, strict=True))
+        for index in set(range(len(requests))) - set(greedy):
+            (found[index],) = self.evaluator.generate(
+                [prompts[index]],
+                limits[index],
+                sampling=Sampling(temperature=_temperature(settings[index])),
                 end_token=self.eot_token_id,
-                stop=partial(self._holds, stops),
+                stop=lambda _, tokens, index=index: holds(index, tokens),  # type: ignore[misc]
             )
-            text = self.words.decode([token for token in tokens if token != self.eot_token_id])
-            for stop in stops:
-                text = text.split(stop)[0] if stop else text
-            answers.append(text)
-            self.cache_hook.add_partial("generate_until", request.args, text)
+        answers = [self._answer(found[index], stops[index]) for index in range(len(requests))]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
+
+    def _answer(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        """Return the text of new tokens up to the first stop string."""
+        text = self.words.decode([token for token in tokens if token != self.eot_token_id])
+        for stop in stops:
+            text = text.split(stop)[0] if stop else text
+        return text
+
+
+def _stop_strings(settings: dict[str, Any]) -> list[str]:
+    """Return the strings that end an answer, of lm-eval's settings of a request."""
+    stops = settings.get("until") or []
+    return [stops] if isinstance(stops, str) else list(stops)
+
+
+def _temperature(settings: dict[str, Any]) -> float:
+    """Return the temperature that tokens are drawn with; 0 where the likeliest is taken."""
+    return float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,10 @@ class DocumentLoss:
     bits_per_byte: float | None
     correct: int
     """Scored tokens whose label was the most probable."""
+    chunk_nats: tuple[float, ...]
+    """Summed cross-entropy of each of its chunks."""
+    chunk_tokens: tuple[int, ...]
+    """Scored tokens of each of its chunks."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class LossReport:
     """Nats per token in the documents' first chunks, before any memory exists; None if nothing is predicted there."""
     beyond_first_chunk_loss: float | None
     """Nats per token everywhere else; None if no document is longer than a chunk."""
+    text_sha256: str
+    """Hash of all tokens and labels: what reports of the same text in the same chunks have in common."""
     documents: tuple[DocumentLoss, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,19 +218,32 @@ def loss_report(documents: Sequence[EvaluationDocument], sums: Sums, size: int) 
         ),
         first_chunk_loss=mean(by_chunk[:, 0]),
         beyond_first_chunk_loss=mean(by_chunk[:, 1:].sum(1)),
-        documents=tuple(
-            _document_loss(document, table.sum(1)) for document, table in zip(documents, tables, strict=True)
-        ),
+        text_sha256=_text_sha256(documents),
+        documents=tuple(_document_loss(document, table) for document, table in zip(documents, tables, strict=True)),
     )
 
 
-def _document_loss(document: EvaluationDocument, total: Float64) -> DocumentLoss:
+def _text_sha256(documents: Sequence[EvaluationDocument]) -> str:
+    """Return the hash of all tokens and labels [T] of documents, whose lengths are part of it."""
+    found = hashlib.sha256()
+    for document in documents:
+        found.update(f"{document.predicted_tokens} ".encode())
+        for part in (document.tokens, document.labels):
+            found.update(part.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _document_loss(document: EvaluationDocument, table: Float64) -> DocumentLoss:
+    """Return a document's figures from its sums [3, chunks]."""
+    total = table.sum(1)
     return DocumentLoss(
         name=document.name,
         tokens=int(total[1]),
         loss=mean(total),
         bits_per_byte=bits_per_byte(float(total[0]), document.text_size),
         correct=int(total[2]),
+        chunk_nats=tuple(table[0].tolist()),
+        chunk_tokens=tuple(int(tokens) for tokens in table[1]),
     )
 
 

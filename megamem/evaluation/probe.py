@@ -8,7 +8,7 @@ from typing import Any
 
 from megamem.config.model import ModelConfig
 from megamem.data.batch import EvaluationDocument
-from megamem.evaluation.losses import Bucket, LossReport, first_slots
+from megamem.evaluation.losses import Bucket, DocumentLoss, LossReport, first_slots
 from megamem.evaluation.reading import Reading
 from megamem.memory.base import TensorSpec
 
@@ -27,6 +27,8 @@ class MemoryReport:
     """Off minus on: what the memory gives, nats per token."""
     memory_off_by_chunk: tuple[Bucket, ...]
     """Losses with the memory off, by index of the chunk in its document."""
+    memory_off_documents: tuple[DocumentLoss, ...]
+    """The same of each document."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -73,4 +75,5 @@ def memory_report(trained: LossReport, off: LossReport) -> MemoryReport:
         memory_off_loss=off.loss,
         gain=None if on_loss is None or off_loss is None else off_loss - on_loss,
         memory_off_by_chunk=off.by_chunk,
+        memory_off_documents=off.documents,
     )

@@ -32,6 +32,8 @@ class EvaluationResult:
     """Speed of the plain pass over all ranks."""
     chunk_size: int
     """Tokens of the model's chunks."""
+    tokenizer: str | None
+    """`Tokenizer.vocabulary_hash` of the text's; None without a tokenizer."""
     picture: str | None
     """Path of the picture, where one was drawn."""
 
@@ -67,6 +69,7 @@ class EvaluationResult:
         """Return plain data for JSON: the figures, and the reports under the names of their fields."""
         return {
             **self.figures(),
+            "tokenizer": self.tokenizer,
             "losses": self.losses.to_dict(),
             "memory": self.memory.to_dict(),
             "sliding": self.sliding.to_dict() if self.sliding else None,

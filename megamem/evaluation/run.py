@@ -79,6 +79,7 @@ def final_evaluation(
             lzma=lzma.result() if lzma else None,
             tokens_per_second=figures.losses.tokens / figures.seconds,
             chunk_size=config.model.chunk_size,
+            tokenizer=None if tokenizer is None else tokenizer.vocabulary_hash,
             picture=str(folder / PICTURE) if main and folder is not None else None,
         )
     if main and folder is not None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megamem.errors import ConfigError, DependencyError
+from megamem.errors import ConfigError, DataError, DependencyError
+from megamem.evaluation.suites.base import one_line
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -23,7 +24,8 @@ def run_tasks(
         include_path: folder with task files of one's own.
         limit: documents of each task; all if None.
 
-    Raises: DependencyError without lm-eval, ConfigError naming a task that does not exist.
+    Raises: DependencyError without lm-eval, ConfigError naming a task that does not exist, DataError where one cannot
+        be opened.
     """
     try:
         from lm_eval import simple_evaluate
@@ -33,6 +35,17 @@ def run_tasks(
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise ConfigError(f"--tasks {unknown[0]}: no such task; --include-path names a folder with tasks of your own")
-    found = simple_evaluate(model=open_model(), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0)
-    results: dict[str, dict[str, object]] = found["results"]
+    loaded: list[object] = []
+    for name in names:
+        try:
+            found = manager.load([name])
+        except Exception as error:  # data that are not there, packages and settings that tasks ask for: of all kinds
+            raise DataError(
+                f"--tasks {name}: cannot be opened ({one_line(error)}); --suite has tasks of its own"
+            ) from None
+        group = found.get("groups", {}).get(name)
+        loaded += [group] if group is not None else found["tasks"].values()
+    results: dict[str, dict[str, object]] = simple_evaluate(
+        model=open_model(), tasks=loaded, task_manager=manager, limit=limit, bootstrap_iters=0
+    )["results"]
     return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,29 @@ def open_exported(path: Path, overrides: Sequence[str]) -> ExportedModel:
     Raises: ConversionError for what cannot be read, ConfigError for overrides that do not fit.
     """
     source, kind = known_source(path)
+    trained = source.config.get("max_position_embeddings") or source.config.get("n_positions") or 2
+    return ExportedModel(source, kind, as_run(path, source_section(source, kind), trained, overrides))
+
+
+def as_run(path: Path, model: Mapping[str, Any], trained: int, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration by which a model is evaluated that is no run.
+
+    Args:
+        path: where it lies.
+        model: its `model` section.
+        trained: tokens of the sequences that it was trained on.
+        overrides: see `open_exported`.
+    Raises: ConfigError for overrides that do not fit.
+    """
     tree: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._+-]", "-", path.name).lstrip("-._+") or "model",
-        "model": source_section(source, kind),
+        "model": dict(model),
         "data": {"sources": ["none"]},  # it trains on nothing
         "training": {"steps": 1, "precision": "fp32"},
     }
     tree = apply_overrides(tree, overrides)
     # the length of a training sequence, in whole chunks; a chunk of no valid size is refused below
     chunk = size if isinstance(size := tree["model"].get("chunk_size"), int) and size > 0 else 1
-    trained = source.config.get("max_position_embeddings") or source.config.get("n_positions") or 2
     length = tree["data"].setdefault("sequence_length", max(trained // chunk, 1) * chunk)
     tree["training"].setdefault("batch_tokens", length)
-    return ExportedModel(source, kind, parse_config(RunConfig, tree, f"{path}: as a run"))
+    return parse_config(RunConfig, tree, f"{path}: as a run")

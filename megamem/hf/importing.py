@@ -8,6 +8,7 @@ OUT/tokenizer/           where the source has one
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,15 @@ from megamem.config.yaml_text import to_yaml
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
 from megamem.hf.names import LLAMA, PREFIX, renamed
-from megamem.hf.source import Source, open_source
+from megamem.hf.source import IMPORTED, Source, open_source
 from megamem.model.stage import meta_stage
+from megamem.pipeline.start_weights import ADDED, OF_MEMORY, attention_name
 from tokenization.importing import import_tokenizer
+from tokenization.tokenizer import Tokenizer
 
 CLOSED = -6.0
 """A memory's gate before its sigmoid, when it lets 0.25 % of the memory through."""
-KNOWN = ("gpt2", "llama", "megamem")
+KNOWN = ("gpt2", "llama", "megamem", IMPORTED)
 WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, "tokenizer"
 
 
@@ -37,7 +40,7 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     """Write `out`; it appears whole or not at all.
 
     Args:
-        source: a folder of transformers' form with safetensors, or a GGUF file.
+        source: a folder of transformers' form with safetensors, a GGUF file, or what an import without memories wrote.
         overrides: of the model section, as `chunk_size=512` or `memory=[{layers: [8], mixer: elastic_memory}]`.
         vocab_multiple: embedding and head get so many rows more that this divides them.
     Returns: what was found. Raises: ConversionError, ConfigError naming file and field.
@@ -45,15 +48,19 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     refuse_existing(out)
     opened, kind = known_source(source)
     section = source_section(opened, kind)
-    if section["vocab_size"] % vocab_multiple and kind != "megamem":
+    ours = kind in ("megamem", IMPORTED)
+    if section["vocab_size"] % vocab_multiple and not ours:
         section["padded_vocab_size"] = -(-section["vocab_size"] // vocab_multiple) * vocab_multiple
     tree: dict[str, Any] = apply_overrides({"model": section}, [f"model.{override}" for override in overrides])
-    if kind != "megamem" and tree["model"].get("adaptive"):
+    if not ours and tree["model"].get("adaptive"):
         raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
     weights, new_parameters = collect(opened, kind, model)
     tokenizer = None
     with whole_folder(out) as partial:
+        if kind == IMPORTED and (source / TOKENIZER).is_dir():
+            shutil.copytree(source / TOKENIZER, partial / TOKENIZER)
+            tokenizer = Tokenizer.load(partial / TOKENIZER)
         with tempfile.TemporaryDirectory() as scratch:
             if (files := opened.tokenizer(Path(scratch))) is not None:
                 tokenizer = import_tokenizer(files, partial / TOKENIZER)
@@ -85,18 +92,26 @@ def known_source(path: Path) -> tuple[Source, str]:
 
 
 def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """FP32 weights by our names, and the names of parameters the source has nothing for: those of added memories.
+    """FP32 weights by our names, and the names of new parameters: those of added memories.
+
+    Queries, keys and values of a memory beside the attention (`added_memory`) are new, but start as the attention's
+    where they have its shape; for all others the source has nothing.
 
     Raises: ConversionError where a tensor of the backbone is missing or of another shape.
     """
     shapes = {name: tuple(p.shape) for name, p in meta_stage(model).named_parameters()}
-    take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor}[kind]
+    take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor, IMPORTED: imported_tensor}[kind]
     weights: dict[str, Tensor] = {}
     new_parameters = []
     for name, shape in shapes.items():
         value = take(source, name)
-        if value is None:
+        counterpart = attention_name(name) if value is None else None
+        if counterpart is not None:
+            value = take(source, counterpart)
+        new = value is None or (counterpart is not None and OF_MEMORY in name)
+        if new:
             new_parameters.append(name)
+        if value is None or (new and tuple(value.shape) != shape):
             continue
         if not value.is_floating_point() or value.element_size() < 2:
             raise ConversionError(f"{source.folder}: {name} is stored as {value.dtype}; quantised weights are not read")
@@ -107,8 +122,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
             raise ConversionError(f"{source.folder}: {name} would have shape {list(value.shape)}, not {list(shape)}")
         weights[name] = value.contiguous()
     theirs = {name for name, _ in meta_stage(source_model(source, kind)).named_parameters()}
-    added = re.compile(r"layers\.\d+\.mixer\..*|side_rows\..*|memory_rows\..*|score_biases\..*")
-    if lacking := [name for name in new_parameters if name in theirs or not added.fullmatch(name)]:
+    if lacking := [name for name in new_parameters if name in theirs or not ADDED.fullmatch(name)]:
         raise ConversionError(f"{source.folder}: holds nothing for {lacking[0]}")
     return weights, new_parameters
 
@@ -116,7 +130,9 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
 def source_section(source: Source, kind: str) -> dict[str, Any]:
     """Return the model section of what the source holds. Raises ConversionError for what our model cannot be."""
     try:
-        return {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section}[kind](source)
+        return {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section, IMPORTED: imported_section}[kind](
+            source
+        )
     except KeyError as error:
         raise ConversionError(f"{source.folder}: its configuration has no {error.args[0]}") from None
 
@@ -131,7 +147,8 @@ def with_closed_gates(model: ModelConfig) -> ModelConfig:
 
     Such a model computes what it did before the memories were added. Every gate between local attention and a memory
     takes its start value from a field called `gate_init`, that of a mixer within another mixer too. A memory whose
-    output is added through a projection of its own needs no gate for that: its `output_init` becomes `zero`.
+    output is added through a projection of its own needs no gate for that: its `output_init` becomes `zero`, and gates
+    within such a memory stay as they are.
     """
     layers = [LayerMixer(layers=entry.layers, mixer=_closed(entry.mixer)) for entry in model.memory]
     return model.model_copy(update={"mixer": _closed(model.mixer), "memory": layers})
@@ -140,17 +157,20 @@ def with_closed_gates(model: ModelConfig) -> ModelConfig:
 def _closed(mixer: MixerConfig) -> MixerConfig:
     """Return the mixer, and the mixers in its fields, closed where neither `gate_init` nor `output_init` was given."""
     changes: dict[str, object] = {}
-    for name, value in mixer:
-        if isinstance(value, MixerConfig):
-            changes[name] = _closed(value)
-        elif isinstance(value, list):
-            changes[name] = [_closed(item) if isinstance(item, MixerConfig) else item for item in value]
     fields = type(mixer).model_fields
     if {"gate_init", "output_init"}.isdisjoint(mixer.model_fields_set):
         if "output_init" in fields:
             changes["output_init"] = "zero"
         elif "gate_init" in fields:
             changes["gate_init"] = CLOSED
+    silent = "zero" in (changes.get("output_init"), getattr(mixer, "output_init", None))
+    for name, value in mixer:
+        if silent and name == "memory":
+            continue
+        if isinstance(value, MixerConfig):
+            changes[name] = _closed(value)
+        elif isinstance(value, list):
+            changes[name] = [_closed(item) if isinstance(item, MixerConfig) else item for item in value]
     return mixer.model_copy(update=changes)
 
 
@@ -271,3 +291,14 @@ def own_section(source: Source) -> dict[str, Any]:
 def own_tensor(source: Source, name: str) -> Tensor | None:
     """Our tensor `name` from an export."""
     return source.get(PREFIX + name)
+
+
+def imported_section(source: Source) -> dict[str, Any]:
+    """Return the model section of an import."""
+    section: dict[str, Any] = dict(source.config["model"])
+    return section
+
+
+def imported_tensor(source: Source, name: str) -> Tensor | None:
+    """Our tensor `name` from an import."""
+    return source.get(name)

@@ -10,8 +10,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS
+from megamem.config.load import read_yaml
 from megamem.errors import ConversionError
 
+IMPORTED = "imported"
+"""Architecture of what `megamem convert from-hf` has written: names and tensors are ours already."""
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 
 
@@ -66,6 +70,10 @@ def open_source(path: Path) -> Source:
         return _open_gguf(path)
     if not path.is_dir():
         raise ConversionError(f"{path}: no such folder or GGUF file")
+    if (path / IMPORTED_MODEL).is_file():
+        weights = path / IMPORTED_WEIGHTS
+        model = read_yaml(path / IMPORTED_MODEL).get("model")
+        return Source(path, {"model_type": IMPORTED, "model": model}, dict.fromkeys(_names(weights), weights))
     config = _json(path / CONFIG)
     if (path / INDEX).is_file():
         places = {name: path / file for name, file in _json(path / INDEX).get("weight_map", {}).items()}

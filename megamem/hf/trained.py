@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints.weights import IMPORTED_MODEL
 from megamem.hf.source import CONFIG
 
 if TYPE_CHECKING:
     from checkpoints.trained import TrainedRun
     from megamem.hf.held_out import ExportedModel
+    from megamem.hf.imported import ImportedModel
 
 
 def is_exported(path: Path) -> bool:
@@ -18,10 +20,16 @@ def is_exported(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def open_trained(path: Path, overrides: Sequence[str] = ()) -> TrainedRun | ExportedModel:
+def is_imported(path: Path) -> bool:
+    """Return whether a folder is what `megamem convert from-hf` wrote."""
+    return (path / IMPORTED_MODEL).is_file()
+
+
+def open_trained(path: Path, overrides: Sequence[str] = ()) -> TrainedRun | ExportedModel | ImportedModel:
     """Return a trained model and its configuration with overrides; its tensors are not read yet.
 
-    path: run folder (its newest checkpoint), checkpoint folder, folder of an export, Llama or GPT-2, or a GGUF file.
+    path: run folder (its newest checkpoint), checkpoint folder, folder of an export, Llama or GPT-2, a GGUF file, or a
+        folder of `megamem convert from-hf`.
     overrides: `key.path=value` of the run's configuration.
     Raises: CheckpointError or ConversionError for what cannot be read, ConfigError for overrides that do not fit.
     """
@@ -29,6 +37,10 @@ def open_trained(path: Path, overrides: Sequence[str] = ()) -> TrainedRun | Expo
         from megamem.hf.held_out import open_exported
 
         return open_exported(path, overrides)
+    if is_imported(path):
+        from megamem.hf.imported import open_imported
+
+        return open_imported(path, overrides)
     from checkpoints.trained import open_run
 
     return open_run(path).changed(overrides)

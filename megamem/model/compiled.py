@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from megamem.memory.composite.log_linear_products import FadedMatrices
+from megamem.memory.recurrent.base import RecurrentMixer
 from megamem.memory.recurrent.deep import DeepMemory
 from megamem.memory.recurrent.head_norm import HeadNorm, gated_head_norm
 from megamem.memory.recurrent.short_convolution import ShortConvolution
@@ -23,6 +25,7 @@ from megamem.model.stage import Stage
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 from megamem.ops.rotary import apply_rotary
 from megamem.ops.short_convolution import short_convolution
+from megamem.ops.unit import unit
 
 Function = Callable[..., Any]
 """A function of tensors that works number by number, or row by row."""
@@ -40,8 +43,8 @@ def restore_pointwise(stage: Stage) -> None:
 
 def use_pointwise(stage: Stage, changed: Callable[[Function], Function]) -> None:
     """Let the stage use `changed` versions of the functions that work number by number."""
-    functions: tuple[Function, ...] = (rms_norm, gated, apply_rotary, short_convolution, gated_head_norm)
-    norm, gate, rotary, convolution, head_norm = map(changed, functions)
+    functions: tuple[Function, ...] = (rms_norm, gated, apply_rotary, short_convolution, gated_head_norm, unit)
+    norm, gate, rotary, convolution, head_norm, of_length_one = map(changed, functions)
     of_networks = Pointwise(*map(changed, PLAIN))
     for module in stage.modules():
         if isinstance(module, RMSNorm):
@@ -54,5 +57,7 @@ def use_pointwise(stage: Stage, changed: Callable[[Function], Function]) -> None
             module.function = convolution
         elif isinstance(module, HeadNorm):
             module.function = head_norm
-        elif isinstance(module, DeepMemory):
+        elif isinstance(module, RecurrentMixer):
+            module.unit = of_length_one
+        if isinstance(module, DeepMemory | FadedMatrices):
             module.pointwise = of_networks

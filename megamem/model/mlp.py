@@ -23,6 +23,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.linears = linears
         self.gated = gated
+        self.width = model.resolved_ffn_size // linears.tp_size
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
         self.gate = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)

@@ -7,12 +7,11 @@ A model is one stage, or a row of stages on several ranks. Training, evaluation,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, ContractError
@@ -89,6 +88,8 @@ class Stage(nn.Module, ABC):
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         self.recompute = False
         """Whether activations are computed again in the backward pass."""
+        self.loss_slices: int | None = None
+        """Slices of tokens in which losses are computed; as many as `slice_count` says if None."""
         self.ties_resets = False
         """Whether states that a new document leaves behind keep their place in the backward pass, with gradients of
         zero: ZeRO 3 wants all ranks to run the same modules backward, wherever their documents begin."""
@@ -322,35 +323,32 @@ class Stage(nn.Module, ABC):
         hidden: [tokens, batch, hidden_size] as the last stage's `read_chunk` returns it.
         """
 
+    @abstractmethod
+    def label_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the sums that probabilities are normalized by, and the logits of the labels.
+
+        Both are [tokens, batch] in float32 or float64, the same on all tensor-parallel ranks: their difference is the
+        cross-entropy. An adaptive softmax has several such sums, and no such figures.
+
+        hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64, none ignored.
+        """
+
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of each token [tokens, batch] in float32 nats; 0 where the label is ignored.
 
         hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
         """
-        return self._of_tokens(self._token_losses, hidden, labels)[0]
+        ignored = labels == LABEL_IGNORED
+        return self._token_losses(hidden, labels.masked_fill(ignored, 0)).masked_fill(ignored, 0.0)
 
     def token_losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses`, and each token's logarithm of the sum of exponentials of its logits.
 
         Both are [tokens, batch] in float32, and 0 where the label is ignored. Arguments: see `token_losses`.
         """
-        losses, normalizers = self._of_tokens(self._losses_and_normalizers, hidden, labels)
-        return losses, normalizers
-
-    def _of_tokens(
-        self, figures: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, labels: Tensor
-    ) -> list[Tensor]:
-        """Return `figures`, each [tokens, batch], with 0 where the label is ignored.
-
-        hidden: [tokens, batch, hidden_size] of the last stage; labels: [tokens, batch] int64.
-        """
         ignored = labels == LABEL_IGNORED
-        known = labels.masked_fill(ignored, 0)
-        if self.recompute and torch.is_grad_enabled():
-            found = cast(tuple[Tensor, ...], checkpoint(figures, hidden, known, use_reentrant=False))
-        else:
-            found = figures(hidden, known)
-        return [figure.masked_fill(ignored, 0.0) for figure in found]
+        normalizers, label_logits = self.label_scores(hidden, labels.masked_fill(ignored, 0))
+        return (normalizers - label_logits).masked_fill(ignored, 0.0), normalizers.masked_fill(ignored, 0.0)
 
     def token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """`token_losses`, and where the label is the most probable token [tokens, batch] bool; for evaluation.
@@ -361,18 +359,11 @@ class Stage(nn.Module, ABC):
         losses, correct = self._token_scores(hidden, labels.masked_fill(ignored, 0))
         return losses.masked_fill(ignored, 0.0), correct & ~ignored
 
-    def _token_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor]:
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses [tokens, batch] of hidden [tokens, batch, hidden_size]; labels: [tokens, batch], none ignored."""
-        return (self.linears.cross_entropy(self.logits(hidden), labels),)
+        normalizers, label_logits = self.label_scores(hidden, labels)
+        return normalizers - label_logits
 
+    @abstractmethod
     def _token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `token_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch], none ignored."""
-        logits = self.logits(hidden)
-        correct = self.linears.largest(logits)[1] == labels  # first: the cross-entropy may overwrite the logits
-        return self.linears.cross_entropy(logits, labels), correct
-
-    def _losses_and_normalizers(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`_token_losses`, and logarithms of the sums [tokens, batch] that probabilities are normalized by."""
-        logits = self.logits(hidden)
-        normalizers = self.linears.log_normalizer(logits)  # first: the cross-entropy may overwrite the logits
-        return self.linears.cross_entropy(logits, labels), normalizers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ def quiet() -> Iterator[None]:
     # says that nvcc is there and no device, where torch is built for CUDA
     extensions = logging.getLogger("torch.utils.cpp_extension")
     extensions.setLevel(logging.ERROR)
-    with warnings.catch_warnings(), _compiling_later():
+    with warnings.catch_warnings(), _compiling_later(), _without_wandb():
         warnings.simplefilter("ignore")
         yield
     extensions.setLevel(logging.NOTSET)
@@ -54,8 +55,32 @@ def _compiling_later() -> Iterator[None]:
         torch.compile = compile_now
 
 
+@contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Let imports of wandb fail meanwhile.
+
+    Megatron-Core imports it where it is installed, for an inference engine that nothing here uses; it would cost every
+    process more than a second. Ours is imported by the rank that logs to it.
+    """
+    loaded = sys.modules.get("wandb")
+    sys.modules["wandb"] = loaded  # type: ignore[assignment]  # None is Python's word for: there is no such module
+    try:
+        yield
+    finally:
+        if loaded is None:
+            sys.modules.pop("wandb", None)
+
+
 def _say_nothing(message: str, force: bool = False) -> None:
     """Take the place of DeepSpeed's `see_memory_usage`."""
+
+
+def load_kernels_at_once() -> None:
+    """Have CUDA load all kernels when it starts instead of each at its first use, unless the environment says which.
+
+    What loads a kernel waits for the whole device. Call it before CUDA starts: `torch.cuda.is_available` starts it.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def prepare_libraries() -> None:

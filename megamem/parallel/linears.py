@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+T = TypeVar("T")
 Initializer = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
@@ -124,11 +125,15 @@ class Linears(Protocol):
     def fixed(self, column: nn.Module, x: Tensor) -> Tensor:
         """Project rows x [rows, batch, width] as `column` does, without a gradient for its parameters."""
 
+    def with_weight(self, column: nn.Module, function: Callable[[Tensor, Tensor], T], x: Tensor) -> T:
+        """Return function(x, weight) of x [tokens, batch, inputs] and this rank's weight [outputs / ranks, inputs].
+
+        The weight is that of a layer made by `column`, without a bias. ZeRO 3, which keeps it in parts, has it whole
+        while the function runs, and in its backward pass.
+        """
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x [...], as of terms of a loss; each rank's gradient is that of its own x."""
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each token [tokens, batch] in float32 from local logits [tokens, batch, vocabulary / tp_size]."""
 
     def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
         """Return losses [n] in float32 of several vocabularies, with as few collectives as for one.
@@ -222,18 +227,19 @@ class PlainLinears:
         assert isinstance(column, nn.Linear)
         return F.linear(x, column.weight.detach(), None if column.bias is None else column.bias.detach())
 
+    def with_weight(self, column: nn.Module, function: Callable[[Tensor, Tensor], T], x: Tensor) -> T:
+        """See `Linears.with_weight`; the weight may lie on another device than x [tokens, batch, inputs]."""
+        assert isinstance(column, nn.Linear)
+        return function(x.to(column.weight.device), column.weight)
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """See `Linears.sum_over_ranks`."""
         return x
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.cross_entropy`; float64 logits stay in float64."""
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-
     def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
         """See `Linears.cross_entropies`; float64 logits stay in float64."""
-        return [self.cross_entropy(each[:, None], own[:, None])[:, 0] for each, own in zip(logits, labels, strict=True)]
+        full = [each if each.dtype == torch.float64 else each.float() for each in logits]
+        return [F.cross_entropy(each, own, reduction="none") for each, own in zip(full, labels, strict=True)]
 
     def log_normalizer(self, logits: Tensor) -> Tensor:
         """See `Linears.log_normalizer`; float64 logits stay in float64."""

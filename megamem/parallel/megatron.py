@@ -6,8 +6,8 @@ it), `row` all-reduces in the forward; with sequence parallelism they become all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ with quiet():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
-        vocab_parallel_cross_entropy,
     )
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         reduce_from_tensor_model_parallel_region,
     )
+
+T = TypeVar("T")
 
 
 def _unused(weight: Tensor) -> None:
@@ -39,8 +40,13 @@ def _unused(weight: Tensor) -> None:
 
 
 class _Column(ColumnParallelLinear):
-    def forward(self, x: Tensor, fixed: bool = False) -> Tensor:
-        """[tokens, batch, inputs] -> [tokens, batch, outputs / ranks]; with `fixed` parameters get no gradient."""
+    def forward(self, x: Tensor, fixed: bool = False, function: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """[tokens, batch, inputs] -> [tokens, batch, outputs / ranks].
+
+        fixed: parameters get no gradient. function: what is returned instead, of x and the weight.
+        """
+        if function is not None:
+            return function(x, self.weight)
         if fixed:
             return F.linear(x, self.weight.detach(), None if self.bias is None else self.bias.detach())
         out: Tensor = super().forward(x)[0]
@@ -195,15 +201,15 @@ class MegatronLinears:
         out: Tensor = column(x, fixed=True)
         return out
 
+    def with_weight(self, column: nn.Module, function: Callable[[Tensor, Tensor], T], x: Tensor) -> T:
+        """See `Linears.with_weight`; x: [tokens, batch, inputs]."""
+        out: T = column(x, function=function)
+        return out
+
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """See `Linears.sum_over_ranks`; x: [...]."""
         # Megatron-Core sums into a copy of what is not contiguous, and returns the original
         out: Tensor = reduce_from_tensor_model_parallel_region(x.contiguous(), group=self.group)
-        return out
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.cross_entropy`. Overwrites float32 logits."""
-        out: Tensor = vocab_parallel_cross_entropy(logits, labels)
         return out
 
     def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megamem.errors import LayoutError
 from megamem.parallel.groups import Groups, adopt_tensor_parallel_group
-from megamem.parallel.libraries import prepare_libraries
+from megamem.parallel.libraries import load_kernels_at_once, prepare_libraries
 
 
 def data_parallel_size(world_size: int, tp: int, pp: int, dp: int | None) -> int:
@@ -117,6 +117,8 @@ class Topology:
             LayoutError: the sizes do not fit the processes, or a device is missing.
         """
         global _current
+        if pp > 1:
+            load_kernels_at_once()  # while a stage waits for another one, nothing should wait for its device
         prepare_libraries()
 
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it in a single process too

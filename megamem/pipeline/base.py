@@ -15,6 +15,7 @@ from megamem.config.run import RunConfig
 from megamem.data.batch import Batch
 from megamem.memory.base import DTYPES, LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
+from megamem.model.kernels import use_library_kernels, use_library_recurrences
 from megamem.model.objective import Objective, build_objective
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import initialize_parameters
@@ -22,6 +23,7 @@ from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
 from megamem.pipeline.deepspeed_settings import deepspeed_config
 from megamem.pipeline.freezing import fast_parameters, freeze, group_count, learning, learning_names
+from megamem.pipeline.gradient_sums import gradient_sums
 from megamem.pipeline.optimizer import AgreeingAdamW, parameter_groups
 from megamem.pipeline.spikes import SpikeGuard
 from megamem.pipeline.train_chunk import MicroBatch, chunk_places, dropout_keys, loss_names
@@ -47,9 +49,22 @@ def build_own_stage(config: RunConfig, topology: Topology, layers: range | None 
         initialize_parameters(stage, config.training.seed, topology.tp_size, topology.tp_rank)
     stage.recompute = config.training.recompute
     stage.ties_resets = config.parallel.zero_stage == 3
+    dtype = DTYPES[config.training.precision]
     if config.training.compile:
         compile_pointwise(stage)
+    elif config.training.kernels == "auto":
+        use_library_kernels(stage, topology.device, dtype)
+    if config.model.recurrence_kernel == "auto":
+        use_library_recurrences(stage, topology.device, dtype, _on_all_ranks)
     return stage
+
+
+def _on_all_ranks(here: bool) -> bool:
+    """Return whether something holds on all ranks, which all call this."""
+    flag = torch.tensor([here], dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,7 @@ class TrainingEngine(ABC):
             mpu=topology.mpu(),
             dist_init_required=False,
         )
+        self.sums = gradient_sums(self.engine, topology, self.stage, self.late_parameters())
         training = config.training
         self.spikes = (
             SpikeGuard(training.skip_spikes, training.spike_window, topology.device) if (training.skip_spikes) else None
@@ -138,6 +154,10 @@ class TrainingEngine(ABC):
     def module(self) -> torch.nn.Module:
         """Return what DeepSpeed is given."""
         return self.stage
+
+    def late_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients are not complete with the last backward pass of this rank."""
+        return []
 
     def begin_phase(self, config: RunConfig) -> None:
         """Go on with other sequences or batches; weights, moments and the layers of this rank stay.
@@ -188,7 +208,7 @@ class TrainingEngine(ABC):
     def loss_names(self) -> tuple[str, ...]:
         """The names of a step's losses: those of the objective's readings, the first of which is the run's, and the
         layers' own."""
-        return loss_names(self.stage, self.objective)
+        return loss_names(self.stage, self.objective, self.config.training.distill is not None)
 
     def fresh_states(self, rows: int) -> States:
         """States of documents not begun."""
@@ -348,6 +368,7 @@ class TrainingEngine(ABC):
 
     def close(self) -> None:
         """Give the memory of parameters, gradients and moments back; nothing can be called afterwards."""
+        self.sums.close()
         self.engine.destroy()
         # autograd's nodes may keep hooks, and through them the engine, in the process: its tensors are taken out of it
         for holder in (self.engine.optimizer, self.optimizer, *self.stage.parameters()):

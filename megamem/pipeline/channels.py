@@ -1,13 +1,14 @@
 """What crosses a border between two stages: one floating tensor per unit and direction, in the order of the schedule.
 
-Nothing here blocks on the order of the other side: receives are posted ahead of their use, sends are left to finish by
-themselves. Shapes are known to both sides from the schedule and never sent.
+Receives are posted where the stage's program says (`megamem.pipeline.program`), ahead of their use, and sends are left
+to finish by themselves. Shapes are known to both sides from the schedule and never sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megamem.parallel.topology import Topology
+from megamem.pipeline.program import Channel, Program, Receive
+from megamem.pipeline.schedule import Action, Order
 
 Shape = tuple[int, ...]
 
@@ -22,43 +25,26 @@ Shape = tuple[int, ...]
 class Inbox:
     """Tensors from one neighbour, in order. Each is a buffer of its own: units keep them until their backward."""
 
-    AHEAD = 2
-    """Receives posted before they are asked for: the next tensor travels while the present one is worked on."""
-
     def __init__(
-        self,
-        group: ProcessGroup,
-        source: int,
-        shapes: Iterable[Shape],
-        dtype: torch.dtype,
-        device: torch.device,
-        ahead: int = AHEAD,
+        self, group: ProcessGroup, source: int, shapes: Iterable[Shape], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Expect tensors of `shapes`, all that will come, from group rank `source`; post `ahead` receives at once."""
+        """Expect tensors of `shapes`, all that will come, from group rank `source`."""
         self._group, self._source = group, source
         self._shapes: Iterator[Shape] = iter(shapes)
         self._dtype, self._device = dtype, device
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
-        self._ahead = ahead
-        for _ in range(ahead):
-            self._post()
 
-    def _post(self) -> None:
-        shape = next(self._shapes, None)
-        if shape is not None:
-            buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-            work = dist.irecv(buffer, group=self._group, group_src=self._source)
-            assert work is not None
-            self._posted.append((work, buffer))
+    def post(self) -> None:
+        """Post the next receive."""
+        buffer = torch.empty(next(self._shapes), dtype=self._dtype, device=self._device)
+        work = dist.irecv(buffer, group=self._group, group_src=self._source)
+        assert work is not None
+        self._posted.append((work, buffer))
 
     def take(self) -> Tensor:
-        """Return the next tensor; waits for it (on CUDA, the stream waits)."""
-        if not self._ahead:
-            self._post()
+        """Return the next tensor, whose receive is posted; waits for it (on CUDA, the stream waits)."""
         work, buffer = self._posted.popleft()
         work.wait()
-        if self._ahead:
-            self._post()
         return buffer
 
 
@@ -91,25 +77,26 @@ class Borders:
     def __init__(
         self,
         topology: Topology,
+        program: Program,
         shapes_below: Iterable[Shape],
         shapes_above: Iterable[Shape],
         dtype: torch.dtype,
-        backward: bool,
         memories: Sequence[Shape] = (),
-        memory_units: int = 0,
     ) -> None:
-        """Open the channels.
+        """Open the channels and post the receives that come before the program's first action.
 
         Args:
+            program: of this stage.
             shapes_below: of what comes from the stage below for each unit, in the order of their forwards.
-            shapes_above: of what goes to the stage above, likewise; with `backward`, all of a border are alike.
+            shapes_above: of what goes to the stage above, likewise; with backwards, all of a border are alike.
             dtype: of everything that is sent.
-            backward: whether gradients come down.
-            memories: shapes of the tensors that leave the last stage and enter the first one after each unit.
-            memory_units: units after which they do.
+            memories: shapes of the tensors that leave the last stage and enter the first one after a unit.
         """
         stage, stages, device = topology.pp_rank, topology.pp_size, topology.device
         up, down = topology.forward_group, topology.backward_group
+        self.order: Order = [step for step in program if isinstance(step, Action)]
+        """What the stage does, first to last."""
+        backward = any(action.kind == "backward" for action in self.order)
         # between a send and its receive the neighbor may be a pipeline's depth behind
         pending = stages + 1
         self.below: Inbox | None = None
@@ -137,49 +124,48 @@ class Borders:
             if backward:
                 self.above = Inbox(down, stage + 1, shapes_above, dtype, device)
         if memories and stages > 1:
-            self._open_memories(topology, list(memories) * memory_units, dtype, backward)
+            self._open_memories(topology, memories, dtype, backward)
+        self._inboxes: dict[Channel, tuple[Inbox | None, int]] = {
+            "hidden chunk": (self.below, 1),
+            "gradient": (self.above, 1),
+            "memory": (self.memory_in, len(memories)),
+            "gradient of the memory": (self.memory_gradient_in, len(memories)),
+        }
+        self._steps = iter(program)
+        self.advance()
 
-    def _open_memories(self, topology: Topology, shapes: list[Shape], dtype: torch.dtype, backward: bool) -> None:
-        """Connect the last stage with the first one.
-
-        Nothing is received ahead of its use: what the last stage has to send depends on what this one still does.
-        """
+    def _open_memories(self, topology: Topology, memories: Sequence[Shape], dtype: torch.dtype, backward: bool) -> None:
+        """Connect the last stage with the first one; no send is waited for before the end."""
         first, last = 0, 1
         forward_group, backward_group = topology.memory_group, topology.memory_gradient_group
         if forward_group is None or backward_group is None:  # a stage in the middle
             return
+        pending = len(self.order) * len(memories)
         if topology.first_stage:
-            self.memory_in = Inbox(forward_group, last, shapes, dtype, topology.device, ahead=0)
+            self.memory_in = Inbox(forward_group, last, cycle(memories), dtype, topology.device)
             if backward:
-                self.memory_gradient_out = Outbox(backward_group, last, len(shapes))
+                self.memory_gradient_out = Outbox(backward_group, last, pending)
         else:
-            self.memory_out = Outbox(forward_group, first, len(shapes))
+            self.memory_out = Outbox(forward_group, first, pending)
             if backward:
-                self.memory_gradient_in = Inbox(backward_group, first, shapes, dtype, topology.device, ahead=0)
+                self.memory_gradient_in = Inbox(backward_group, first, cycle(memories), dtype, topology.device)
+
+    def advance(self) -> None:
+        """Post the receives between an action, whose result has been sent, and the next one.
+
+        None may be posted earlier: see `megamem.pipeline.hazards`.
+        """
+        for step in self._steps:
+            if isinstance(step, Action):
+                return
+            if isinstance(step, Receive):
+                inbox, tensors = self._inboxes[step.transfer.channel]
+                assert inbox is not None
+                for _ in range(tensors):
+                    inbox.post()
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
         for outbox in (self.up, self.down, self.memory_out, self.memory_gradient_out):
             if outbox is not None:
                 outbox.flush()
-
-
-def warm_up(topology: Topology) -> None:
-    """Let every pair of neighbours meet once, in a fixed order: NCCL connects a pair when it first speaks."""
-    token = torch.zeros(1, device=topology.device)
-    stage = topology.pp_rank
-    ends = topology.memory_group, topology.memory_gradient_group
-    for group, source in zip(ends, (1, 0), strict=True):
-        if group is not None and group.rank() == source:
-            dist.send(token, group=group, group_dst=1 - source)
-        elif group is not None:
-            dist.recv(token, group=group, group_src=source)
-    for lower in range(topology.pp_size - 1):
-        for group, source, target in (
-            (topology.forward_group, lower, lower + 1),
-            (topology.backward_group, lower + 1, lower),
-        ):
-            if stage == source:
-                dist.send(token, group=group, group_dst=target)
-            elif stage == target:
-                dist.recv(token, group=group, group_src=source)

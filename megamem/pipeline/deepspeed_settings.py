@@ -29,8 +29,12 @@ def deepspeed_config(config: RunConfig, backwards: int) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": parallel.zero_stage,
+            # its own overlap waits for the device bucket by bucket; see gradient_sums.py
             "overlap_comm": False,
             "contiguous_gradients": True,
+            # gradients go to the rank that updates them alone: half of an all-reduce's bytes
+            "reduce_scatter": True,
+            "use_multi_rank_bucket_allreduce": False,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
             "stage3_prefetch_bucket_size": BUCKET,

@@ -11,22 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import shared_parameters
+from megamem.data.batch import Batch
 from megamem.memory.base import States
 from megamem.parallel.topology import Topology
 from megamem.pipeline.balancing import place
 from megamem.pipeline.base import TrainingEngine, Watch
-from megamem.pipeline.channels import Borders, warm_up
+from megamem.pipeline.channels import Borders
+from megamem.pipeline.distillation import Teacher, open_teacher
 from megamem.pipeline.executor import StageExecutor
 from megamem.pipeline.freezing import check_stages_learn
+from megamem.pipeline.hazards import check
 from megamem.pipeline.placement import contiguous
-from megamem.pipeline.schedule import Order, stage_order, window_schedule
+from megamem.pipeline.program import Program, training_programs
+from megamem.pipeline.schedule import Action, window_schedule
 from megamem.pipeline.train_chunk import MicroBatch
+from megamem.pipeline.warm_up import connect, rehearse
 from megamem.pipeline.window import Window
 
 
@@ -39,12 +45,19 @@ def build_engine(config: RunConfig, topology: Topology, draw: bool = True) -> Tr
 class WindowEngine(TrainingEngine):
     """The whole model on each rank (of a tensor-parallel group), ZeRO 0-3."""
 
+    teacher: Teacher | None = None
+    """Whose predictions the model learns too, if it has a teacher."""
+
     def __init__(self, config: RunConfig, topology: Topology, draw: bool) -> None:
         super().__init__(config, topology, None, draw)
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
-        return Window(self.stage, self.objective)
+        distill, model = self.config.training.distill, self.config.model
+        if distill is not None:
+            own = self.dtype, self.topology.device
+            self.teacher = open_teacher(distill.teacher, distill.mixer, distill.weight, model, *own)
+        return Window(self.stage, self.objective, self.teacher)
 
     def backwards(self) -> int:
         """See `TrainingEngine.backwards`: one for each window."""
@@ -60,6 +73,7 @@ class WindowEngine(TrainingEngine):
         sums = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.topology.device)
         states: dict[int, States] = {}
         current: States = {}
+        taught: Tensor | None = None
         passes = list(window_schedule(len(micro_batches), config.chunks, config.bptt_chunks))
         for index, window in enumerate(passes):
             if watch is not None:
@@ -67,6 +81,7 @@ class WindowEngine(TrainingEngine):
             batch, places, reading, factor = micro_batches[window.micro_batch]
             if window.begins:
                 current = self.states_before(window.micro_batch, batch)
+                taught = None if self.teacher is None else self.teacher.read(batch.tokens, places)
             size = config.model.chunk_size
             tokens = slice(window.first * size, (window.last + 1) * size)
             loss, losses, current = self.engine(
@@ -76,9 +91,14 @@ class WindowEngine(TrainingEngine):
                 current,
                 (factor * scale).float(),
                 reading,
+                None if taught is None else taught[tokens],
             )
+            last = index == len(passes) - 1
+            if last:
+                self.sums.last_backward()
             self.engine.backward(loss)
-            if index < len(passes) - 1:
+            self.sums.after_backward()
+            if not last:
                 self.engine.step()  # counts the micro-step; updates nothing before the last
             sums += factor * losses.double()
             if self.carries:
@@ -100,20 +120,30 @@ class PipelineEngine(TrainingEngine):
         self.executor = StageExecutor(
             self.stage, self.objective, topology.pp_rank, config.model.chunk_size, config.bptt_chunks
         )
-        self.order = self._order()
-        warm_up(topology)
+        self.program = self._program()
+        connect(topology)
+        if topology.device.type == "cuda":
+            self.rehearse()
 
-    def _order(self) -> Order:
-        """Return the actions of this stage in a step."""
-        config, topology = self.config, self.topology
-        return stage_order(
-            topology.pp_rank,
-            topology.pp_size,
-            self.micro_batches,
-            config.chunks,
-            config.bptt_chunks,
-            config.interleaved,
+    def _program(self) -> Program:
+        """Return what this stage issues in a step."""
+        config, stages = self.config, self.topology.pp_size
+        found = training_programs(
+            stages, self.micro_batches, config.chunks, config.bptt_chunks, config.interleaved, self.carries
         )
+        check(found)
+        return found[self.topology.pp_rank]
+
+    def rehearse(self) -> None:
+        """Run this stage once before anything is posted, on token 0, without a trace (`megamem.pipeline.warm_up`)."""
+        config = self.config
+        length, rows, size = config.data.sequence_length, config.training.micro_batch_size, config.model.chunk_size
+        tokens = torch.zeros(length, rows, dtype=torch.int64, device=self.topology.device)
+        starts = np.repeat(np.arange(0, length, size)[:, None], rows, axis=1)
+        micro_batches, _, _ = self._read([Batch(tokens, tokens, starts, tuple(range(rows)))])
+        rehearse(self.stage, self.objective, micro_batches, self.fresh_states(rows), size, config.bptt_chunks)
+        if self.topology.device.type == "cuda":
+            torch.cuda.synchronize(self.topology.device)
 
     def backwards(self) -> int:
         """See `TrainingEngine.backwards`: the executor accumulates, and DeepSpeed is called at the end of a step."""
@@ -123,7 +153,7 @@ class PipelineEngine(TrainingEngine):
         """See `TrainingEngine.begin_phase`."""
         super().begin_phase(config)
         self.executor.bptt_chunks = config.bptt_chunks
-        self.order = self._order()
+        self.program = self._program()
 
     def module(self) -> nn.Module:
         """See `TrainingEngine.module`."""
@@ -149,27 +179,38 @@ class PipelineEngine(TrainingEngine):
         below, above = ([shape(size, rows)] * units for shape in (self.stage.border_shape, self.stage.shape_above))
         self.executor.observe_states = self.observe_states
         memories = self.executor.memory_shapes(rows, self.dtype)
+        actions = (each for each in self.program if isinstance(each, Action))
+        backwards = iter(range(sum(action.kind == "backward" for action in actions), 0, -1))
         sums, states = self.executor.run(
-            self.order,
             micro_batches,
             lambda micro_batch: self.states_before(micro_batch, micro_batches[micro_batch].batch),
             scale,
-            Borders(topology, below, above, self.dtype, backward=True, memories=memories, memory_units=units),
+            Borders(topology, self.program, below, above, self.dtype, memories),
             watch,
-            self._before_backward,
+            lambda: self._before_backward(last=next(backwards) == 1),
             self.carries,
         )
         watch("reduction of gradients and losses over stages")
         dist.all_reduce(sums, group=topology.pp_group)
         self._sum_tied_gradients()
-        self.engine.allreduce_gradients()
+        self.sums.after_pipeline()
         return sums, states
 
-    def _before_backward(self) -> None:
-        """Drop the BF16 gradients of the last backward: DeepSpeed's hooks have added them to FP32 sums."""
+    def _before_backward(self, last: bool) -> None:
+        """Drop the BF16 gradients of the backward before: DeepSpeed's hooks have added them to FP32 sums.
+
+        last: whether the one that comes is the last of the step.
+        """
+        if last:
+            self.sums.last_backward()
         clear = getattr(self.engine.optimizer, "clear_lp_grads", None)
         if clear is not None:
             clear(set_to_none=True)
+
+    def late_parameters(self) -> list[nn.Parameter]:
+        """See `TrainingEngine.late_parameters`: what stages hold together is summed over them at the end."""
+        tied = self.stage.tied_parameters if self.topology.ends_group is not None else []
+        return [*tied, *self.stage.shared_parameters]
 
     def _sum_tied_gradients(self) -> None:
         """First and last stage each hold the tied parameters and a part of their gradients."""

@@ -23,7 +23,7 @@ from megamem.memory.base import States, detach, map_state, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 from megamem.pipeline.channels import Borders, Shape
-from megamem.pipeline.schedule import Action, Order
+from megamem.pipeline.schedule import Action
 from megamem.pipeline.simulate import Event
 from megamem.pipeline.train_chunk import MicroBatch, loss_names, train_chunk
 
@@ -78,7 +78,6 @@ class StageExecutor:
 
     def run(
         self,
-        order: Order,
         micro_batches: Sequence[MicroBatch],
         states: Callable[[int], States],
         scale: Tensor,
@@ -87,13 +86,13 @@ class StageExecutor:
         before_backward: Callable[[], None] = lambda: None,
         keep_states: bool = True,
     ) -> tuple[Tensor, dict[int, States]]:
-        """Carry out `order`, accumulating gradients in the parameters' `.grad`.
+        """Carry out the order of `borders`, accumulating gradients in the parameters' `.grad`.
 
         Args:
             micro_batches: by index, the same on all stages of a pipeline.
             states: of this stage's components before a micro-batch; asked for when it begins.
             scale: factor of the summed losses (scalar).
-            borders: channels, whose shapes are those of the order's forwards.
+            borders: channels, opened for this stage's program.
             watch: told before each action and each wait what this rank is at.
             before_backward: called before each backward.
             keep_states: whether anyone reads on; if not, a micro-batch's states are dropped where it ends.
@@ -106,11 +105,13 @@ class StageExecutor:
         self._units: dict[tuple[int, int], Unit] = {}
         self._aliases: dict[int, dict[int, Tensor]] = {}
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=scale.device)
-        # in which order the last stage sends memories, and what has come ahead of its use
-        self._memories_to_come = iter([action for action in order if action.kind == "forward" and self._sent(action)])
+        # in which order the last stage sends memories, and what was taken before its use
+        self._memories_to_come = iter(
+            [action for action in borders.order if action.kind == "forward" and self._sent(action)]
+        )
         self._memories: dict[tuple[int, int], list[Tensor]] = {}
         self.peak_units = 0
-        for action in order:
+        for action in borders.order:
             watch(str(action))
             if action.kind == "forward":
                 entered = self._enter(action)
@@ -127,7 +128,8 @@ class StageExecutor:
                 if self._borders.down is not None:
                     assert entered.grad is not None
                     self._borders.down.put(entered.grad)
-        self._take_last_memories(order)
+            borders.advance()
+        self._take_last_memories()
         watch("waiting for the last sends to leave")
         borders.flush()
         self._checked = True
@@ -237,11 +239,11 @@ class StageExecutor:
             self._memories[unit.micro_batch, unit.chunk] = [self._borders.memory_in.take() for _ in range(count)]
         return self._memories.pop((micro_batch, chunk))
 
-    def _take_last_memories(self, order: Order) -> None:
+    def _take_last_memories(self) -> None:
         """Receive the memories at the ends of micro-batches on the first stage, if anybody reads on."""
         if self._borders.memory_in is None or not self._keep:
             return
-        for action in order:
+        for action in self._borders.order:
             if action.kind == "forward" and self._is_last_chunk(action):
                 self._watch(f"{action}: waiting for the memory of the last stage")
                 self._put_memories(action.micro_batch, self._memories_of(action.micro_batch, action.chunk))
@@ -301,5 +303,6 @@ class StageExecutor:
         if self.events is None:
             return 0.0
         if self._scale.is_cuda:
-            torch.cuda.synchronize(self._scale.device)
+            # not for the whole device: it may be receiving what the stage below has yet to compute
+            torch.cuda.current_stream(self._scale.device).synchronize()
         return time.time()

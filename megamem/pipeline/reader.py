@@ -14,6 +14,8 @@ from megamem.memory.base import Chunk, States, StateSpec, map_state, select_stat
 from megamem.model.stage import Stage
 from megamem.parallel.topology import Topology
 from megamem.pipeline.channels import Borders, Shape
+from megamem.pipeline.program import reading_programs
+from megamem.pipeline.schedule import Action
 
 TOKENS_AHEAD = 16_384
 """Tokens of whole chunks for which `Stage.prepare` computes ahead at once, at most: a bound of its activations."""
@@ -187,6 +189,8 @@ class ChunkReader:
             for tensor in state_tensors([states[name] for name in memories]):
                 borders.memory_out.put(tensor)
             states = {name: state for name, state in states.items() if name not in memories}
+        if borders:
+            borders.advance()
         if borders and borders.memory_in and changed:
             inbox = borders.memory_in
             new = {name: map_state(lambda _: inbox.take(), group.states[name]) for name in memories}
@@ -207,9 +211,13 @@ class ChunkReader:
         for memory in self.stage.model_memories.values():
             initial = memory.initial_state(calls[0][1].rows, torch.device("cpu"), self.dtype)
             memories += [tuple(tensor.shape) for tensor in state_tensors(initial)]
-        return Borders(
-            self.topology, shapes, above, self.dtype, backward=False, memories=memories, memory_units=len(calls)
-        )
+
+        def leaves(action: Action) -> bool:
+            tokens, chunk = calls[action.chunk]
+            return self.stage.memories_change(chunk.starts[0], tokens)
+
+        found = reading_programs(self.topology.pp_size, len(calls), leaves if memories else None)
+        return Borders(self.topology, found[self.topology.pp_rank], shapes, above, self.dtype, memories)
 
 
 def select_rows(specs: Mapping[str, StateSpec], groups: Sequence[RowGroup], index: Sequence[int]) -> list[RowGroup]:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from megamem.config.model import ModelConfig
-from megamem.config.parts import ModelPart, StartWeights
+from megamem.config.parts import BASE, ModelPart, StartWeights
 from megamem.config.run import RunConfig
 from megamem.errors import CheckpointError
-from megamem.model.stage import Stage, meta_stage
+from megamem.model.stage import Stage, build_stage, meta_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 Shape = list[int]
 Sources = dict[str, tuple[Path, str]]
 """Of each parameter that a file holds, the file and the parameter's name there."""
 VOCABULARY = ("embedding.weight", "head.weight")
 """Plain names of matrices with a row for each token, as wide as the layers."""
+ADDED = re.compile(r"layers\.\d+\.mixer\..*|side_rows\..*|memory_rows\..*|score_biases\..*")
+"""Names of parameters that a memory may bring to a pretrained model."""
+OF_MEMORY = ".mixer.memory."
+"""Part of the names of parameters that belong to a memory beside attention (`added_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class WeightsFile:
     path: Path
     shapes: Mapping[str, Shape]
     new_parameters: frozenset[str]
-    """Parameters of the model that the file does not hold and that start as in a new run."""
+    """Parameters of the model that were not trained: they start as in a new run, or as the file says."""
     tokenizer: str | None
     """`Tokenizer.vocabulary_hash` of what the weights were trained with; None if the file does not say."""
     parts: Mapping[str, ModelPart]
@@ -89,7 +96,7 @@ def shown_files(files: StartWeights | None) -> str:
 
 
 def new_parameters(config: RunConfig) -> frozenset[str]:
-    """Return the parameters of a run's model that none of the files of `training.init_from` holds.
+    """Return the parameters of a run's model that none of the files of `training.init_from` has trained.
 
     They are none where the run starts from no file. Raises: CheckpointError for files that cannot be read, or of parts
     that do not fit the model.
@@ -99,7 +106,9 @@ def new_parameters(config: RunConfig) -> frozenset[str]:
         return frozenset()
     if isinstance(files, Path):
         return open_weights(files).new_parameters
-    return frozenset(_shapes(config.model)) - set(weight_sources(config))
+    sources = weight_sources(config)
+    copied = {name for name, (_, their) in sources.items() if BASE in files and OF_MEMORY in name and their != name}
+    return (frozenset(_shapes(config.model)) - set(sources)) | copied
 
 
 def weight_sources(config: RunConfig) -> Sources:
@@ -111,6 +120,8 @@ def weight_sources(config: RunConfig) -> Sources:
     files = config.training.init_from
     if isinstance(files, Path):
         return _of_whole_model(open_weights(files), _shapes(config.model))
+    if files and BASE in files:
+        return _of_base(open_weights(files[BASE]), _shapes(config.model))
     sources: Sources = {}
     for name, path in (files or {}).items():
         sources.update(_of_part(open_weights(path), name, config.model))
@@ -153,6 +164,66 @@ def _of_whole_model(file: WeightsFile, shapes: Mapping[str, Shape]) -> Sources:
         if shape != shapes[name]:
             raise CheckpointError(f"{file.path}: {name} has shape {shape}, the model's is {shapes[name]}")
     return {name: (file.path, name) for name in file.shapes}
+
+
+def attention_name(name: str) -> str | None:
+    """Return what a plain model calls a parameter of `added_memory` that is, or starts as, one of its attention's.
+
+    Those of the attention are the plain model's; of the memory, the projections to query, key and value start like
+    them.
+    """
+    found = re.fullmatch(r"(layers\.\d+\.mixer\.)(attention\.|(?:memory\.)+(?=(?:query|key|value)\.))(.+)", name)
+    return None if found is None else found[1] + found[3]
+
+
+def _of_base(file: WeightsFile, shapes: Mapping[str, Shape]) -> Sources:
+    """Return the sources of a model that adds memories to that of a file. Raises as `weight_sources`."""
+    sources: Sources = {}
+    for name, shape in shapes.items():
+        their = name if name in file.shapes else attention_name(name)
+        copied = their != name and OF_MEMORY in name
+        if their is None or their not in file.shapes or (copied and file.shapes[their] != shape):
+            if not copied and not (their is None and ADDED.fullmatch(name)):
+                raise CheckpointError(f"{file.path}: {their or name} is missing; the file belongs to another model")
+            continue
+        if file.shapes[their] != shape:
+            raise CheckpointError(f"{file.path}: {their} has shape {file.shapes[their]}, the model's {name} {shape}")
+        sources[name] = file.path, their
+    if unused := sorted(set(file.shapes) - {their for _, their in sources.values()}):
+        raise CheckpointError(
+            f"{file.path}: {unused[0]} is not in the model; a base is the model without its memories, "
+            "as `megamem convert from-hf` writes it"
+        )
+    return sources
+
+
+def load_base(path: Path, model: ModelConfig, seed: int = 0) -> Stage:
+    """Return a whole model with the weights of a file, on the CPU in FP32.
+
+    Args:
+        path: weights of the model; or of one that adds memories to it, which are left out.
+        model: its configuration.
+        seed: of what the file lists as new.
+    Raises: CheckpointError for weights that do not fit.
+    """
+    file = open_weights(path)
+    stage = build_stage(model, PlainLinears())
+    initialize_parameters(stage, seed)
+    with safe_open(path, framework="pt") as tensors, torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            # attention beside an added memory is that of the base
+            beside = re.sub(r"^(layers\.\d+\.mixer)\.", r"\1.attention.", name)
+            their = next((known for known in (name, beside) if known in file.shapes), None)
+            if their is None and name not in file.new_parameters:
+                raise CheckpointError(f"{path}: {name} is missing; the file belongs to another model")
+            if their is None:
+                continue
+            if file.shapes[their] != list(parameter.shape):
+                raise CheckpointError(
+                    f"{path}: {their} has shape {file.shapes[their]}, the model's is {list(parameter.shape)}"
+                )
+            parameter.copy_(tensors.get_tensor(their))
+    return stage
 
 
 def _of_part(file: WeightsFile, name: str, model: ModelConfig) -> Sources:

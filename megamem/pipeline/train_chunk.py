@@ -15,11 +15,16 @@ from megamem.memory.base import Chunk, Losses, States
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
 from megamem.ops.dropout import DropoutKeys
+from megamem.pipeline.distillation import DISTILLATION
 
 
-def loss_names(stage: Stage, objective: Objective) -> tuple[str, ...]:
-    """Return the names of all losses of a training step: those of the objective's readings, then the layers' own."""
-    return (*(name for own, _ in objective.readings for name in own.names), *stage.auxiliary_losses)
+def loss_names(stage: Stage, objective: Objective, taught: bool = False) -> tuple[str, ...]:
+    """Return the names of all losses of a training step: those of the objective's readings, then the layers' own.
+
+    taught: whether a teacher's predictions are learned too.
+    """
+    further = (DISTILLATION,) if taught else ()
+    return (*(name for own, _ in objective.readings for name in own.names), *further, *stage.auxiliary_losses)
 
 
 class MicroBatch(NamedTuple):

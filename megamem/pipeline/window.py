@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from megamem.memory.base import Chunk, States, detach, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
+from megamem.pipeline.distillation import DISTILLATION, Teacher
 from megamem.pipeline.train_chunk import loss_names, train_chunk
 
 
 class Window(nn.Module):
     """The module that DeepSpeed drives. Its forward is a window; the states it returns are cut from the graph."""
 
-    def __init__(self, stage: Stage, objective: Objective) -> None:
-        """Drive a stage that holds the whole model."""
+    def __init__(self, stage: Stage, objective: Objective, teacher: Teacher | None = None) -> None:
+        """Drive a stage that holds the whole model. teacher: whose predictions it learns too, if it has one."""
         super().__init__()
+        self.teacher = teacher
         self.stage = stage
         self.objective = objective
         self._checked = False
@@ -31,6 +33,7 @@ class Window(nn.Module):
         states: States,
         scale: Tensor,
         reading: int = 0,
+        taught: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, States]:
         """Run the chunks of a window.
 
@@ -40,19 +43,24 @@ class Window(nn.Module):
             states: by component.
             scale: factor of the summed loss (scalar).
             reading: number of the objective's reading whose losses these are.
+            taught: the teacher's last hidden states [chunks * chunk_size, batch, hidden_size].
         Raises: ContractError, in the first window, where a component's state is not as it declares.
         Returns: the scaled loss to run backward, auxiliary losses included; `loss_names`, [names] summed over tokens,
             off the graph, zero for other readings; the new states, off the graph.
         """
         size = tokens.shape[0] // len(places)
         objective = self.objective.readings[reading].objective
-        sums = {name: scale.new_zeros(()) for name in loss_names(self.stage, self.objective)}
+        names = loss_names(self.stage, self.objective, self.teacher is not None)
+        sums = {name: scale.new_zeros(()) for name in names}
         for c, chunk in enumerate(self.stage.prepare(tokens, places)):
             part = slice(c * size, (c + 1) * size)
             result = train_chunk(self.stage, objective, tokens[part], labels[part], states, chunk, not self._checked)
             states = result.states
             for name, value in result.losses.items():
                 sums[name] = sums[name] + value
+            if self.teacher is not None and taught is not None:
+                learned = self.teacher.divergence(self.stage, result.hidden, taught[part], labels[part])
+                sums[DISTILLATION] = sums[DISTILLATION] + learned
             for name, value in result.auxiliary.items():
                 # a mean over this chunk's tokens and rows, weighted as many predicted tokens
                 sums[name] = sums[name] + value * tokens[part].numel()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from multiprocessing import get_context
 from typing import Literal, NamedTuple, TypeVar
@@ -30,21 +30,28 @@ from megamem.config.run import RunConfig
 from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
+from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
 from megamem.planning.measured_part import (
     Bytes,
     Kernels,
+    MeasuredChunk,
     Part,
     PartWork,
     Share,
     end_tokens,
+    kernels_of,
     measure_part,
+    recurrence_of,
     zero_stage,
 )
 from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.roofline import Work
 
 T = TypeVar("T")
+Wanted = tuple[str, range, Share]
+"""A part by name and layers (none: embedding or head), and the share of it that is asked for."""
+_Key = tuple[str, bool, bool, int]
 ROWS = (2, 3)
 """Numbers of rows that are measured; with one row some operations need no copies that they need with more."""
 MOST_CHUNKS = 8
@@ -86,23 +93,33 @@ class Activations:
         self.model, self.precision, self.chunks, self.processes = model, precision, chunks, processes
         self.learning, self.kernels = learning, kernels
         self.dtype = DTYPES[precision]
-        # by part and by what changes the operations; rows and TP are interpolated
-        self._measurements: dict[tuple[str, bool, bool], _Measurements] = {}
+        # by part and by what changes the operations (the slices of a loss among it); rows and TP are interpolated
+        self._measurements: dict[_Key, _Measurements] = {}
         self._interpolated: dict[tuple[str, Share], list[PartBytes]] = {}
         self._work: dict[tuple[str, Share], list[PartWork]] = {}
 
     @classmethod
     def of_run(cls, config: RunConfig, processes: int = 1, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
         """Return those of a run's model, in its precision, sequences and with what it freezes, on such a device."""
-        kernels: Kernels = "compiled" if config.training.compile else "cuda" if device == "cuda" else "separate"
         training = config.training
-        return cls(config.model, training.precision, config.chunks, processes, learning_of(config), kernels)
+        kernels = kernels_of(training, device)
+        model = config.model.model_copy(update={"recurrence_kernel": recurrence_of(config, device)})
+        return cls(model, training.precision, config.chunks, processes, learning_of(config), kernels)
 
     def in_sequences(self, chunks: int) -> Activations:
         """Return the same for sequences of another number of chunks; this object if it is its own."""
         if chunks == self.chunks:
             return self
         return Activations(self.model, self.precision, chunks, self.processes, self.learning, self.kernels)
+
+    def prepare(self, shares: Iterable[Share]) -> None:
+        """Measure now, all side by side, what such shares of the model's parts need; the rest at its first use."""
+        layers = {kind: layer for layer, kind in enumerate(self._kinds)}.values()
+        self._measure(
+            part
+            for share in shares
+            for part in (*(self._layer(layer, share) for layer in layers), self._embedding(share), self._head(share))
+        )
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
@@ -128,20 +145,31 @@ class Activations:
         """Return the operations of the last norm, the output head and the loss for each chunk of a sequence."""
         return self._works(*self._head(share)) * self.chunks
 
-    def _layer(self, layer: int, share: Share) -> tuple[str, range, Share]:
+    def _layer(self, layer: int, share: Share) -> Wanted:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
-        name = self.model.layer_kind(layer)
-        if self.learning is not None:
-            name += f" {self.learning.reaches_input(layer)} {self.learning.of_layer(layer)}"
-        return name, range(layer, layer + 1), share
+        return self._kinds[layer], range(layer, layer + 1), share
 
-    def _embedding(self, share: Share) -> tuple[str, range, Share]:
+    @cached_property
+    def _kinds(self) -> list[str]:
+        """The kind of each layer: how it is built, and what of it learns."""
+        kinds = [self.model.layer_kind(layer) for layer in range(self.model.layers)]
+        if (learning := self.learning) is None:
+            return kinds
+        return [f"{kind} {learning.reaches_input(n)} {learning.of_layer(n)}" for n, kind in enumerate(kinds)]
+
+    def _embedding(self, share: Share) -> Wanted:
         """Return the part that is the embedding."""
         return "embedding", range(0), self._of_end(share)
 
-    def _head(self, share: Share) -> tuple[str, range, Share]:
+    def _head(self, share: Share) -> Wanted:
         """Return the part that is last norm, head and loss."""
-        return "head", range(self.model.layers, self.model.layers), self._of_end(share)
+        slices = 1
+        if self.model.adaptive is None or not self.model.adaptive.softmax:
+            rows = self.model.resolved_padded_vocab_size // share.tp_size
+            # no fewer than two tokens in a slice where it is measured
+            most = end_tokens(self.model)
+            slices = min(slice_count(round(share.rows * self.model.chunk_size), rows), most)
+        return "head", range(self.model.layers, self.model.layers), replace(self._of_end(share), loss_slices=slices)
 
     def _of_end(self, share: Share) -> Share:
         """Return the share of embedding or head, which are the same for every chunk.
@@ -164,11 +192,43 @@ class Activations:
 
     def _measured(self, name: str, layers: range, share: Share) -> _Measurements:
         """Return the measurements of a part, made at its first use."""
-        key = name, share.recompute, share.sequence_parallel
-        if key not in self._measurements:
-            with _one_thread():
-                self._measurements[key] = _Measurements(self, layers, share)
-        return self._measurements[key]
+        self._measure([(name, layers, share)])
+        return self._measurements[_key(name, share)]
+
+    def _measure(self, parts: Iterable[Wanted]) -> None:
+        """Measure those parts that are not yet, all side by side where this process may fork."""
+        new: dict[_Key, _Measurements] = {}
+        for name, layers, share in parts:
+            key = _key(name, share)
+            if key not in self._measurements and key not in new:
+                new[key] = _Measurements(self, layers, share)
+        if not new:
+            return
+        wanted = [(made, corner) for made in new.values() for corner in made.corners]
+        with _one_thread():
+            results = _side_by_side([made.at_corner(*corner) for made, corner in wanted], self.processes)
+        for (made, corner), result in zip(wanted, results, strict=True):
+            made.measured[corner] = result
+        self._measurements |= new
+
+
+def _key(name: str, share: Share) -> _Key:
+    """Return what tells measurements apart: the part, and what changes its operations."""
+    return name, share.recompute, share.sequence_parallel, share.loss_slices
+
+
+def _side_by_side(measure: Sequence[Callable[[], list[MeasuredChunk]]], processes: int) -> list[list[MeasuredChunk]]:
+    """Return what each of `measure` returns, in so many processes forked from this one if there are several."""
+    if processes == 1:
+        return [each() for each in measure]
+    # everything is read there: once this process had run a backward pass, its children could not where torch
+    # sees a CUDA device
+    import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
+
+    # objects that exist now need not be looked through by the collector, which would copy their pages
+    gc.freeze()
+    with ProcessPoolExecutor(min(processes, len(measure)), get_context("fork")) as pool:
+        return [result.result() for result in [pool.submit(each) for each in measure]]
 
 
 @contextmanager
@@ -186,7 +246,10 @@ class _Measurements:
     """Measurements of one part at two numbers of rows and two TP sizes, and the straight lines through them."""
 
     def __init__(self, activations: Activations, layers: range, share: Share) -> None:
-        """Measure the part that holds `layers`. share: what changes its operations; rows and TP size are replaced."""
+        """Say what to measure of the part that holds `layers`; `measured` is filled in by who does.
+
+        share: what changes its operations; rows and TP size are replaced.
+        """
         model = activations.model
         part = Part(model, activations.dtype, layers, activations.learning, activations.kernels)
         stage = zero_stage(part, share)
@@ -202,22 +265,16 @@ class _Measurements:
         self.chunks = activations.chunks if layers else 1
         self.grows_for = _growing_chunks(stage, self.chunks)
 
-        corners = list(product(ROWS, self.sizes))
-        shares = [replace(share, rows=rows, tp_size=tp_size) for rows, tp_size in corners]
-        chunks = min(self.chunks, MOST_CHUNKS)
-        measure = partial(measure_part, part, chunks, self.grows_for > 0)
-        if activations.processes > 1:
-            # everything is read there: once this process had run a backward pass, its children could not where torch
-            # sees a CUDA device
-            import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
+        self.corners = list(product(ROWS, self.sizes))
+        self.measured: dict[tuple[int, int], list[MeasuredChunk]] = {}
+        self._part, self._share = part, share
 
-            # objects that exist now need not be looked through by the collector, which would copy their pages
-            gc.freeze()
-            with ProcessPoolExecutor(min(activations.processes, len(shares)), get_context("fork")) as pool:
-                results = list(pool.map(measure, shares))
-        else:
-            results = list(map(measure, shares))
-        self.measured = dict(zip(corners, results, strict=True))
+    def at_corner(self, rows: int, tp_size: int) -> Callable[[], list[MeasuredChunk]]:
+        """Return what measures the part at a number of rows and a TP size."""
+        chunks = min(self.chunks, MOST_CHUNKS)
+        return partial(
+            measure_part, self._part, chunks, self.grows_for > 0, replace(self._share, rows=rows, tp_size=tp_size)
+        )
 
     def at(self, share: Share) -> list[PartBytes]:
         """Return the bytes at any number of rows and TP size, by chunk."""
@@ -286,19 +343,20 @@ def _weighted(corners: Sequence[tuple[Work, float]]) -> Work:
     """
     works = [work for work, _ in corners]
     if all(np.array_equal(work.kinds, works[0].kinds) for work in works):
-        flops, moved = (sum(weight * work[field] for work, weight in corners) for field in (1, 2))
-        return Work(works[0].kinds, np.maximum(flops, 0), np.maximum(moved, 0))
+        numbers = (sum(weight * work[field] for work, weight in corners) for field in (1, 2, 3))
+        return Work(works[0].kinds, *(np.maximum(each, 0) for each in numbers))
     last = works[-1]
     whole = [sum(weight * float(work[field].sum()) for work, weight in corners) for field in (1, 2)]
     flops, moved = (last[field] * whole[field - 1] / max(1.0, float(last[field].sum())) for field in (1, 2))
-    return Work(last.kinds, np.maximum(flops, 0), np.maximum(moved, 0))
+    return Work(last.kinds, np.maximum(flops, 0), np.maximum(moved, 0), last.programs)
 
 
 def _grown(last: Work, new: Work, before: Work) -> Work:
     """Return operations that are to `last` as `new` is to `before`; `last` itself where these are different ones."""
     if not np.array_equal(new.kinds, before.kinds):
         return last
-    return Work(last.kinds, last.flops + new.flops - before.flops, last.moved + new.moved - before.moved)
+    flops, moved = (last[field] + new[field] - before[field] for field in (1, 2))
+    return Work(last.kinds, flops, moved, last.programs)
 
 
 def _extended(measured: Sequence[T], chunks: int, grows_for: int, grown: Callable[[T, T, T], T]) -> list[T]:

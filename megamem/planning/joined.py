@@ -1,27 +1,92 @@
 """Functions that a device runs as one kernel, though the CPU runs them as many operations.
 
-torch has one kernel for the RMS norm on CUDA, and `training.compile` makes one each of norms, rotations, gates and
-short convolutions. A ledger that watches the CPU would see every step of them, and every step's result.
+torch has one kernel for the RMS norm on CUDA, flash-linear-attention has one each for rotations, gates and gated norms
+of heads (`megamem.model.kernels`), and `training.compile` makes one each of norms, rotations, gates and short
+convolutions; the inner chunks of deep memories are written by kernels of their own. A ledger that watches the CPU would
+see every step of them, and every step's result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megamem.memory.recurrent.deep import DeepMemory
+from megamem.memory.recurrent.matrix import MatrixMixer
 from megamem.model.compiled import use_pointwise
+from megamem.model.kernels import OPERATIONS
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
-from megamem.planning.ledger import joined
+from megamem.ops.deep_memory.group_backward import TORCH, ProductGradients, WriteGradients, Writing
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
+from megamem.ops.deep_memory.network import Precision, Weights
+from megamem.ops.linear_recurrence.fla import fla_recurrence
+from megamem.planning.fla_kernels import PLANNED
+from megamem.planning.ledger import joined, joined_as
+from megamem.planning.operations import Kind, Operation, touched
 from megamem.planning.tensors import tensors_in
 
 
-def join_kernels(stage: Stage, compiled: bool) -> None:
-    """Let a ledger see each norm of the stage as one kernel; if `compiled`, all that is compiled."""
-    use_pointwise(stage, lambda function: as_one(function) if compiled or function is rms_norm else function)
+def join_kernels(
+    stage: Stage, kernels: Literal["cuda", "libraries", "compiled"], recurrence: Literal["torch", "fla"] = "torch"
+) -> None:
+    """Let a ledger see each norm of the stage as one kernel; also what libraries have kernels for, or all that is
+    compiled, and the recurrences of matrix memories as the kernels of flash-linear-attention."""
+    one = {rms_norm, *(operation.plain for operation in OPERATIONS if kernels == "libraries")}
+    use_pointwise(stage, lambda function: as_one(function) if kernels == "compiled" or function in one else function)
+    for module in stage.modules():
+        if isinstance(module, MatrixMixer) and recurrence == "fla":
+            module.recurrence = partial(fla_recurrence, kernels=PLANNED)
+        if isinstance(module, DeepMemory) and module.kernel == "triton" and len(module.names) == 2:
+            own = _writing(module.precision)
+            module.writing = lambda *_, own=own: own
+
+
+def _writing(precision: Precision) -> Writing:
+    """Return both passes through the inner chunks of a group by torch, as one kernel each in the eyes of a ledger.
+
+    A kernel does the arithmetic of torch's products, of blocks that are filled up to powers of two. What it is given
+    and what it returns goes through the device's memory once; what it reads again lies in the cache.
+    """
+    kind, products = {"tf32": (Kind.MATMUL_TF32, 1), "tf32x3": (Kind.MATMUL_TF32, 3), "ieee": (Kind.MATMUL_FP32, 1)}[
+        precision
+    ]
+
+    def as_kernel(tokens: Tokens, moved: Sequence[object], steps: Sequence[Operation]) -> Operation:
+        """Return the kernel, with a program for each head of each row."""
+        rows, heads, _, *block = tokens.key.shape
+        filled = products * math.prod(2 ** (size - 1).bit_length() / size for size in block)
+        flops = filled * sum(step.flops for step in steps)
+        return Operation(kind, flops, sum(map(touched, tensors_in(moved))), rows * heads)
+
+    def write(
+        network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, first: Weights, momentum: Weights
+    ) -> tuple[Written, Weights, Weights]:
+        """See `write` [B, H, ...]."""
+        given = network, tokens, shares, weight, first, momentum
+        read = tokens.value, shares[OF_QUERIES:], weight, first, momentum
+        return joined_as(lambda steps, out: as_kernel(tokens, (*read, *out), steps), TORCH.write, *given)
+
+    def through_writes(
+        network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written,
+        reads: Sequence[ProductGradients], of_weights: Weights, of_momentum: Weights,
+    ) -> WriteGradients:  # fmt: skip
+        """See `through_writes` [B, H, ...]."""
+        given = network, tokens, shares, weight, written, reads, of_weights, of_momentum
+        of_reads = [(each.weights, each.momentum, each.inputs, each.change) for each in reads]
+        read = tokens.value, shares[OF_QUERIES:], weight, written, of_reads, of_weights, of_momentum
+        return joined_as(lambda steps, out: as_kernel(tokens, (*read, *out), steps), TORCH.through_writes, *given)
+
+    return Writing(write, through_writes)
+
+
+OF_QUERIES = 3
+"""Of the fields of `Shares`, those that only reads need; they come first."""
 
 
 def as_one(function: Callable[..., Any]) -> Callable[..., Any]:

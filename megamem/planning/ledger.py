@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from megamem.planning.operations import Kind, Operation, operation, touched
+from megamem.planning.operations import Kind, Operation, asks_nothing, operation, touched
 from megamem.planning.tensors import tensors_in
 
 T = TypeVar("T")
@@ -81,9 +81,8 @@ class Ledger(TorchDispatchMode):
         out = _run(func, args, kwargs, size)
         for result in tensors_in((out,)):
             self.enter_storage(result)
-        asked = operation(func, args, kwargs, out)
-        if asked is not None:
-            self.operations.append(asked)
+        if not asks_nothing(func):
+            self.operations.append(_asked(func, args, kwargs, out))
         self.live_after.append(self.live)
         return out
 
@@ -106,12 +105,21 @@ class Ledger(TorchDispatchMode):
 
 def joined(function: Callable[..., T], *given: object) -> T:
     """Return what a function returns; ledgers that watch see it as one operation, whose steps keep nothing."""
+
+    def as_one(steps: Sequence[Operation], out: T) -> Operation:
+        """Return an operation of its operands' and results' bytes alone."""
+        return Operation(Kind.ELEMENTWISE, 0.0, sum(map(touched, tensors_in((*given, out)))))
+
+    return joined_as(as_one, function, *given)
+
+
+def joined_as(as_one: Callable[[Sequence[Operation], T], Operation], function: Callable[..., T], *given: object) -> T:
+    """Return what a function returns; ledgers that watch see what `as_one` makes of its steps and its result."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger)]
     before = [(len(mode.operations), len(mode.live_after)) for mode in modes]
     out = function(*given)
-    moved = sum(map(touched, tensors_in((*given, out))))
     for mode, (operations, live) in zip(modes, before, strict=True):
-        mode.operations[operations:] = [Operation(Kind.ELEMENTWISE, 0.0, moved)]
+        mode.operations[operations:] = [as_one(mode.operations[operations:], out)]
         mode.live_after[live:] = [mode.live]
     return out
 
@@ -154,6 +162,16 @@ def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object],
     return _map_values(room, shapes)
 
 
+def _asked(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation:
+    """Return what an operation asks of a device, found out once for operands and results of the same shapes."""
+    key = func, _description(args), _description(tuple(kwargs.items())), _description(out)
+    if key not in _operations:
+        _operations[key] = operation(func, args, kwargs, out)
+    return _operations[key]
+
+
+_operations: dict[Hashable, Operation] = {}
+"""What operations ask of a device, by operation and shapes."""
 _IN_PLACE = object()
 """Stands for the result of an operation that writes to its first operand, or to `out`, and returns it."""
 _results: dict[Hashable, object] = {}

@@ -16,7 +16,7 @@ from megamem.config.base import ConfigModel
 from megamem.config.load import load_config, parse_config, read_yaml
 from megamem.costs.devices import Precision, device_peak
 from megamem.errors import ConfigError
-from megamem.planning.cpu_rates import cpu_rates
+from megamem.planning.device_rates import cpu_rates
 from megamem.planning.roofline import Rates
 
 ACHIEVED = 0.8

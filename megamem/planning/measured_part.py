@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.config.training import TrainingConfig
 from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.model.kernels import FLA, OPERATIONS
 from megamem.model.stage import Stage, build_stage, typical_labels
 from megamem.pipeline.freezing import Learning, freeze
 from megamem.pipeline.train_chunk import dropout_keys
@@ -30,8 +32,9 @@ from megamem.planning.roofline import Work
 Bytes = npt.NDArray[np.float64]
 Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
 """Hidden vectors or losses, new states by component, auxiliary losses."""
-Kernels = Literal["separate", "cuda", "compiled"]
-"""What runs as one kernel: nothing (as on the CPU), norms (as torch does on CUDA), or rotations and gates too."""
+Kernels = Literal["separate", "cuda", "libraries", "compiled"]
+"""What runs as one kernel: nothing (as on the CPU), norms (as torch does on CUDA), what libraries have kernels for
+besides, or all that is compiled."""
 END_TOKENS = 64
 """Tokens that embedding and head are measured with: their bytes depend on the number of tokens alone."""
 
@@ -39,6 +42,38 @@ END_TOKENS = 64
 def end_tokens(model: ModelConfig) -> int:
     """Return the tokens that embedding and head are measured with, at most a chunk."""
     return min(END_TOKENS, model.chunk_size)
+
+
+def kernels_of(training: TrainingConfig, device: Literal["cuda", "cpu"]) -> Kernels:
+    """Return what is taken to run as one kernel on such a device: what libraries have, if they are installed here."""
+    if training.compile:
+        return "compiled"
+    if device == "cpu":
+        return "separate"
+    return "libraries" if training.kernels == "auto" and FLA.version is not None else "cuda"
+
+
+def recurrence_of(config: RunConfig, device: Literal["cuda", "cpu"]) -> Literal["torch", "fla"]:
+    """Return what is taken to compute recurrences of matrix memories: a library, if it is named or installed here."""
+    named = config.model.recurrence_kernel
+    if device == "cpu" or config.training.precision != "bf16" or named == "torch":
+        return "torch"
+    return "fla" if named == "fla" or FLA.version is not None else "torch"
+
+
+def shown_kernels(kernels: Kernels, recurrence: Literal["torch", "fla"]) -> str:
+    """Return in words what is taken to run as one kernel, and by whom recurrences are taken to be computed."""
+    of_libraries = ", ".join(operation.name for operation in OPERATIONS)
+    trial = f"{FLA.package} {FLA.version}, which is taken to pass its trial at the start of the run"
+    words = {
+        "separate": "each operation of torch's is a kernel",
+        "cuda": "RMS norms are one kernel, as in torch; all other operations are kernels of their own",
+        "libraries": f"RMS norms are one kernel, as in torch; {of_libraries} are too, by {trial}",
+        "compiled": "all that training.compile compiles is one kernel each",
+    }[kernels]
+    if recurrence == "torch":
+        return words
+    return f"{words}; recurrences of matrix memories are kernels of {FLA.package}, which are taken to pass their trial"
 
 
 @dataclass(frozen=True)
@@ -49,6 +84,8 @@ class Share:
     tp_size: int
     recompute: bool = False
     sequence_parallel: bool = False
+    loss_slices: int = 1
+    """Slices of tokens in which the head computes losses, whatever the number of tokens that it is measured with."""
 
     @classmethod
     def of_run(cls, config: RunConfig, tp_size: int) -> Share:
@@ -155,14 +192,15 @@ def zero_stage(part: Part, share: Share) -> Stage:
         stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     # embedding and head are parts of their own: a layer at an end of the model has neither
     stage.first, stage.last = stage.first and not layers, stage.last and not layers
-    stage.recompute = share.recompute
+    stage.recompute, stage.loss_slices = share.recompute, share.loss_slices
     for module in stage.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(room(parameter)))
     if learning is not None:
         freeze(stage, learning.names)
     if part.kernels != "separate":
-        join_kernels(stage, compiled=part.kernels == "compiled")
+        fla = model.recurrence_kernel == "fla" and dtype == torch.bfloat16
+        join_kernels(stage, part.kernels, "fla" if fla else "torch")
     return stage
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,11 @@ class Kind(IntEnum):
     """No matrix product: its bytes and its launch are what takes time."""
     MATMUL_FP32 = 1
     MATMUL_BF16 = 2
-    ATTENTION = 3
+    MATMUL_TF32 = 3
+    """Products of blocks inside a kernel of our own, of FP32 numbers with 10 bits of their mantissas."""
+    ATTENTION = 4
     """A fused attention kernel's forward pass."""
-    ATTENTION_BACKWARD = 4
+    ATTENTION_BACKWARD = 5
 
 
 class Operation(NamedTuple):
@@ -38,6 +41,8 @@ class Operation(NamedTuple):
     flops: float
     moved: float
     """Bytes read and written."""
+    programs: float = 0.0
+    """Programs of a kernel that has only so many, one on a multiprocessor; 0: as many as the device takes."""
 
 
 _aten = torch.ops.aten
@@ -63,17 +68,21 @@ _SHAPED = {
 """Operations of whose first operand only the shape or the dtype is asked."""
 
 
-def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation | None:
-    """Return what an operation asks of a device, or None if it asks nothing: a view, memory without values."""
-    if func in _NOTHING or _is_view(func):
-        return None
+def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation:
+    """Return what an operation, one that `asks_nothing` does not name, asks of a device.
+
+    It follows from shapes, strides and dtypes of operands and results, and from arguments that are no tensors.
+    """
     # what is written to `out` is not read before, and what only gives a shape is not read at all
     read = () if func in _SHAPED else (*args, *(value for name, value in kwargs.items() if name != "out"))
     moved = sum(map(touched, tensors_in(read))) + sum(map(touched, tensors_in((out,))))
     if func in _ATTENTION or func in _ATTENTION_BACKWARD:
         return _attention(func, args, moved)
-    if func._overloadpacket in flop_registry:
-        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+    packet = func._overloadpacket
+    if func._schema.name.endswith("_"):  # in place: the same arithmetic
+        packet = getattr(_aten, func._schema.name.removeprefix("aten::").removesuffix("_"), packet)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
         first = next(iter(tensors_in(args)))
         return Operation(Kind.MATMUL_BF16 if first.dtype == torch.bfloat16 else Kind.MATMUL_FP32, float(flops), moved)
     return Operation(Kind.ELEMENTWISE, 0.0, moved)
@@ -91,6 +100,12 @@ def _attention(func: OpOverload, args: Sequence[object], moved: float) -> Operat
     width, out = query.shape[-1], value.shape[-1]
     products = 3 * width + 2 * out if backward else width + out
     return Operation(Kind.ATTENTION_BACKWARD if backward else Kind.ATTENTION, 2.0 * pairs * products, moved)
+
+
+@cache
+def asks_nothing(func: OpOverload) -> bool:
+    """Return whether an operation asks nothing of a device: it makes a view, or memory without values."""
+    return func in _NOTHING or _is_view(func)
 
 
 def _is_view(func: OpOverload) -> bool:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from megamem.config.run import RunConfig
 from megamem.costs.state_bytes import stage_state_bytes
 from megamem.memory.base import DTYPES
-from megamem.pipeline.channels import Inbox
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
 from megamem.pipeline.freezing import learning_of
+from megamem.pipeline.program import POSTED
 from megamem.pipeline.schedule import Action, Order, stage_order, window_schedule
 from megamem.planning.activations import Activations, PartBytes
 from megamem.planning.measured_part import Share
 from megamem.planning.ranks import part_parameters, stage_parameters
 
 FLAT = 500_000_000
-"""Elements that DeepSpeed copies together to sum gradients outside of ZeRO 2 and 3 (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
+"""Elements that DeepSpeed copies together to sum gradients under ZeRO 0 (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def step_peak(
     # what is there all the time: buffers between stages, gathered weights, states of streams
     neighbors = (stage > 0) + (stage < parallel.pp - 1)
     pending = parallel.pp + 1  # sends under way (`Outbox`)
-    borders = float(neighbors * (Inbox.AHEAD + pending) * hidden)
+    borders = float(neighbors * (POSTED + pending) * hidden)
     gathered = buffer = 0.0
     if parallel.zero_stage == 3:
         buffer = 4.0 * min(sum(sizes), BUCKET)
@@ -149,7 +149,8 @@ def _gradients(config: RunConfig, sizes: Sequence[int], dp_size: int) -> _Gradie
     zero, total = config.parallel.zero_stage, sum(sizes)
     element = DTYPES[config.training.precision].itemsize
     full_precision = element == 4
-    bucket = min(total, BUCKET) * 4.0 if zero == 2 else 0.0
+    # in BF16 the next bucket is sent while one is on its way
+    bucket = min(total, BUCKET if full_precision else 2 * BUCKET) * 4.0 if zero == 2 else 0.0
     divided = -(-total // dp_size)
     return _Gradients(
         by_part=[float(size * element) for size in sizes],
@@ -167,11 +168,7 @@ def _update_bytes(config: RunConfig, total: int, dp_size: int) -> float:
 
     total: parameters of the rank that learn.
     """
-    mixed = DTYPES[config.training.precision].itemsize < 4
-    if config.parallel.zero_stage == 0:
-        return min(total, FLAT) * 4.0
-    summed = min(total, FLAT) * 4.0 if config.parallel.zero_stage == 1 and mixed and dp_size > 1 else 0.0
-    return max(summed, -(-total // dp_size) * 4.0)
+    return min(total, FLAT) * 4.0 if config.parallel.zero_stage == 0 else -(-total // dp_size) * 4.0
 
 
 def _carried_states(config: RunConfig, states: int, dp_size: int) -> float:

@@ -147,7 +147,7 @@ class PlanReport:
             "states": self.states,
             "host": asdict(self.host),
             "fits": self.fits,
-            "traffic": [asdict(sent) for sent in self.traffic],
+            "traffic": [{**asdict(sent), "data": sent.data} for sent in self.traffic],
             "bubble": self.time.bubble_share,
             "step_seconds": self.time.to_dict(),
             "tokens_per_second": self.tokens_per_second,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -77,10 +78,9 @@ class RankLinears(PlainLinears):
         """See `Linears.whole`."""
         return cast(Tensor, row.forward(x))
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See `Linears.cross_entropy`."""
-        out: Tensor = _VocabParallelLoss.apply(logits, labels)
-        return out
+    def cross_entropies(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
+        """See `Linears.cross_entropies`; logits: [n, rows / tp_size] each, labels: [n] each."""
+        return [_SplitLoss.apply(each, own) for each, own in zip(logits, labels, strict=True)]
 
     def _own(self, out: Tensor) -> Tensor:
         """Return one rank's tokens: [tokens, batch, hidden] to [tokens / tp_size, batch, hidden]."""
@@ -93,33 +93,30 @@ class RankLinears(PlainLinears):
         return size // self.tp_size
 
 
-class _VocabParallelLoss(torch.autograd.Function):
-    """A loss that keeps what Megatron-Core's `vocab_parallel_cross_entropy` keeps: FP32 logits, overwritten twice."""
+class _SplitLoss(torch.autograd.Function):
+    """A loss that keeps what `megamem.parallel.losses` keeps of one vocabulary: FP32 logits, overwritten twice."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss [tokens, batch] of each token, from this rank's logits alone.
-
-        logits: [tokens, batch, vocabulary of the rank]; labels: [tokens, batch], int64.
-        """
+        """Return the losses [n], from this rank's logits [n, rows / ranks] alone; labels: [n], int64."""
         logits = logits.float()
         # the maximum of this rank stands for that of all
         logits -= logits.max(-1, keepdim=True).values
         # labels that other ranks have are masked; their logit is read at row 0
-        mask = labels >= logits.shape[-1]
-        local = labels.masked_fill(mask, 0).flatten()
-        own = logits.flatten(0, 1)[torch.arange(len(local)), local].view_as(labels)
+        missing = labels >= logits.shape[-1]
+        place = labels.masked_fill(missing, 0)[:, None]
+        own = logits.gather(-1, place)[:, 0]
         # softmax in place: the same storage is kept for the backward
         shares = logits.exp_()
         total = shares.sum(-1, keepdim=True)
         shares /= total
-        ctx.save_for_backward(shares, mask, local)
+        ctx.save_for_backward(shares, missing, place)
         return total.squeeze(-1).log() - own
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the logits [tokens, batch, vocabulary of the rank]. gradient: [tokens, batch]."""
-        shares, mask, local = ctx.saved_tensors  # type: ignore[attr-defined]
+        """Return the gradient of the logits [n, rows / ranks]. gradient: [n]."""
+        shares, missing, place = ctx.saved_tensors  # type: ignore[attr-defined]
         # softmax minus one at the label
-        shares.flatten(0, 1)[torch.arange(len(local)), local] -= 1.0 - mask.flatten().float()
-        return shares.mul_(gradient[..., None]), None
+        shares.scatter_add_(-1, place, (missing.float() - 1)[:, None])
+        return shares.mul_(gradient[:, None]), None

@@ -1,8 +1,8 @@
 """The roofline: seconds that operations take on a device, from their arithmetic, their bytes and their number.
 
-An operation takes as long as the slowest of three: its arithmetic at the rate that its kind reaches, its bytes at the
-memory's rate, and the smallest kernel. The host hands one operation after the other to a device, which works on them
-meanwhile: a pass takes as long as the slower of the two.
+An operation takes as long as the slowest of three: its arithmetic at the rate that its kind reaches on the
+multiprocessors that it uses, its bytes at the memory's rate, and the smallest kernel. The host hands one operation
+after the other to a device, which works on them meanwhile: a pass takes as long as the slower of the two.
 
     host     |launch|launch|launch|launch|
     device          |op    |op|   |op        |op|
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from typing_extensions import TypedDict
 
 from megamem.config.base import ConfigModel
@@ -30,6 +30,8 @@ class MatmulRates(TypedDict):
 
     bf16: PositiveFloat
     fp32: PositiveFloat
+    tf32: PositiveFloat
+    """FLOP/s of small products inside a kernel of our own, of FP32 numbers with 10 bits of their mantissas."""
 
 
 class Rates(ConfigModel):
@@ -47,6 +49,8 @@ class Rates(ConfigModel):
     """Seconds of the smallest operation on the device."""
     launch: NonNegativeFloat
     """Seconds of host time that an operation takes."""
+    multiprocessors: PositiveInt = 1
+    """How many the device has. A kernel of fewer programs leaves the others idle."""
     ahead: bool = True
     """Whether the host runs ahead of the device; where it computes itself, both times add up."""
 
@@ -56,10 +60,16 @@ class Rates(ConfigModel):
             Kind.ELEMENTWISE: np.inf,
             Kind.MATMUL_FP32: self.matmul["fp32"],
             Kind.MATMUL_BF16: self.matmul["bf16"],
+            Kind.MATMUL_TF32: self.matmul["tf32"],
             Kind.ATTENTION: self.attention,
             Kind.ATTENTION_BACKWARD: self.attention_backward,
         }
         return np.array([rates[kind] for kind in Kind])
+
+    def busy(self, programs: Floats) -> Floats:
+        """Return the share of the multiprocessors that kernels of so many programs use, over all of their turns."""
+        turns = np.maximum(1, np.ceil(programs / self.multiprocessors))
+        return np.where(programs > 0, programs / (turns * self.multiprocessors), 1.0)
 
 
 class Work(NamedTuple):
@@ -70,6 +80,8 @@ class Work(NamedTuple):
     flops: Floats
     moved: Floats
     """Bytes read and written."""
+    programs: Floats
+    """See `Operation`."""
 
     @classmethod
     def of(cls, operations: Sequence[Operation]) -> Work:
@@ -78,6 +90,7 @@ class Work(NamedTuple):
             np.array([operation.kind for operation in operations], dtype=np.int8),
             np.array([operation.flops for operation in operations], dtype=np.float64),
             np.array([operation.moved for operation in operations], dtype=np.float64),
+            np.array([operation.programs for operation in operations], dtype=np.float64),
         )
 
 
@@ -110,7 +123,7 @@ class PassTime:
 
 def pass_time(work: Work, rates: Rates) -> PassTime:
     """Return the time of a pass by the roofline."""
-    arithmetic = work.flops / rates.flops()[work.kinds]
+    arithmetic = work.flops / (rates.flops()[work.kinds] * rates.busy(work.programs))
     moving = work.moved / rates.memory
     seconds = np.maximum(np.maximum(arithmetic, moving), rates.kernel)
     # each operation's seconds go to what it waits for

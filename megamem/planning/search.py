@@ -17,6 +17,7 @@ from megamem.pipeline.freezing import learning_of
 from megamem.pipeline.placement import contiguous
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine
+from megamem.planning.measured_part import Share
 from megamem.planning.plan import RankReport, rank_reports
 from megamem.planning.rank_linears import tp_sizes
 from megamem.planning.ranks import stage_parameters
@@ -174,7 +175,9 @@ class Search:
 
         enough: takes those that fit already and the estimate of the next, and says whether to end.
         """
-        layouts = sorted(((self._estimate(layout), layout) for layout in self.layouts()), key=itemgetter(0))
+        possible = list(self.layouts())
+        self.activations.prepare({Share.of_run(layout.config, layout.config.parallel.tp) for layout in possible})
+        layouts = sorted(((self._estimate(layout), layout) for layout in possible), key=itemgetter(0))
         fit: dict[tuple[object, ...], Candidate] = {}
         too_large: dict[tuple[object, ...], int] = {}
         self.tried, self.possible, self.smallest = 0, len(layouts), None

@@ -9,6 +9,7 @@ from rich.table import Table
 from megamem.costs.parameters import parameter_counts
 from megamem.planning.arithmetic import describe
 from megamem.planning.machines import DISK
+from megamem.planning.measured_part import kernels_of, recurrence_of, shown_kernels
 from megamem.planning.plan import PlanReport, RankReport
 from megamem.planning.search import Candidate, SearchReport
 from megamem.planning.step_time import StepTime
@@ -113,6 +114,9 @@ def _time(plan: PlanReport) -> Iterator[Table | str]:
         f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}, bubble {time.bubble_share:.1%} of the busiest "
         f"stage's work; {plan.days:.2f} days for {plan.config.steps:,} steps"
     )
+    device = plan.machine.kind
+    kernels, recurrence = kernels_of(plan.config.training, device), recurrence_of(plan.config, device)
+    yield f"assumed: {shown_kernels(kernels, recurrence)}"
 
 
 def _seconds_by_part(time: StepTime) -> dict[str, float]:

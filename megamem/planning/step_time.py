@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
+from megamem.pipeline.deepspeed_settings import BUCKET
 from megamem.pipeline.freezing import backward_pass_of
 from megamem.pipeline.placement import contiguous
 from megamem.pipeline.schedule import Action, chunk_schedule
@@ -15,7 +16,14 @@ from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine
 from megamem.planning.measured_part import PartWork, Share
 from megamem.planning.roofline import PassTime, Rates, pass_time
-from megamem.planning.traffic import StageParameters, Traffic, all_reduce, traffic
+from megamem.planning.traffic import (
+    StageParameters,
+    Traffic,
+    all_reduce,
+    gradients_of_a_pass,
+    summing_passes,
+    traffic,
+)
 
 UPDATE_BYTES = 30
 """Bytes that AdamW reads and writes for a parameter: gradient, FP32 weight and two moments twice, weight."""
@@ -23,7 +31,7 @@ UPDATE_BYTES = 30
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest stage's ranks; the parts do not overlap."""
+    """Seconds of a step on the slowest stage's ranks, by what they do or wait for."""
 
     compute: PassTime
     """Operations of the busiest stage, by what they wait for."""
@@ -32,7 +40,7 @@ class StepTime:
     bubble: float
     """Waiting for other stages, and for hidden chunks on their way."""
     data: float
-    """Gradients and weights over data-parallel ranks."""
+    """Waiting for gradients and weights over data-parallel ranks."""
     update: float
     """The optimizer's update."""
 
@@ -86,6 +94,7 @@ class StageWork:
     def __init__(self, activations: Activations, rates: Rates) -> None:
         """Time nothing yet."""
         self.activations, self.rates = activations, rates
+        self.rows_per_chunk = activations.model.rows_per_chunk
         # by the identity of what `activations` keeps
         self._timed: dict[int, tuple[PassTime, PassTime]] = {}
 
@@ -139,7 +148,7 @@ def step_time(
     training, parallel, stages = config.training, config.parallel, len(layout.counts)
     element = DTYPES[training.precision].itemsize
     # layers read, and stages hand on, rows beside the tokens too
-    hidden = float(config.model.rows_per_chunk * training.micro_batch_size * config.model.hidden_size * element)
+    hidden = float(work.rows_per_chunk * training.micro_batch_size * config.model.hidden_size * element)
     # each layer sums over tensor-parallel ranks twice in each direction
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
     passes = work.stages(layout)
@@ -167,15 +176,44 @@ def step_time(
         makespan = _makespan(layout, cost, transfer)
     else:
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
-    sent = stage_traffic(layout, parameters)
+    rate = machine.rate(layout.dp_size, parallel.tp)
+    stages_passes = zip(stage_traffic(layout, parameters), parameters, passes, strict=True)
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=sum_of(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
         tensor=layout.sequences * config.chunks * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
         bubble=makespan - busy[slowest],
-        data=max(part.data for part in sent) / machine.rate(layout.dp_size, parallel.tp),
+        data=max(
+            sent.weights / rate + waiting_for_gradients(layout, own, rate, [backward.total for _, backward in chunks])
+            for sent, own, chunks in stages_passes
+        ),
         update=UPDATE_BYTES * shard / machine.reached.memory,
     )
+
+
+def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: float, backward: Sequence[float]) -> float:
+    """Return the seconds of a step for which a rank of a stage waits until gradients are summed over its data-parallel
+    ranks.
+
+    Under ZeRO 1 and 2 in BF16 buckets leave while a backward pass runs (`megamem.pipeline.gradient_sums`). A weight's
+    gradient is complete when the pass has come down to it in the first chunk of its window: what is sent has the time
+    of that chunk's backward for itself, and the last bucket leaves when the pass is over.
+
+    Args:
+        parameters: those of a rank of the stage.
+        rate: bytes per second that a rank sends around its ring.
+        backward: seconds of the backward of each chunk of a micro-batch on the stage.
+    """
+    config = layout.config
+    seconds = gradients_of_a_pass(config, parameters, layout.dp_size) / rate
+    passes = summing_passes(config, layout.dp_size)
+    if config.training.precision == "fp32" or config.parallel.zero_stage in (0, 3):
+        return passes * seconds
+    last = seconds * min(1.0, BUCKET / max(1, parameters.learning))
+    # the first chunks of the windows whose passes sum: of each window, or of the last one
+    firsts = backward[:: config.bptt_chunks] if config.parallel.zero_stage == 2 else backward[-config.bptt_chunks :][:1]
+    waits = [last + max(0.0, seconds - last - beside) for beside in firsts]
+    return passes * sum(waits) / len(waits)
 
 
 def stage_traffic(layout: Layout, parameters: Sequence[StageParameters]) -> list[Traffic]:

@@ -27,8 +27,15 @@ class Traffic:
     """Sums over tensor-parallel ranks around attention, memory and MLP, embedding and loss."""
     pipeline: float
     """Hidden chunks up and gradients down."""
-    data: float
-    """Gradients, and weights where ZeRO divides them, over data-parallel ranks."""
+    gradients: float
+    """Gradients over data-parallel ranks, in all backward passes that sum them."""
+    weights: float
+    """Weights that ZeRO divides, over the same ranks."""
+
+    @property
+    def data(self) -> float:
+        """Bytes over data-parallel ranks."""
+        return self.gradients + self.weights
 
     @property
     def total(self) -> float:
@@ -53,24 +60,39 @@ def traffic(config: RunConfig, layers: range, stage: int, parameters: StageParam
     summed = (2 * len(layers) + (3 if training.recompute else 2) * backward) * hidden
     summed += ((stage == 0) + (stage == parallel.pp - 1)) * tokens  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
-    weights, updated = float(parameters.all * element), float(parameters.learning * element)
-    gradients = 4.0 * parameters.learning  # summed in FP32
-    windows = _windows(config, dp_size)
-    zero = parallel.zero_stage
-    if zero == 0:
-        data = all_reduce(gradients, dp_size)
-    elif zero == 1:
-        data = all_reduce(gradients, dp_size) + gather(updated, dp_size)
-    elif zero == 2:  # gradients are divided after each backward pass
-        data = windows * all_reduce(gradients, dp_size) + gather(updated, dp_size)
-    else:
-        gathered = _gathers(parameters.all, config.bptt_chunks) * gather(weights, dp_size)
-        data = windows * (gather(gradients, dp_size) + gathered)
     return Traffic(
         tensor=all_reduce(summed, parallel.tp),
         pipeline=borders * hidden / (parallel.tp if parallel.sequence_parallel else 1),
-        data=data,
+        gradients=summing_passes(config, dp_size) * gradients_of_a_pass(config, parameters, dp_size),
+        weights=_weights(config, parameters, dp_size),
     )
+
+
+def gradients_of_a_pass(config: RunConfig, parameters: StageParameters, dp_size: int) -> float:
+    """Return the bytes that a rank sends to sum its gradients once over data-parallel ranks.
+
+    Without ZeRO every rank gets all sums, with it those that it updates (`megamem.pipeline.gradient_sums`).
+    """
+    sums = 4.0 * parameters.learning  # in FP32
+    return gather(sums, dp_size) if config.parallel.zero_stage else all_reduce(sums, dp_size)
+
+
+def summing_passes(config: RunConfig, dp_size: int) -> int:
+    """Return the number of backward passes of a step that sum gradients over ranks: the last one, or those of all
+    windows where each rank keeps its own sums alone (ZeRO 2 and 3)."""
+    windows = config.micro_batches(dp_size) * config.chunks // config.bptt_chunks
+    return windows if config.parallel.zero_stage >= 2 else 1
+
+
+def _weights(config: RunConfig, parameters: StageParameters, dp_size: int) -> float:
+    """Return the bytes of weights that a rank sends in a step: to gather what was updated, or what a window reads."""
+    element, zero = DTYPES[config.training.precision].itemsize, config.parallel.zero_stage
+    if zero == 0:
+        return 0.0
+    if zero < 3:
+        return gather(float(parameters.learning * element), dp_size)
+    windows = summing_passes(config, dp_size)
+    return windows * _gathers(parameters.all, config.bptt_chunks) * gather(float(parameters.all * element), dp_size)
 
 
 def _gathers(parameters: int, bptt_chunks: int) -> float:
@@ -90,10 +112,5 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends to gather (or reduce-scatter) `size` bytes over a ring."""
+    """Return the bytes that each rank sends to gather `size` bytes over a ring, or to sum each on one of the ranks."""
     return size * (ranks - 1) / ranks
-
-
-def _windows(config: RunConfig, dp_size: int) -> int:
-    """Return the number of backward passes of a step without a pipeline."""
-    return config.micro_batches(dp_size) * config.chunks // config.bptt_chunks

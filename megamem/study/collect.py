@@ -14,11 +14,14 @@ from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
+from megamem.errors import ConfigError
 from megamem.evaluation.metrics import read_points
-from megamem.evaluation.report import METRICS
+from megamem.evaluation.recovered import read_losses, recovered_share
+from megamem.evaluation.report import METRICS, REPORT
+from megamem.evaluation.suites.result import read_suites
 from megamem.runs.result import read_result
-from megamem.study.config import EVALUATION, SEED, TRAINED, StudyConfig
-from megamem.study.grid import PlannedRun
+from megamem.study.config import EVALUATION, SEED, TRAINED, RecoveredConfig, StudyConfig
+from megamem.study.grid import PlannedRun, describe
 from megamem.study.tasks import changes_of, check_begun, figures
 from megamem.training.phases import phases_of, training_flops
 
@@ -35,7 +38,8 @@ class Record:
     labels: Mapping[str, str]
     """Value of each axis, the seed and the evaluation, by name."""
     figures: Mapping[str, float]
-    """Every number of the result, of `planned_figures` and of `training_figures`, by name."""
+    """Every number of the result, of `planned_figures`, `training_figures` and, of the trained model,
+    `suite_figures`, by name."""
 
     @property
     def evaluation(self) -> str:
@@ -56,15 +60,60 @@ def records(study: StudyConfig, runs: Sequence[PlannedRun]) -> list[Record]:
     check_begun(study, runs)
     found = []
     for run in runs:
-        if (trained := read_result(run.folder)) is None:
+        trained = read_result(run.folder)
+        if trained is None or figures(run, TRAINED, None) is None:
             continue
         planned = {**planned_figures(run.config), **training_figures(run.config, trained.tokens)}
+        shares = recovered_figures(study.recovered, run, runs)
         for evaluation, change in {TRAINED: None, **changes_of(study, run)}.items():
             if (result := figures(run, evaluation, change)) is not None:
                 labels = {**run.labels, EVALUATION: evaluation}
                 numbers = {name: value for name, value in _numbers(result).items() if name != "tokens"}
-                found.append(Record(run.name, labels, {**numbers, **planned}))
+                own = {**shares, **suite_figures(run.folder)} if evaluation == TRAINED else {}
+                found.append(Record(run.name, labels, {**numbers, **planned, **own}))
     return found
+
+
+def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Sequence[PlannedRun]) -> dict[str, float]:
+    """Return the recovered shares of a run's model, with their intervals; none before all models are evaluated.
+
+    Args:
+        against: where the other two models' losses are.
+        run: the run, which is trained.
+        runs: all of the study.
+    Raises: ConfigError where models were not evaluated on the same text; DataError as `recovered_share`.
+    """
+    if against is None:
+        return {}
+    folders = [_folder(named, run, runs) for named in (against.local, against.full)] + [run.folder]
+    if not all((folder / REPORT).exists() for folder in folders):
+        return {}
+    local, full, memory = map(read_losses, folders)
+    report = recovered_share(local, full, memory)
+    return {name: value for name, value in report.figures().items() if value is not None}
+
+
+def _folder(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path:
+    """Return the folder of an evaluation: the given one, or that of the run whose labels differ as `named` says.
+
+    Raises: ConfigError where the study has no such run.
+    """
+    if isinstance(named, Path):
+        return named
+    wanted = {**run.labels, **named}
+    for other in runs:
+        if other.labels == wanted:
+            return other.folder
+    raise ConfigError(f"recovered: {run.name} is compared with {describe(wanted)}, which the study leaves out")
+
+
+def suite_figures(folder: Path) -> dict[str, float]:
+    """Return the figures of the suites that a run's model was asked, such as `commonsense.average`.
+
+    Those of whole suites count where there are others under a limit of documents too.
+    """
+    found = sorted(read_suites(folder), key=lambda suite: suite.limit is None)
+    return {name: value for suite in found for name, value in suite.figures().items()}
 
 
 def _numbers(result: Mapping[str, object]) -> dict[str, float]:

@@ -39,6 +39,16 @@ class Adjustment(ConfigModel):
     """Values by dotted key of the run's configuration."""
 
 
+class RecoveredConfig(ConfigModel):
+    """The models between whose losses the recovered share of each run's model is measured."""
+
+    local: Path | Mapping[str, str]
+    """Attention within chunks only: the folder of an evaluation that is there already, or values of axes that name
+    the run of this study, others as in the run that is compared."""
+    full: Path | Mapping[str, str]
+    """Full attention, likewise."""
+
+
 class TableConfig(ConfigModel):
     """A table over the study's records: mean and standard deviation over seeds."""
 
@@ -143,6 +153,8 @@ class StudyConfig(ConfigModel):
     """Combinations of values that are left out."""
     evaluations: Mapping[Name, StudyEvaluation] = {}
     """Evaluations after training, besides that of training itself."""
+    recovered: RecoveredConfig | None = None
+    """What `recovered_share` and its like of each run are measured against; there are none if not given."""
     tables: tuple[TableConfig, ...] = ()
     """Tables of the results."""
     laws: tuple[LawConfig, ...] = ()
@@ -177,6 +189,9 @@ class StudyConfig(ConfigModel):
             *((f"tables.{table.name}.where", table.where) for table in self.tables),
             *((f"laws.{law.name}.where", law.where) for law in self.laws),
         ]
+        for side in ("local", "full"):
+            if isinstance(named := getattr(self.recovered, side, None), Mapping):
+                wheres.append((f"recovered.{side}", {axis: (value,) for axis, value in named.items()}))
         for place, where in wheres:
             for axis, chosen in where.items():
                 _among(f"{place}: axis", axis, values)

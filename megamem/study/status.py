@@ -13,7 +13,7 @@ from megamem.runs.heartbeat import read_beat
 from megamem.study.config import TRAINED, StudyConfig
 from megamem.study.grid import PlannedRun, study_folder
 from megamem.study.journal import History, last_words, read_journal
-from megamem.study.tasks import changes_of, figures, log_file
+from megamem.study.tasks import changes_of, figures, goes_on, log_file
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class RunStatus:
 
     run: PlannedRun
     state: str
-    """`done`, `failed`, `stopped` (by a signal, with a checkpoint), `begun` (running, or killed) or `waiting`. A job
-    that SLURM has not done with, evaluations included, is `queued` or `running`, or `submitted` if SLURM does not
-    answer."""
+    """`done`, `failed`, `stopped` (by a signal, with a checkpoint; or ended, and made longer since), `begun` (running,
+    or killed) or `waiting`. A job that SLURM has not done with, evaluations included, is `queued` or `running`, or
+    `submitted` if SLURM does not answer."""
     step: int
     """The step of the last log line; all steps once it is done."""
     steps: int
@@ -69,19 +69,22 @@ def _local_status(study: StudyConfig, run: PlannedRun, journal: Mapping[tuple[st
     """Return the status as far as the files of this machine's queue say."""
     evaluations = changes_of(study, run)
     done, failures, seconds = [], [], 0.0
+    longer = goes_on(run)
     for evaluation, change in {TRAINED: None, **evaluations}.items():
         history = journal.get((run.name, evaluation), History())
         seconds += history.seconds
         if figures(run, evaluation, change) is not None:
             done.append(evaluation)
-        elif history.state in ("failed", "ended"):
+        elif history.state == "failed" or (history.state == "ended" and not longer):
             words = last_words(log_file(study, run, evaluation))
             failures.append(f"{evaluation}: exit code {history.code}{', ' if words else ''}{words}")
     trained, steps = TRAINED in done, _steps(run)
     last = journal.get((run.name, TRAINED), History()).state
+    if last == "ended":
+        last = "stopped" if longer else "failed"
     return RunStatus(
         run,
-        "done" if trained else "failed" if last == "ended" else last,
+        "done" if trained else last,
         steps if trained else _step(run),
         steps,
         seconds,

@@ -28,6 +28,8 @@ class Cell:
     """The seeds of the values."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Planned seeds without a value, and the reason: the run's state, `NOT_FINITE` or `NOT_EVALUATED`."""
+    interval: tuple[float, float] | None = None
+    """The interval that was measured with a single value (`FIGURE_low`, `FIGURE_high`), if any was."""
 
     @property
     def mean(self) -> float | None:
@@ -39,10 +41,18 @@ class Cell:
         """Standard deviation over seeds, None for fewer than two."""
         return stdev(self.values) if len(self.values) > 1 else None
 
+    @property
+    def error(self) -> float:
+        """Half the length of the error bar in plots: the standard deviation, or half the interval of a single value."""
+        if self.interval is not None:
+            return (self.interval[1] - self.interval[0]) / 2
+        return self.spread or 0.0
+
     def __str__(self) -> str:
         """Return mean and standard deviation, and what is missing."""
         known = f"{self.mean:.4g}" if self.values else ""
         known += f" ± {self.spread:.2g}" if self.spread is not None else ""
+        known += f" [{self.interval[0]:.4g}, {self.interval[1]:.4g}]" if self.interval else ""
         if not self.missing:
             return known
         reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(self.missing.values()).items())
@@ -92,17 +102,21 @@ def cells(study: StudyConfig, table: TableConfig, statuses: Sequence[RunStatus],
     known = {(record.run, record.evaluation): record for record in found}
     made = {}
     for place, planned in places(study, table, [status.run for status in statuses]).items():
-        values, missing = {}, {}
+        values, missing, intervals = {}, {}, []
         for run, evaluation in planned:
             seed, record = by_run[run].run.labels[SEED], known.get((run, evaluation))
             if record is None:
                 missing[seed] = NOT_EVALUATED if by_run[run].trained else by_run[run].state
             elif table.figure in record.figures:
                 values[seed] = float(record.figures[table.figure])
+                ends = [f"{table.figure}_{side}" for side in ("low", "high")]
+                if all(end in record.figures for end in ends):
+                    intervals.append((record.figures[ends[0]], record.figures[ends[1]]))
             else:  # such as that of a run that diverged
                 missing[seed] = NOT_FINITE
         if values or {"failed", NOT_FINITE} & set(missing.values()):
-            made[place] = Cell(tuple(values.values()), tuple(values), missing)
+            interval = intervals[0] if len(values) == len(intervals) == 1 else None
+            made[place] = Cell(tuple(values.values()), tuple(values), missing, interval)
     return made if table.against is None else differences(made, table.against)
 
 
@@ -148,6 +162,8 @@ def filled(study: StudyConfig, table: TableConfig, found: Cells) -> Filled:
         lines.append([row, *measured, *beside])
     figure = f"`{table.figure}`" + (f" minus that of {table.against}, seed by seed" if table.against else "")
     notes = [f"{figure}, mean ± standard deviation over seeds."]
+    if any(cell.interval for cell in found.values()):
+        notes.append("In brackets, where there is one seed, the interval of 95 % over documents.")
     if not any(cell.values for cell in found.values()):
         notes.append(f"No finished run here has `{table.figure}` as a finite figure.")
     notes += [f"Published: {table.source}."] if published and table.source else []
@@ -170,7 +186,7 @@ def as_json(table: TableConfig, found: Cells) -> dict[str, object]:
         "against": table.against,
         "cells": [
             {"row": row, "column": column, "mean": cell.mean, "spread": cell.spread, "values": list(cell.values),
-             "seeds": list(cell.seeds), "missing": dict(cell.missing),
+             "seeds": list(cell.seeds), "missing": dict(cell.missing), "interval": cell.interval,
              "published": table.paper.get(row, {}).get(column)}
             for (row, column), cell in found.items()
         ],
@@ -188,7 +204,7 @@ def plots(study: StudyConfig, table: TableConfig, found: Cells) -> list[Plot]:
             measured.append(
                 Series(
                     row, [column for column, _ in here], [mean(cell.values) for _, cell in here], number, marks=True,
-                    error=[cell.spread or 0.0 for _, cell in here],
+                    error=[cell.error for _, cell in here],
                 )
             )  # fmt: skip
         paper = table.paper.get(row, {})

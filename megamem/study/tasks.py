@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megamem.config.load import read_yaml
 from megamem.config.yaml_text import to_yaml
@@ -65,14 +65,27 @@ def evaluation_file(run: PlannedRun, evaluation: str) -> Path:
 def figures(run: PlannedRun, evaluation: str, change: Changes | None) -> Figures | None:
     """Return the figures of a training (`change` None) or an evaluation.
 
-    Returns: None if it has not ended, or was defined by other changes.
+    Returns: None if it has not ended, the run has been made longer since, or it was defined by other changes.
     """
+    result = read_result(run.folder)
     if change is None:
-        result = read_result(run.folder)
-        return None if result is None else result.to_dict()
+        return None if result is None or goes_on(run) else result.to_dict()
     path = evaluation_file(run, evaluation)
-    found = _object(path.read_text(encoding="utf-8")) if path.exists() else None
+    if goes_on(run) or not path.exists() or _older(path, evaluation_file(run, TRAINED)):
+        return None
+    found = _object(path.read_text(encoding="utf-8"))
     return found if found is None or found.get(CHANGE) == plain(change) else None
+
+
+def goes_on(run: PlannedRun) -> bool:
+    """Return whether a run has ended, but has been made longer since."""
+    result = read_result(run.folder)
+    return result is not None and result.steps < (run.config.training.steps or 0)
+
+
+def _older(path: Path, result: Path) -> bool:
+    """Return whether a file was written before the run's result: of a model that has gone on learning since."""
+    return result.exists() and path.stat().st_mtime_ns < result.stat().st_mtime_ns
 
 
 def _object(text: str) -> dict[str, object] | None:
@@ -85,14 +98,28 @@ def _object(text: str) -> dict[str, object] | None:
 
 
 def check_begun(study: StudyConfig, runs: Sequence[PlannedRun]) -> None:
-    """Raise RunFolderError where a folder holds a run that was begun with another configuration."""
+    """Raise RunFolderError where a folder holds a run that was begun with another configuration.
+
+    More steps are no other configuration: the run goes on.
+    """
     for run in runs:
         config = config_file(study, run)
-        if config.exists() and run.folder.exists() and read_yaml(config) != plain(run.tree):
+        if not (config.exists() and run.folder.exists()):
+            continue
+        begun, now = read_yaml(config), plain(run.tree)
+        if begun != now and not _made_longer(begun, now):
             raise RunFolderError(
                 f"{run.folder}: was begun with another configuration than the study now gives ({config}); "
                 "delete it, or give the study another name"
             )
+
+
+def _made_longer(begun: Any, now: Any) -> bool:
+    """Return whether two configurations differ in nothing but more steps of the later one."""
+    steps, more = begun.get("training", {}).get("steps"), now.get("training", {}).get("steps")
+    if steps is None or more is None or more <= steps:
+        return False
+    return bool(now == {**begun, "training": {**begun["training"], "steps": more}})
 
 
 def config_file(study: StudyConfig, run: PlannedRun) -> Path:

@@ -22,6 +22,7 @@ from megamem.runs.sinks.base import LogRecord, Sink
 from megamem.training.callbacks.metrics import Metrics
 from megamem.training.callbacks.profiler import Profiler
 from megamem.training.callbacks.schedule_recorder import ScheduleRecorder
+from megamem.training.callbacks.task_evaluations import TaskEvaluations
 from megamem.training.callbacks.validation import Validation
 from megamem.training.loop import Callback
 from megamem.training.phases import training_flops
@@ -94,6 +95,20 @@ def build_validation(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch
         for reading in range(config.training.objective.readings)
     ]
     return Validation(config.evaluation.every, lambda: validate(engine, texts, watch), sinks)
+
+
+def build_task_evaluations(engine: TrainingEngine, sinks: Sequence[Sink], watch: Watch) -> TaskEvaluations | None:
+    """Open the suites that `evaluation.tasks` names; None where it names none.
+
+    Raises: ConfigError without a tokenizer, DataError where a suite has no data, DependencyError without lm-eval.
+    """
+    config = engine.config
+    if not config.evaluation.tasks.suites:
+        return None
+    tokenizer = open_tokenizer(config)
+    if tokenizer is None:
+        raise ConfigError("evaluation.tasks.suites: tasks are text; they need data.tokenizer")
+    return TaskEvaluations(engine, tokenizer, sinks, watch)
 
 
 def build_instruments(engine: TrainingEngine) -> list[Callback]:

@@ -13,6 +13,7 @@ from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
 from megamem.errors import ConfigError, DataError, DependencyError
 from megamem.ops.attention.softmax import check_backend
+from megamem.ops.deep_memory.kernels import check_kernel
 from megamem.ops.linear_recurrence.fla import check_recurrence
 from megamem.parallel.topology import data_parallel_size
 from megamem.pipeline.freezing import check_learns
@@ -32,6 +33,7 @@ def check_kernels(config: RunConfig) -> None:
     """Raise ConfigError where the kernels that the run names do not exist on this machine."""
     check_backend(config.model.attention_kernel)
     check_recurrence(config.model.recurrence_kernel)
+    check_kernel(config.model.deep_memory_kernel)
 
 
 def check_layout(config: RunConfig, processes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from megamem.data.feeder import HeldOutDocuments
 from megamem.errors import ConfigError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.memory_length import LengthCurve, LengthLoss, length_fields
+from megamem.evaluation.recovered import ModelLosses, RecoveredReport, recovered_share
 from megamem.evaluation.result import EvaluationResult
 from megamem.evaluation.run import Passes, final_documents, final_evaluation
 from megamem.model.stage import Stage
@@ -49,11 +51,16 @@ def held_out_text(run: Trained) -> HeldOutDocuments:
 
 
 def evaluate_run(
-    run: Trained, dtype: torch.dtype, device: torch.device, console: Console | None = None
+    run: Trained,
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console | None = None,
+    folder: Path | None = None,
 ) -> EvaluationResult:
     """Evaluate a trained model on held-out text, in this process.
 
-    console: where a progress bar is shown; none if not given.
+    console: where a progress bar is shown; none if not given. folder: where evaluation.json and the picture go, if
+        anywhere.
     Raises: ConfigError where its configuration names no held-out text; CheckpointError, ConversionError or DataError
         for damaged files, or weights that do not fit the configuration.
     """
@@ -65,7 +72,56 @@ def evaluate_run(
         open_tokenizer(run.config),
         run.config,
         console=console,
+        folder=folder,
     )
+
+
+def evaluate_recovered(
+    local: Trained | ModelLosses,
+    full: Trained | ModelLosses,
+    memory: Trained,
+    dtype: torch.dtype,
+    device: torch.device,
+    console: Console | None = None,
+) -> RecoveredReport:
+    """Evaluate three models on the same held-out text, and report the recovered share, in this process.
+
+    Args:
+        local: the model with attention within chunks, or its losses as they were measured before.
+        full: the model with full attention, likewise.
+        memory: the model with the memory.
+        dtype: of the weights.
+        device: where models are read with.
+        console: where a progress bar is shown for each model; none if not given.
+    Raises: as `evaluate_run` and `recovered_share`.
+    """
+    topology = Topology.start(device=str(device))
+    with Passes(console) as passes:
+        base, whole = (
+            model if isinstance(model, ModelLosses) else _model_losses(model, dtype, topology, passes, off=False)
+            for model in (local, full)
+        )
+        found = _model_losses(memory, dtype, topology, passes, off=True)
+    return recovered_share(base, whole, found)
+
+
+def _model_losses(run: Trained, dtype: torch.dtype, topology: Topology, passes: Passes, *, off: bool) -> ModelLosses:
+    """Read held-out text with a model. off: with the memory off, too."""
+    tokenizer = open_tokenizer(run.config)
+    counter = TextCounter(tokenizer.token_bytes()) if tokenizer else None
+    documents = final_documents(held_out_text(run), run.config, counter)
+    evaluator = Evaluator(run.load(dtype, topology.device), topology, run.config.evaluation.rows)
+    losses = evaluator.losses(documents, progress=passes.named(run.title))
+    without = losses
+    if off:
+        without = evaluator.losses(documents, forget=True, progress=passes.named(f"{run.title}, off"))
+    result = {
+        "chunk_size": run.config.model.chunk_size,
+        "tokenizer": None if tokenizer is None else tokenizer.vocabulary_hash,
+        "losses": losses.to_dict(),
+        "memory": {"memory_off_documents": without.to_dict()["documents"]},
+    }
+    return ModelLosses.of(result, run.origin, run.title)
 
 
 Open = Callable[[Sequence[str]], Trained]

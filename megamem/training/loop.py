@@ -7,12 +7,9 @@ without them.
 from __future__ import annotations
 
 import itertools
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamem.config.run import RunConfig
-from megamem.patience import stop_waiting, wait_again
 from megamem.pipeline.optimizer import learning_rate
 from megamem.runs.sinks.base import LogRecord
 from megamem.training.phases import phase_after, phases_of
+from megamem.training.signals import noted_signals
 
 if TYPE_CHECKING:
     from checkpoints.saver import Saver
@@ -32,9 +29,6 @@ if TYPE_CHECKING:
     from megamem.data.prefetch import Prefetcher
     from megamem.parallel.topology import Topology
     from megamem.pipeline.base import StepResult, TrainingEngine
-
-SAME_SIGNAL_S = 1.0
-"""Signals that follow one another within this many seconds are one signal."""
 
 
 def has_log_line(step: int, every: int, end: int) -> bool:
@@ -109,7 +103,7 @@ class Trainer:
         """True where it is time for a checkpoint by this rank's clock; after a step: by the clock of some rank."""
         self.saver: Saver | None = None
         """Writes checkpoints; a save that fails on one rank ends all."""
-        self._signal: int | None = None
+        self._signaled = False
         self._counted = 0
         self._uncounted: Tensor | None = None
 
@@ -127,7 +121,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the last step or to a signal. Raises NonFiniteError if the run had to be given up."""
-        with self._signals():
+        with noted_signals(self._note_signal):
             self.phase = phase_after(self.phases, self.step)
             for callback in self.callbacks:
                 callback.start(self)
@@ -191,7 +185,7 @@ class Trainer:
             CheckpointError: a save failed on some rank; raised on all.
         """
         failed = self.saver is not None and self.saver.failed()
-        flags = torch.tensor([self._signal is not None, self.save_due, failed], dtype=torch.int64)
+        flags = torch.tensor([self._signaled, self.save_due, failed], dtype=torch.int64)
         if self.topology.world_size > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         stopped, self.save_due, failed = (bool(flag) for flag in flags)
@@ -199,34 +193,6 @@ class Trainer:
         if failed and self.saver is not None:
             self.saver.wait()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT ask for a stop at the next step border; a later second one acts at once.
-
-        A job's signal may reach a rank twice, from its launcher and from whoever signals all processes of the job: what
-        comes within `SAME_SIGNAL_S` is one signal.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-        first: float | None = None
-
-        def note(number: int, frame: FrameType | None) -> None:
-            nonlocal first
-            first = first or time.monotonic()
-            self._signal = number
-            stop_waiting()
-            if time.monotonic() - first > SAME_SIGNAL_S:
-                signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
-                signal.raise_signal(number)
-
-        wait_again()
-        for number in before:
-            signal.signal(number, note)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)
+    def _note_signal(self) -> None:
+        """Remember that a signal asks for a stop at the next step border."""
+        self._signaled = True

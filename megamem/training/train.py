@@ -38,6 +38,7 @@ from megamem.training.build import (
     build_callbacks,
     build_instruments,
     build_metrics,
+    build_task_evaluations,
     build_validation,
     held_out_documents,
     open_tokenizer,
@@ -47,6 +48,7 @@ from megamem.training.callbacks.bad_steps import BadSteps
 from megamem.training.callbacks.memory_sizes import MemorySizes
 from megamem.training.callbacks.metrics import Throughput, peak_memory_by_rank
 from megamem.training.callbacks.objective_terms import ObjectiveTerms
+from megamem.training.callbacks.task_evaluations import TaskEvaluations
 from megamem.training.checkpointing import (
     Checkpoints,
     check_folder_everywhere,
@@ -131,7 +133,9 @@ def _train_in_folder(
             run_checkpoints(config), config.checkpoint, group, lambda line: console.print(line, highlight=False)
         )
         bad_steps, throughput = BadSteps(config.training.max_bad_steps), Throughput()
+        tasks = build_task_evaluations(engine, sinks, watchdog.progress)
         callbacks = _callbacks(engine, sinks, saver, facts, bad_steps, throughput, watchdog)
+        callbacks += [tasks] if tasks else []
         trainer = Trainer(config, topology, engine, feeders, callbacks, watchdog.progress)
         heartbeat.follow(trainer, watchdog)
         _load_start(trainer, checkpoint, bad_steps, group)
@@ -141,7 +145,7 @@ def _train_in_folder(
             # while all are watched: nobody leaves before rank 0 has written
             dist.barrier(group)
             return None
-        result = _evaluate(trainer, throughput, sinks, console)
+        result = _evaluate(trainer, throughput, sinks, console, tasks)
     engine.close()
     return result
 
@@ -242,8 +246,14 @@ def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -
     all_agree(save(), group)
 
 
-def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], console: Console) -> RunResult:
-    """Evaluate the trained model on held-out text; rank 0 writes the result and shows it."""
+def _evaluate(
+    trainer: Trainer,
+    throughput: Throughput,
+    sinks: Sequence[Sink],
+    console: Console,
+    tasks: TaskEvaluations | None,
+) -> RunResult:
+    """Evaluate the trained model on held-out text and on suites of tasks; rank 0 writes the result and shows it."""
     config, topology, engine = trainer.config, trainer.topology, trainer.engine
     memory = peak_memory_by_rank(topology)
     figures: dict[str, Figure] = {}
@@ -259,6 +269,8 @@ def _evaluate(trainer: Trainer, throughput: Throughput, sinks: Sequence[Sink], c
         )
         # the full reports are in evaluation.json
         figures = finite(found.figures())
+    if tasks is not None:
+        figures = {**figures, **tasks.final(trainer, console)}
     result = RunResult(
         run_dir=str(config.run_folder),
         steps=trainer.step,

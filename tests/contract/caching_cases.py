@@ -15,6 +15,7 @@ CACHING = [
         "memory_caching",
         "dla_soup",
         {"memory": {"kind": "dla", "inner_chunk": 4, "max_rate": 1.0}, "segment": 8, "combine": "soup"},
+        shape=FEW_CHANNELS,
         core=False,
     ),
     Case(
@@ -28,6 +29,7 @@ CACHING = [
             "gate": "sigmoid",
             "max_chunks": 2,
         },
+        shape=FEW_CHANNELS,
         core=False,
     ),
     Case(
@@ -102,7 +104,7 @@ CACHING = [
     Case(
         "memory_caching",
         "normalized_linear_selective",
-        {"memory": {"kind": "linear_attention", "features": "elu", "normalizer": True}, "segment": 2}
+        {"memory": {"kind": "linear_attention", "features": "elu", "normalizer": True}, "segment": 4}
         | {"combine": "ssc", "gate": "sigmoid"},
         core=False,
     ),
@@ -119,6 +121,7 @@ CACHING = [
         {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.02}, "segment": 2}
         | {"lengths": "logarithmic", "levels": 3},
         queries_per_key=2,
+        shape=FEW_CHANNELS,
         core=False,
     ),
     Case(
@@ -133,6 +136,7 @@ CACHING = [
         "dla_logarithmic_soup",
         {"memory": {"kind": "dla", "inner_chunk": 2, "max_rate": 0.1}, "segment": 2, "combine": "soup"}
         | {"lengths": "logarithmic", "levels": 4, "scores": "token", "ages": 3},
+        shape=FEW_CHANNELS,
         core=False,
     ),
     Case(

@@ -96,7 +96,8 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     from megamem.pipeline.channels import Borders
     from megamem.pipeline.executor import StageExecutor
     from megamem.pipeline.placement import contiguous
-    from megamem.pipeline.schedule import peak_units, stage_order
+    from megamem.pipeline.program import training_programs
+    from megamem.pipeline.schedule import peak_units
 
     stages, index = topology.pp_size, topology.pp_rank
     stage = built(case, contiguous([LAYERS // stages] * stages)[index])
@@ -107,12 +108,12 @@ def staged(case: Case, bptt_chunks: int, topology: Any) -> dict[str, Any]:
     units = SEQUENCES * CHUNKS
     memories = executor.memory_shapes(ROWS, torch.float64)
     below, above = ([shape(CHUNK, ROWS)] * units for shape in (stage.border_shape, stage.shape_above))
+    program = training_programs(stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case), keep=True)[index]
     nats, ends = executor.run(
-        stage_order(index, stages, SEQUENCES, CHUNKS, bptt_chunks, interleaved(case)),
         [MicroBatch(batch, chunk_places(batch)) for batch in batches(case)],
         states.__getitem__,
         torch.tensor(SCALE, dtype=torch.float64),
-        Borders(topology, below, above, torch.float64, backward=True, memories=memories, memory_units=units),
+        Borders(topology, program, below, above, torch.float64, memories),
     )
     return {
         "nats": nats[0].item(),

@@ -19,7 +19,14 @@ def with_tensors(state, tensors):
     return map_state(lambda _: next(left), state)
 
 
-@pytest.mark.parametrize("seen", [CHUNK, CHUNK + 3, 2 * CHUNK], ids=["at_a_border", "inside_a_chunk", "third_chunk"])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param(CHUNK, id="at_a_border"),
+        pytest.param(CHUNK + 3, id="inside_a_chunk"),
+        pytest.param(2 * CHUNK, id="third_chunk", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_match_finite_differences(case, seen):
     """With respect to the input, the incoming state and every parameter; the call runs across a chunk border.
 
@@ -96,6 +103,22 @@ def test_gradients_do_not_depend_on_the_calls(case, subject):
         for name, grad in found[0].items():
             # float64 sums over 48 tokens in another order
             within("6 gradients over calls", largest(other[name] - grad) / largest(grad), 1e-12)
+
+
+def test_a_row_alone_has_half_the_gradients_of_two_like_it(case, subject):
+    """How many rows a call has decides how tensors lie in memory, and what is written in place where."""
+    found = []
+    for rows in (1, 2):
+        made = make(case, subject)
+        x = inputs(made, 3 * CHUNK, 1).expand(-1, rows, *[-1] * (inputs(made, 1, 1).ndim - 2)).clone()
+        output = run(made, x, one_grid(rows), every(CHUNK, 3 * CHUNK))[0]
+        probe = torch.randn(output[:, :1].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        (output * probe).sum().backward()
+        found.append({name: p.grad / rows for name, p in made.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        # float64 sums over 48 tokens, of which BLAS forms other blocks
+        within("6 gradients of a row alone", largest(found[1][name] - grad) / largest(grad), 1e-12)
 
 
 @pytest.mark.whole_model

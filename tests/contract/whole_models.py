@@ -52,16 +52,17 @@ ALL_ARCHITECTURES = [
         "rising_apart",
         {},
         queries_per_key=2,
+        core=False,
         inside={**RISING, "summaries": 2, "memories": 3, "long_memory": 7, "long_increment": 2, "gate_init": -1.0},
     ),
     Case("decoder", "rising_one", {}, core=False, inside={**RISING, "summaries": 1}),
     *(
-        Case("decoder", name, {}, per_key, name in ("lamemo", "lamemo_short"), {"kind": "lamemo", **options}, shape)
+        Case("decoder", name, {}, per_key, name == "lamemo", {"kind": "lamemo", **options}, shape)
         for name, per_key, options, shape in LAMEMO
     ),
     Case("recurrent_memory", "read_write", {"memory_tokens": 2}, inside="local_attention"),
     *(
-        Case("memory_model", name, options, per_key, name in ("fixed", "narrow"), inside, shape)
+        Case("memory_model", name, options, per_key, name == "fixed", inside, shape)
         for name, per_key, options, inside, shape in MEMORY_MODELS
     ),
     Case(
@@ -69,6 +70,7 @@ ALL_ARCHITECTURES = [
         "overwrite",
         {"memory_tokens": 1, "form": "overwrite"},
         queries_per_key=2,
+        core=False,
         inside="full_attention",
     ),
     # float64 rounding of a memory that goes through DeltaNet's layers grows to 2e-11 in three chunks with weights of

@@ -172,7 +172,8 @@ def _worker(rank: int, function: str, folder: Path) -> NoReturn:
 
 def _failure(rank: int, code: int, world_size: int, folder: Path) -> str:
     written = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if written:
+    # SIGKILL leaves no traceback, and others fail because of it
+    if written and code != -signal.SIGKILL:
         return f"rank {written[0].name.split('-')[1]} of {world_size} failed:\n{_tail(written[0])}"
     how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     return f"rank {rank} of {world_size} {how}; its output:\n{_tail(folder / f'output-{rank}')}"

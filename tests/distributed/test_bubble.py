@@ -17,11 +17,13 @@ from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import ModelMemory
 from megamem.parallel.topology import Topology
 from megamem.pipeline.balancing import chunk_flops
-from megamem.pipeline.channels import Borders, warm_up
+from megamem.pipeline.channels import Borders
 from megamem.pipeline.executor import StageExecutor
-from megamem.pipeline.schedule import Action, bubble, chunk_schedule, peak_units, stage_order
+from megamem.pipeline.program import training_programs
+from megamem.pipeline.schedule import Action, bubble, chunk_schedule, peak_units
 from megamem.pipeline.simulate import Cost, Timeline, even_cost, simulate
 from megamem.pipeline.train_chunk import MicroBatch, chunk_places
+from megamem.pipeline.warm_up import connect
 from tests.distributed.harness import run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
@@ -133,13 +135,13 @@ def timed_run(topology, run, longer):
     executor.events = []
     starts = np.arange(chunks)[:, None]
     batches = [Batch(torch.ones(chunks, 1), torch.zeros(chunks, 1), starts, (0,)) for _ in range(SEQUENCES)]
-    order = stage_order(topology.pp_rank, STAGES, SEQUENCES, chunks, bptt_chunks, spanning)
-    memories, units = executor.memory_shapes(1, torch.float32), SEQUENCES * chunks
-    borders = Borders(topology, [(1, 1, 1)] * units, [(1, 1, 1)] * units, torch.float32, True, memories, units)
+    program = training_programs(STAGES, SEQUENCES, chunks, bptt_chunks, spanning)[topology.pp_rank]
+    shapes = [(1, 1, 1)] * SEQUENCES * chunks
+    borders = Borders(topology, program, shapes, shapes, torch.float32, executor.memory_shapes(1, torch.float32))
     fresh = {"memory": {"memory": torch.zeros(1, 1, 1)}} if spanning and stage.first else {}
     torch.distributed.barrier()
     micro_batches = [MicroBatch(batch, chunk_places(batch)) for batch in batches]
-    executor.run(order, micro_batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
+    executor.run(micro_batches, lambda micro_batch: fresh, torch.ones(()), borders, keep_states=False)
     timeline = Timeline(STAGES, tuple(executor.events))
     return {
         "events": timeline.to_dict(),
@@ -151,7 +153,7 @@ def timed_run(topology, run, longer):
 
 def world(payload):
     topology = Topology.start(pp=STAGES, device="cpu")
-    warm_up(topology)
+    connect(topology)
     results = {}
     for name in payload:
         run = RUNS[name]

@@ -96,7 +96,9 @@ JOB = "from tests.integration.ranks import Job; Job(Path(FOLDER) / 'job', 2, wri
 @pytest.mark.parametrize(
     ("call", "killed"), [(WORLD, "caller"), (WORLD, "supervisor"), (JOB, "caller")], ids=["world", "supervisor", "job"]
 )
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL], ids=lambda number: number.name
+)
 def test_no_rank_outlives_the_tests(call, killed, number, tmp_path):
     """Neither when pytest is ended by a signal, which runs no `finally`, nor when the process that forks is."""
     begin = f"from pathlib import Path; from {__name__} import write_process_ids; FOLDER = {str(tmp_path)!r}; "

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.distributed
 WORLDS = {
     1: {
         "tp1-zero0": case(1, 0, micro=8, steps=STEPS),
-        "tp1-zero3-bptt1": case(1, 3, bptt=1, micro=4),
     },
     2: {
         "tp2-zero0": case(2, 0, micro=8, steps=STEPS),
@@ -34,14 +33,7 @@ WORLDS = {
             2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, data=ANYWHERE
         ),
         "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=6, data=ANYWHERE),
-        "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
-        "tp2-gpt2-sequence-parallel": case(
-            2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}
-        ),
         "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
-        "tp2-dropout-recompute": case(
-            2, 1, bptt=2, micro=4, model=DROPOUT, parallel={"sequence_parallel": True}, training={"recompute": True}
-        ),
         "dp2-zero3-dropout": case(1, 3, micro=1, model=DROPOUT),
         "tp2-adaptive-sequence-parallel": case(
             2, 1, micro=8, model=ADAPTIVE, parallel={"sequence_parallel": True}, training={"recompute": True}
@@ -53,8 +45,6 @@ WORLDS = {
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
         # the document that begins inside row 2 is all that its rank reads then
         "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
-        # the same with a memory of the whole model, which that document leaves behind
-        "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
         # how many levels there are to read depends on where each rank's documents have got to
         "dp2-zero3-log-linear": case(
             1,
@@ -63,23 +53,33 @@ WORLDS = {
             model={"memory": [], "layers": 2, "mixer": {"kind": "log_linear", "memory": DLA, "segment": 2}},
         ),
         "dp2-zero3-memory-model": case(1, 3, bptt=2, micro=1, model=MEMORY_MODEL),
-        "dp2-zero2-combined-memory-model": case(1, 2, bptt=2, micro=2, model=MEMORY_MODEL, **COMBINED),
-        "tp2-combined-dropout": case(2, 1, micro=4, model=DROPOUT, **COMBINED),
         "tp2-zero1-memory-model": case(2, 1, bptt=4, micro=4, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
         "tp2-zero2-recurrent-memory": case(
             2, 2, bptt=2, micro=4, model=RECURRENT, parallel={"sequence_parallel": True}
         ),
     },
     4: {
-        "tp2-dp2-zero0": case(2, 0, bptt=2, micro=4),
         "tp2-dp2-zero1": case(2, 1, micro=4, steps=STEPS),
         "tp2-dp2-zero3": case(2, 3, bptt=1, micro=4),
-        "tp2-dp2-zero3-mup": case(2, 3, micro=4, model=MUP),
     },
 }
 REST = {
-    1: {"tp1-zero1-bptt2": case(1, 1, bptt=2, micro=2)},
+    1: {
+        "tp1-zero1-bptt2": case(1, 1, bptt=2, micro=2),
+        "tp1-zero3-bptt1": case(1, 3, bptt=1, micro=4),
+    },
     2: {
+        "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
+        "tp2-gpt2-sequence-parallel": case(
+            2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}
+        ),
+        "tp2-dropout-recompute": case(
+            2, 1, bptt=2, micro=4, model=DROPOUT, parallel={"sequence_parallel": True}, training={"recompute": True}
+        ),
+        # a memory of the whole model, which the document that begins inside row 2 leaves behind
+        "dp2-zero3-recurrent-memory": case(1, 3, micro=1, model=RECURRENT),
+        "dp2-zero2-combined-memory-model": case(1, 2, bptt=2, micro=2, model=MEMORY_MODEL, **COMBINED),
+        "tp2-combined-dropout": case(2, 1, micro=4, model=DROPOUT, **COMBINED),
         "tp2-zero1-bptt1": case(2, 1, bptt=1, micro=2),
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
@@ -91,6 +91,8 @@ REST = {
         "dp2-zero0": case(1, 0, bptt=2, micro=2),
     },
     4: {
+        "tp2-dp2-zero3-mup": case(2, 3, micro=4, model=MUP),
+        "tp2-dp2-zero0": case(2, 0, bptt=2, micro=4),
         "tp2-dp2-zero2": case(2, 2, micro=2),
         "tp2-dp2-zero3-sequence-parallel": case(2, 3, bptt=2, parallel={"sequence_parallel": True}),
         "tp2-dp2-zero3-every-mechanism": case(2, 3, micro=4, model=EVERY),

@@ -52,7 +52,6 @@ def grid(world, quick=True):
 WORLDS = {
     2: {
         **grid(2),
-        "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
         "tied-zero1": staged(2, 1, 1, 4, 2, 1, model={"tie_embeddings": True}),
         "adaptive-tied": staged(2, 1, 1, 2, 2, 1, model=TIED_ADAPTIVE),
         "shared-biases": staged(2, 1, 1, 2, 2, 1, model=SHARED_BIASES),
@@ -61,16 +60,10 @@ WORLDS = {
         "every-mechanism": staged(2, 1, 1, 2, 2, 0, model=EVERY),
         "documents-anywhere": staged(2, 1, 1, 2, 2, 1, model=EVERY, data=ANYWHERE),
         "recurrent-memory": staged(2, 1, 1, 4, 2, 1, model=RECURRENT),
-        "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
         "lamemo": staged(2, 1, 1, 2, 2, 1, model=LAMEMO),
         "memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL),
-        "copy-memory-model": staged(
-            2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, training={"objective": "copy"}, data={"documents": "drop"}
-        ),
-        "combined-memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, **COMBINED),
         "autoencoder": staged(2, 1, 1, 4, 2, 1, model=AUTOENCODER, **AUTOENCODE),
         "dropout": staged(2, 1, 1, 2, 4, 1, model=DROPOUT),
-        "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "recompute": staged(2, 1, 1, 2, 2, 1, training={"recompute": True}),
         "placed-by-hand": staged(2, 1, 1, 4, 2, 1, parallel={"placement": [3, 1]}),
         "placed-by-measurement": staged(2, 1, 1, 4, 2, 0, parallel={"placement": "measured"}),
@@ -83,18 +76,34 @@ WORLDS = {
         ),
         # the first of four stages has no u and v
         "shared-biases-pp4": staged(4, 1, 1, 2, 2, 0, model=SHARED_BIASES),
-        "shared-biases-tp2": staged(2, 2, 1, 4, 2, 1, model=SHARED_BIASES),
-        "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
         "recurrent-memory-tp2": staged(2, 2, 1, 2, 4, 0, model=RECURRENT),
         # rows cross three borders; and lie with the tokens on both tensor-parallel ranks
         "lamemo-pp4": staged(4, 1, 1, 4, 2, 0, model=LAMEMO),
         "memory-model-pp4": staged(4, 1, 1, 2, 2, 0, model=MEMORY_MODEL),
-        # each micro-batch is read twice, by rows that have numbers of their own
-        "combined-dropout-dp2": staged(2, 1, 2, 2, 2, 1, model=DROPOUT, **COMBINED),
         "combined-recurrent-memory": staged(2, 1, 2, 4, 1, 0, model=RECURRENT, **COMBINED),
         "memory-model-tp2-split": staged(2, 2, 1, 4, 2, 1, model=MEMORY_MODEL, parallel={"sequence_parallel": True}),
         # the encoder's last layer ends a stage, or has a stage for itself
         "autoencoder-pp4": staged(4, 1, 1, 2, 2, 0, model=AUTOENCODER, **AUTOENCODE),
+        "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
+        "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
+    },
+}
+NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
+REST = {
+    2: {
+        "copy-memory-model": staged(
+            2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, training={"objective": "copy"}, data={"documents": "drop"}
+        ),
+        "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
+        "combined-memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, **COMBINED),
+        "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
+        "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
+    },
+    4: {
+        "shared-biases-tp2": staged(2, 2, 1, 4, 2, 1, model=SHARED_BIASES),
+        # each micro-batch is read twice, by rows that have numbers of their own
+        "combined-dropout-dp2": staged(2, 1, 2, 2, 2, 1, model=DROPOUT, **COMBINED),
+        "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
         "autoencoder-tp2-split": staged(
             2,
             2,
@@ -106,16 +115,12 @@ WORLDS = {
             parallel={"sequence_parallel": True, "placement": [1, 3]},
             **AUTOENCODE,
         ),
-        "lamemo-tp2-split": staged(2, 2, 1, 1, 4, 1, model=LAMEMO, parallel={"sequence_parallel": True}),
-        "side-rows-tp2-split": staged(2, 2, 1, 2, 4, 0, model=SIDE_ROWS, parallel={"sequence_parallel": True}),
-        "recurrent-memory-too-few-micro-batches": staged(4, 1, 1, 4, 2, 1, model=RECURRENT),
+        "tied-dp2": staged(2, 1, 2, 2, 2, 1, model={"tie_embeddings": True}),
     },
 }
-NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
-REST = {
-    size: {name: case for name, case in grid(size, quick=False).items() if name not in cases}
-    for size, cases in WORLDS.items()
-}
+"""Between those above; slow tests, as the rest of the grid."""
+for size, cases in REST.items():
+    cases |= {name: case for name, case in grid(size, quick=False).items() if name not in WORLDS[size]}
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
     return found
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_are_those_of_the_gathered_weights(world):
     function = "tests.distributed.test_weight_norms:measure"
     ranks = run_distributed(world, function, LAYOUTS[world], preload=PARALLEL)

@@ -23,6 +23,7 @@ LAYOUTS = {
         "tp2-recompute": {"parallel": {"tp": 2}, "training": {"recompute": True}},
         "pp2": {"parallel": {"pp": 2}},
         "dp2": {"parallel": {"zero_stage": 2}},
+        "dp2-zero3": {"parallel": {"zero_stage": 3}},
     },
 }
 

@@ -113,7 +113,7 @@ class Loop:
 def run_without_waiting(device: torch.device, dtype: torch.dtype, **options: bool) -> None:
     """Steps with new positions each (so that matrices and masks are made and uploaded), and callbacks beside them."""
     loop = Loop(device, dtype, **options)
-    data = [loop.batch(step) for step in range(4)]
+    data = [loop.batch(step) for step in range(3)]
     loop.step(0, data[0])  # kernels, libraries and compiled code are loaded at first use
     phase = SimpleNamespace(number=0, end=100)
     trainer: Any = SimpleNamespace(step=2, tokens=0, phase=phase, phases=(phase,), data_wait=0.0, paused=0.0)
@@ -121,8 +121,8 @@ def run_without_waiting(device: torch.device, dtype: torch.dtype, **options: boo
     for callback in callbacks:
         callback.start(trainer)
     with host_must_not_wait(device):
-        for step in range(1, 4):
-            result = loop.step(step, data[step], fresh=step == 3)
+        for step in (1, 2):
+            result = loop.step(step, data[step], fresh=step == 2)
             trainer.step += 1
             for callback in callbacks:
                 callback.after_step(trainer, result)

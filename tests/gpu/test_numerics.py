@@ -5,13 +5,15 @@ import importlib.util
 import pytest
 import torch
 
+from megamem.model.kernels import GATE, OPERATIONS, RECURRENCES, choose
 from megamem.ops.dropout import Dropout, DropoutKeys
+from megamem.ops.linear_cross_entropy import label_scores
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from tests.contract.case import CHUNK
 from tests.contract.cases import CASES
 from tests.contract.driver import LAYOUTS
-from tests.gpu.numerics import attention_errors, mixer_errors, recurrence_errors
+from tests.gpu.numerics import attention_errors, deep_memory_errors, error, mixer_errors, recurrence_errors
 
 # relative errors. float32: 2^-24 = 6e-8 per rounding, sums over a few hundred terms in other orders than the CPU's.
 # bfloat16: 2^-9 = 2e-3 per rounding of query, key, value, weights and output; a gradient passes twice as many
@@ -47,6 +49,37 @@ def test_streaming(case, step, layout, device):
     if layout == "padded":
         del errors["state"]
     assert_close(errors, torch.float32)
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, *RECURRENCES], ids=lambda each: each.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_libraries_pass_their_trial(operation, dtype, device):
+    """Wherever the library is installed: heads of 64 and 128, and an MLP's width."""
+    if dtype not in operation.dtypes:
+        pytest.skip("the library's kernel is not used in this dtype")
+    for width in (64, 128, 4096) if operation is GATE else (64, 128):
+        chosen = choose(operation, width, device, dtype)
+        expected = "torch" if operation.library.version is None else operation.library.package
+        assert chosen.by.startswith(expected), chosen.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_losses_in_slices(slices, dtype, device):
+    x, weight = (torch.randn(n, 64, generator=torch.Generator().manual_seed(0)).to(dtype) for n in (96, 200))
+    labels = torch.arange(96)
+
+    def found(x, weight, labels, slices):
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        scores = label_scores(x, weight, labels, 190, slices)
+        gradients = torch.autograd.grad((scores[0] - scores[1]).sum(), (x, weight))
+        return dict(zip(("log sums", "labels", "x", "weight"), (*scores, *gradients), strict=True))
+
+    ours = found(*(each.to(device, copy=True) for each in (x, weight, labels)), slices)
+    exact = found(x.double(), weight.double(), labels, 1)
+    kinds = {"log sums": "output", "labels": "output", "x": "gradient", "weight": "gradient"}
+    for name, kind in kinds.items():
+        assert_close({kind: error(ours[name].detach().cpu(), exact[name].detach())}, dtype)
 
 
 SHAPES = [(128, ()), (128, (64,)), (100, (37,)), (1, (63,)), (64, (32, 64))]
@@ -108,3 +141,14 @@ def test_recurrence_kernels(gates, device):
     assert recurrence_errors(linear_recurrence, gates, device)["output"] < 2e-5  # FP32 inside
     if importlib.util.find_spec("fla") is not None:
         assert_close(recurrence_errors(fla_recurrence, gates, device), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(64, 96), (16, 64), (128, 64)])
+@pytest.mark.parametrize("momentum", [False, True], ids=["dla", "titans"])
+@pytest.mark.parametrize(("precision", "much"), [("ieee", 1), ("tf32x3", 2), ("tf32", 200)])
+def test_deep_memory_kernels(precision, much, momentum, tokens, width, device):
+    """Triton's against float64: as near as float32, or 2^-11 = 5e-4 for each factor of a product."""
+    from megamem.ops.deep_memory.triton.launch import writing
+
+    errors = deep_memory_errors(writing(precision), device, momentum, tokens, width)
+    assert all(errors[what] <= much * TOLERANCES[torch.float32][what] for what in errors), errors

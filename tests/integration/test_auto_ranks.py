@@ -19,7 +19,11 @@ TINY = (
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("before", "after"), [(("train",), ("--processes", "2")), (("agent", "--processes", "2", "--", "train"), ())]
+    ("before", "after"),
+    [
+        (("train",), ("--processes", "2")),
+        pytest.param(("agent", "--processes", "2", "--", "train"), (), marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_train_a_step_in_the_layout_that_one_process_chose(
     before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path

@@ -22,6 +22,7 @@ from tests.integration.commands import CHUNK, LENGTH, run_tree, write_config
 from tests.integration.model_cases import TASKS, figures, tasks_under, write_tasks
 from tests.integration.ranks import Job, command
 from tests.snippets import ROOT, run_snippets
+from tests.unit.data_helpers import text_of
 from tokenization.train import train
 
 pytestmark = pytest.mark.distributed
@@ -233,6 +234,8 @@ class TestTasks:
         one, other = (figures(json.loads(invoke("evaluate", m, *common, "--json"))) for m in (run, exported[0]))
         assert set(one) >= {"megamem_choice/acc,none", "megamem_rolling/bits_per_byte,none"}
         assert one == pytest.approx(other, rel=1e-5)
+        theirs = figures(json.loads(invoke("evaluate", exported[0], *common, "--transformers", "--json")))
+        assert one == pytest.approx(theirs, rel=1e-5)
         layouts = {
             "tp2": run_tree(data, tmp_path, parallel={"tp": 2}), "pp2": run_tree(data, tmp_path, parallel={"pp": 2})
         }  # fmt: skip
@@ -241,6 +244,47 @@ class TestTasks:
             ranks = job.results()
         for name in layouts:
             assert ranks[0][name] == pytest.approx(one, rel=1e-5)
+
+    def test_a_suite_on_a_run_its_export_and_by_transformers(self, run, exported, tmp_path):
+        """The same figures; those of the run are kept in its folder and shown by `status`."""
+        (tmp_path / "recall").mkdir()
+        documents = [
+            {"context": f"{text_of(40, i // 4)} memory", "question": "gate of the", "answers": ["memory", "e"]}
+            for i in range(8)
+        ]
+        text = "".join(f"{json.dumps(document)}\n" for document in documents)
+        (tmp_path / "recall" / "drop.jsonl").write_text(text)
+        common = ["--suite", "recall", "--only", "drop", "--data", tmp_path, "--rows", "3", "--json"]
+        ways = ([run], [exported[0]], [exported[0], "--transformers"])
+        found = [json.loads(invoke("evaluate", *way, *common).splitlines()[-1]) for way in ways]
+        assert found[0]["scores"][0]["documents"] == 8
+        assert found[0]["scores"] == found[1]["scores"] == found[2]["scores"]
+        assert found[0]["step"] == 6
+        assert json.loads((run / "suites" / "recall.json").read_text()) == found[0]
+        shown = json.loads(invoke("status", run, "--json").splitlines()[-1])
+        assert shown["suites"] == [found[0]]
+        assert "suite recall" in invoke("status", run)
+        assert "give one of them" in refused("evaluate", run, "--suite", "recall", "--tasks", "piqa")
+        assert "no such suite" in refused("evaluate", run, "--suite", "chess")
+        assert "expected numbers" in refused("evaluate", run, "--suite", "recall", "--lengths", "4k")
+        assert "not in transformers' form" in refused("evaluate", run, "--suite", "recall", "--transformers")
+
+    def test_a_run_asks_a_suite_while_it_trains(self, data, tmp_path):
+        """Under two data-parallel ranks, every three steps and at the end."""
+        (tmp_path / "recall").mkdir()
+        document = {"context": text_of(40, 1), "question": "gate of the", "answers": ["e"]}
+        (tmp_path / "recall" / "drop.jsonl").write_text(f"{json.dumps(document)}\n" * 3)
+        tasks = {"suites": ["recall"], "every": 3, "limit": 2, "folder": str(tmp_path), "only": ["drop"]}
+        tree = run_tree(data, tmp_path / "runs", name="asked", evaluation={"tasks": tasks})
+        config = write_config(tmp_path / "asked.yaml", tree)
+        with Job(tmp_path / "job", 2, command, "train", str(config)) as job:
+            assert job.codes(90) == [0, 0], job.output(0)
+        folder = tmp_path / "runs" / "asked"
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        asked = [record for record in records if "recall.drop_2048.contains" in record]
+        assert [record["step"] for record in asked] == [3, 6]
+        final = json.loads((folder / "result.json").read_text())["recall.drop_2048.contains"]
+        assert json.loads((folder / "suites" / "recall.json").read_text())["scores"][0]["value"] == final
 
     def test_bad_input(self, run, exported, tmp_path):
         assert "no such task" in refused("evaluate", run, "--tasks", "telepathy")

@@ -136,6 +136,7 @@ def test_its_parts_start_other_models(data, start, runs, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_before_and_after(data, start, runs, tmp_path):
     """A step at a rate that moves no weight leaves a run of the weights that it started from."""
     config = config_file(data, start, tmp_path, training={"steps": 1}, optimizer={"lr": 1e-30})

@@ -11,7 +11,7 @@ from megamem.memory.base import Chunk
 from megamem.memory.continuous import gaussian_basis
 from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage, meta_stage
-from megamem.ops import rotary
+from megamem.ops import linear_cross_entropy, rotary
 from megamem.pipeline.freezing import freeze, learning_names
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
@@ -122,6 +122,29 @@ def test_ends_of_models_with_rows_around_short_chunks(architecture):
     # the head keeps at least the logits of 3 rows of 16 tokens, the embedding hands on 16 hidden numbers of each
     assert found.head(Share(3, 1))[0].forward >= 3 * 16 * 128 * 4
     assert found.embedding(Share(3, 1))[0].kept >= 3 * 16 * 16 * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bytes_of_a_head_in_slices(precision, recompute, monkeypatch):
+    """Nearly nothing is kept, and the most is that of a slice: as measured at the full size, within a hundredth."""
+    monkeypatch.setattr(linear_cross_entropy, "SLICE_BYTES", 2**18)
+    small = {"layers": 1, "hidden_size": 32, "heads": 4, "vocab_size": 1024, "chunk_size": 128}
+    model = parse_config(ModelConfig, small, "test")
+    found, share = Activations(model, precision, 1), Share(5, 1, recompute)
+    predicted = found.head(share)[0]
+    # ten rows of 64 tokens: 640 x 1,024 numbers of 4 bytes are 2.5 MiB
+    part = Part(model, found.dtype, range(1, 1), None)
+    (measured,) = measure_part(part, 1, False, Share(10, 1, recompute, loss_slices=16))
+    assert tuple(predicted)[:3] == pytest.approx(
+        (measured.kept, measured.forward.max(), measured.backward.max()), rel=0.01
+    )
+    assert predicted.kept < 0.15 * 640 * 1024 * 4
+    assert predicted.forward < 0.3 * 640 * 1024 * 4
+    work = found.head_work(share)[0]
+    products = 2 * 640 * 1024 * 32
+    # forward; in the backward pass the logits once more and two products with their gradient
+    assert (work.forward.flops.sum(), work.backward.flops.sum()) == pytest.approx((products, 3 * products), rel=0.01)
 
 
 def test_bytes_of_an_adaptive_head_are_those_of_the_clusters_that_labels_lie_in():

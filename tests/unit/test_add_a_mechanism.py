@@ -17,7 +17,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract import test_causality, test_gradients, test_oracle, test_reset, test_specs, test_streaming
 from tests.contract.case import CHUNK, Case
 from tests.snippets import ROOT, python_snippets
-from tests.unit import test_flops
+from tests.unit import counted_flops
 
 MECHANISM, ORACLE = "megamem.memory.recurrent.moving_average", "tests.contract.oracles.moving_average"
 
@@ -63,9 +63,9 @@ def test_it_equals_its_oracle_and_its_declarations(case):
 def test_its_flops_are_those_that_torch_counts(case):
     page = (ROOT / "docs" / "add_a_mechanism.md").read_text(encoding="utf-8")
     (line,) = re.findall(r'^    "moving average": (\{.*\}),$', page, flags=re.M)
-    model = test_flops.small_model(ast.literal_eval(line))
-    parts = flops_by_part(model, test_flops.CHUNKS * test_flops.CHUNK, causal=False)
-    forward, backward = test_flops.counted(model)
+    model = counted_flops.small_model(ast.literal_eval(line))
+    parts = flops_by_part(model, counted_flops.CHUNKS * counted_flops.CHUNK, causal=False)
+    forward, backward = counted_flops.counted(model)
     assert sum(part.forward for part in parts.values()) == pytest.approx(forward, rel=1e-9)
     assert sum(part.backward for part in parts.values()) == pytest.approx(backward, rel=1e-9)
 

@@ -108,10 +108,9 @@ def test_in_a_pipeline(name, expected):
     executor = StageExecutor(stage, NextToken(stage.config), 0, CHUNK, WINDOW)
     fresh = stage.initial_states(ROWS, CPU, torch.float64)
     sums, _ = executor.run(
-        stage_order(0, 1, 1, CHUNKS, WINDOW),
         [MicroBatch(batch, chunk_places(batch), factor=FACTOR)],
         lambda _: fresh,
         torch.tensor(SCALE, dtype=torch.float64),
-        Borders(ALONE, [], [], torch.float64, backward=True),
+        Borders(ALONE, [*stage_order(0, 1, 1, CHUNKS, WINDOW)], [], [], torch.float64),
     )
     assert_same(([value / FACTOR for value in sums.tolist()], gradients(stage)), expected)

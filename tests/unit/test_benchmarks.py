@@ -17,6 +17,7 @@ from benchmarks import (
     mechanisms,
     memory_models,
     segments,
+    shared_prefixes,
     streaming,
     web_text,
 )
@@ -52,6 +53,19 @@ def test_cpu_benchmark(tmp_path, capsys, one_thread):
     assert "1 threads" in printed
 
 
+def test_shared_prefixes_benchmark(tmp_path, capsys, one_thread):
+    output = tmp_path / "shared_prefixes.json"
+    shared_prefixes.main(
+        ["--quick", "--turns", "1", "--threads", str(one_thread), "--mixers", "elastic memory", "--output", str(output)]
+    )
+    record = last_json(capsys.readouterr().out)
+    assert record == json.loads(output.read_text())
+    found = record["mixers"]["elastic memory"]
+    assert found["same_texts"]
+    assert found["largest_difference_nats"] < 1e-4  # FP32, sums of eight tokens in another order
+    assert found["scored"]["median"] > 1
+
+
 def test_memory_model_benchmark(tmp_path, capsys, one_thread, monkeypatch):
     asked = []
     monkeypatch.setattr(memory_models, "peak", lambda *of: asked.append(of[:3]) or 3 * 2**20)
@@ -82,7 +96,8 @@ def test_memory_that_a_pass_adds():
     # a process of its own: what other tests have left free would be taken again
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         added = processes.submit(memory_models.added_memory, model, 64, "training").result()
-    assert 2 * logits < added < 10 * logits
+    # a pass may reuse a few pages that were free before it: 5 percent cover them, and no third of what is asked for
+    assert 1.95 * logits < added < 10 * logits
 
 
 def test_what_is_encoded_side_by_side_is_what_is_encoded_one_by_one():

@@ -336,9 +336,10 @@ def test_what_weights_and_states_do_not_depend_on_may_change(checkpoint):
     """Also a field of the model that the saved configuration did not have yet, at its default."""
     shape = {"layers": 2, "hidden_size": 8, "heads": 2, "vocab_size": 16, "chunk_size": 4}
     whole = ModelConfig.model_validate(shape).model_dump(mode="json")
-    free = ("attention_kernel", "recurrence_kernel", "init_std")
+    kernels = {"attention_kernel": "eager", "recurrence_kernel": "fla", "deep_memory_kernel": "triton"}
+    free = (*kernels, "deep_memory_precision", "init_std")
     now = {**SAVED, "model": {key: value for key, value in whole.items() if key not in free}}
-    for saved in (shape, whole, {**whole, "attention_kernel": "eager", "recurrence_kernel": "fla", "init_std": 0.5}):
+    for saved in (shape, whole, {**whole, **kernels, "init_std": 0.5}):
         check_identity(checkpoint, {**SAVED, "model": saved}, now)
     with pytest.raises(CheckpointError, match=r"model\.heads was 4 and is 2"):
         check_identity(checkpoint, {**SAVED, "model": {**shape, "heads": 4}}, now)

@@ -24,6 +24,7 @@ from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline import base
 from megamem.pipeline.comparison import compare_for
 from megamem.pipeline.engine import WindowEngine
+from megamem.pipeline.gradient_sums import GradientSums
 from megamem.pipeline.window import Window
 from megamem.planning.arithmetic import describe
 from megamem.planning.machines import machine
@@ -99,6 +100,7 @@ def engine(run: RunConfig, dp_size: int = 1, dp_rank: int = 0) -> WindowEngine:
     made.objective = build_objective(run.training.objective, run.model)
     made.accumulation, made.carried, made.steps_before = run.accumulation_steps(dp_size), {}, 0
     made.engine = PlainDeepSpeed(made.module(), made.backwards())  # type: ignore[arg-type,assignment]
+    made.sums = GradientSums(made.engine)
     return made
 
 

@@ -297,7 +297,7 @@ def accuracy_after_training(kind: dict[str, Any], mixer: str, steps: int) -> flo
     return report.accuracy
 
 
-@pytest.mark.parametrize(("kind", "least"), [(COPY, 0.9), (BLANK_COPY, 0.6)])
+@pytest.mark.parametrize(("kind", "least"), [(COPY, 0.9), pytest.param(BLANK_COPY, 0.6, marks=pytest.mark.slow)])
 def test_attention_over_the_sequence_learns_to_copy(kind: dict[str, Any], least: float) -> None:
     """Random tokens, of which only the first half says what comes; chance is 1 of 32, measured are 1.0 and 0.88."""
     assert accuracy_after_training(kind, "full_attention", STEPS) > least

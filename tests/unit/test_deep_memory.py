@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import OutputNorm
-from megamem.ops.deep_memory.kept import each_network, shared_networks
+from megamem.ops.deep_memory.kept_networks import Spans, kept_networks
 from megamem.ops.deep_memory.network import InnerRates, Weights, deep_memory
 from megamem.ops.deep_memory.pointwise import gelu_curve, gelu_slope
 
@@ -173,20 +173,50 @@ def test_slope_and_curve_are_gelu_s_derivatives() -> None:
     agree(torch.autograd.grad(slope.sum(), x)[0], curve, 1e-14)
 
 
-def test_kept_networks_answer_one_by_one_and_together() -> None:
-    """Each network's own answer, and the sum that weighs them: 1e-12, numbers of the order of ten."""
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("spans", [(), ((0, 4), (1, 4), (3, 4)), ((2, 3), (4, 4), (0, 3))])
+def test_kept_networks_answer_as_each_by_itself(spans: Spans, network: str, eps: float | None) -> None:
+    """The sum that weighs their answers, and its gradients, against autograd through one network and head at a time.
+
+    Numbers are of the order of ten: 1e-12.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
-    x, shares = normal(BATCH, HEADS, GROUPS, 4, WIDTH), normal(BATCH, HEADS, GROUPS, 4, 3)
-    up, down = normal(BATCH, HEADS, 3, INNER, WIDTH), normal(BATCH, HEADS, 3, INNER, WIDTH)
-    each = each_network(x, (up, down))
-    for n in range(3):
+    count, tokens = 3, 4
+    x, shares = normal(BATCH, HEADS, GROUPS, tokens, WIDTH), normal(BATCH, HEADS, GROUPS, tokens, count)
+    inner = INNER if network == "network" else WIDTH
+    matrices = [normal(BATCH, HEADS, count, inner, WIDTH) for _ in NETWORKS[network]]
+
+    def exact() -> Tensor:
+        """Return the answers, summed network by network."""
+        rows = []
         for b in range(BATCH):
             for h in range(HEADS):
-                agree(each[b, h, ..., n, :], F.gelu(x[b, h] @ up[b, h, n].T) @ down[b, h, n], 1e-12)
-    agree((shares[..., None] * each).sum(-2), shared_networks(x, up, down, shares), 1e-12)
-    matrices = normal(BATCH, HEADS, 3, WIDTH, WIDTH)
-    agree(each_network(x, (matrices,))[1, 0, 1, 2, 2], matrices[1, 0, 2] @ x[1, 0, 1, 2], 1e-12)
+                total: Tensor | float = 0.0
+                for n in range(count):
+                    made = x[b, h] @ matrices[0][b, h, n].T
+                    made = F.gelu(made) @ matrices[1][b, h, n] if len(matrices) == 2 else made
+                    if eps is not None:
+                        made = (made - made.mean(-1, keepdim=True)) / (
+                            made.var(-1, correction=0, keepdim=True) + eps
+                        ) ** 0.5
+                    begin, end = spans[n] if spans else (0, tokens)
+                    reads = torch.tensor([begin <= t < end for t in range(tokens)])[:, None]
+                    total = total + torch.where(reads, shares[b, h, ..., n, None] * made, 0.0)
+                rows.append(total)
+        return torch.stack(rows).unflatten(0, (BATCH, HEADS))
+
+    given = (x, shares, *matrices)
+    weigh = normal(BATCH, HEADS, GROUPS, tokens, WIDTH).detach()
+    found, expected = kept_networks(x, matrices, shares, eps, spans), exact()
+    agree(found, expected, 1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weigh).sum(), given),
+        torch.autograd.grad((expected * weigh).sum(), given),
+        strict=True,
+    ):
+        agree(ours, theirs, 1e-12)

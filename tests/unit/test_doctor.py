@@ -98,7 +98,7 @@ def test_json() -> None:
     assert found["ok"] is True
     assert {"section", "name", "status", "detail"} == set(found["findings"][0])
     assert {finding["section"] for finding in found["findings"]} == {
-        "versions", "devices", "optional", "disk", "collectives",
+        "versions", "devices", "kernels", "optional", "disk", "collectives",
     }  # fmt: skip
 
 

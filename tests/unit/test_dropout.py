@@ -287,7 +287,7 @@ def test_micro_batches_and_recomputation_change_nothing() -> None:
     for micro in (1, 2):
         assert difference(whole, step_gradients(config, micro)) < 1e-12, "float64 sums in another order"
     again = step_gradients(config, 4, recompute=True)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert difference(whole, again) < 1e-13, "the same operations, whose products round as their operands lie in memory"
     assert difference(whole, step_gradients(config, 4, step=1)) > 0.01
     assert difference(whole, step_gradients(model(dropout=0.0, attention_dropout=0.0), 4)) > 0.01
 

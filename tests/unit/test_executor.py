@@ -30,10 +30,9 @@ def micro_batch(seed=0):
 def run(stage, bptt_chunks, executor=None, **options):
     executor = executor or StageExecutor(stage, NextToken(stage.config), 0, CHUNK, bptt_chunks)
     fresh = stage.initial_states(ROWS, CPU, torch.float64)
-    borders = Borders(ALONE, [], [], torch.float64, backward=True)
-    order = stage_order(0, 1, 1, CHUNKS, bptt_chunks)
+    borders = Borders(ALONE, [*stage_order(0, 1, 1, CHUNKS, bptt_chunks)], [], [], torch.float64)
     return executor, executor.run(
-        order, [micro_batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
+        [micro_batch()], lambda _: fresh, torch.ones((), dtype=torch.float64), borders, **options
     )
 
 
@@ -68,11 +67,9 @@ def test_states_are_made_where_a_sequence_begins_and_dropped_where_it_ends():
         living.append(dict(executor._states))
         return stage.initial_states(ROWS, CPU, torch.float64)
 
-    order, borders = stage_order(0, 1, 3, CHUNKS, 1), Borders(ALONE, [], [], torch.float64, backward=True)
+    borders = Borders(ALONE, [*stage_order(0, 1, 3, CHUNKS, 1)], [], [], torch.float64)
     one = torch.ones((), dtype=torch.float64)
-    _, ends = executor.run(
-        order, [micro_batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False
-    )
+    _, ends = executor.run([micro_batch(i) for i in range(3)], begin, one, borders, said.append, keep_states=False)
     assert not ends
     assert living == [{}, {}, {}]
     for sequence in range(3):

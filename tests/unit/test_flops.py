@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from megamem.config.cost import Flops
-from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.costs.flops import flop_costs, flops_by_part, flops_per_token, layer_chunk_flops, mixing_flops
-from megamem.memory.base import Chunk
-from megamem.memory.recurrent.deep import DeepMemory
-from megamem.model.stage import build_stage, meta_stage
-from megamem.ops.linear_recurrence import torch as recurrence
-from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.freezing import freeze, what_learns
+from megamem.model.stage import meta_stage
+from megamem.pipeline.freezing import what_learns
+from tests.unit.counted_flops import CHUNK, CHUNKS, ROWS, counted, small_model
 
-CHUNK, CHUNKS, ROWS = 64, 8, 2
 ZEROS = {"network": "linear", "start": "zero", "layer_norm": False}
 MIXERS = {
     "local attention": {"kind": "local_attention"},
@@ -113,64 +103,9 @@ MIXERS = {
     "sliding": {"kind": "sliding_attention", "window": 100},
     "sliding, short": {"kind": "sliding_attention", "window": 24},
     "mal": {"kind": "sequential", "mixers": ["titans", {"kind": "sliding_attention", "window": 150}]},
+    "added memory": {"kind": "added_memory", "memory": {"kind": "elastic_memory", "order": 48, "samples": 24}},
     "gated delta net": {"kind": "delta_net", "decay": True, "output_gate": False},
 }
-
-
-def triangular_solve(left: tuple[int, ...], right: tuple[int, ...], *_: object, **__: object) -> int:
-    """A multiplication and an addition for each entry below the diagonal, rounded up to the square's half."""
-    return math.prod(right) * right[-2]
-
-
-SOLVES = {torch.ops.aten.linalg_solve_triangular: triangular_solve}
-
-
-def small_model(mixer: object, kv_heads: int = 4, **changes: object) -> ModelConfig:
-    tree = {
-        "layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": kv_heads, "vocab_size": 96, "chunk_size": CHUNK,
-        "mixer": mixer, "attention_kernel": "eager", **changes,
-    }  # fmt: skip
-    return parse_config(ModelConfig, tree, "test")
-
-
-def counted(
-    model: ModelConfig, learning: Collection[str] | None = None, gradient_enters: bool = False
-) -> tuple[float, float]:
-    """Forward and backward FLOPs per token, counted while a sequence of all chunks runs as one window.
-
-    Memories compute inner chunks one by one here, as their equations do: many at once, they share products over their
-    borders and repeat their forward pass in the backward one.
-
-    learning: the parameters that learn; all if not given.
-    gradient_enters: whether what the embedding gives requires a gradient, though the embedding be frozen.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrence, "TOGETHER", 1)
-        patch.setattr(DeepMemory, "whole_inner_chunks", lambda self, chunk, tokens: 0)
-        return _counted(model, learning, gradient_enters)
-
-
-def _counted(model: ModelConfig, learning: Collection[str] | None, gradient_enters: bool) -> tuple[float, float]:
-    """See `counted`."""
-    stage = build_stage(model, PlainLinears())
-    initialize_parameters(stage, seed=0)
-    if learning is not None:
-        freeze(stage, learning)
-    if gradient_enters:
-        stage.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
-    tokens = torch.randint(model.vocab_size, (CHUNKS * CHUNK, ROWS))
-    states = stage.initial_states(ROWS, torch.device("cpu"), torch.float32)
-    losses = []
-    # tables that are computed once, in the first call
-    stage(tokens[:CHUNK], states, Chunk((0,) * ROWS))
-    with FlopCounterMode(display=False, custom_mapping=SOLVES) as forward:
-        for c in range(CHUNKS):
-            part = tokens[c * CHUNK : (c + 1) * CHUNK]
-            hidden, states, auxiliary = stage(part, states, Chunk((c * CHUNK,) * ROWS))
-            losses += [stage.token_losses(hidden, part).sum(), *auxiliary.values()]
-    with FlopCounterMode(display=False, custom_mapping=SOLVES) as backward:
-        torch.stack(losses).sum().backward()
-    return forward.get_total_flops() / tokens.numel(), backward.get_total_flops() / tokens.numel()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import torch
 
 import megamem.memory.continuous.elastic_memory as elastic_memory
 from megamem.ops.attention.softmax import _padded
+from megamem.ops.deep_memory.group_backward import TORCH
 from tests.contract.cases import CASES
+from tests.gpu.conftest import missing_devices
 from tests.gpu.loop import memory_after_steps, run_without_waiting, train
-from tests.gpu.numerics import attention_errors, mixer_errors
+from tests.gpu.numerics import attention_errors, deep_memory_errors, mixer_errors
+from tests.gpu.parallel import LAYOUTS, assert_follows, losses_of, run_and_kill, run_to_end, tree_of
 from tests.gpu.test_numerics import assert_close
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -99,3 +102,47 @@ def test_training_check():
     (result,) = run_distributed(1, f"{train.__module__}:train", payload, preload=PARALLEL)
     assert result["losses"][-1] < result["losses"][0]
     assert result["waits"] == []
+
+
+@pytest.mark.parametrize("momentum", [False, True], ids=["dla", "titans"])
+def test_deep_memories_are_as_near_to_float64_as_the_check_of_their_kernels_asks(momentum):
+    assert_close(deep_memory_errors(TORCH, CPU, momentum, tokens=16, width=8), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_layouts_check():
+    """Two processes over gloo; the other layouts and precisions are those of tests/distributed."""
+    (alone,) = losses_of(1, "cpu", ["alone"], ["bf16"]).values()
+    found = losses_of(2, "cpu", ["tp2", "pp2", "dp2-zero2"], ["bf16"])
+    assert len(found) == 3
+    for losses in found.values():
+        assert_follows(losses, alone, "bf16")
+    with pytest.raises(AssertionError):
+        assert_follows([1.05 * loss for loss in alone], alone, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_killed_and_moved_check(data, tmp_path):
+    """A run under TP 2 whose second rank is killed goes on under DP 2 with ZeRO 1, as if nothing had happened."""
+    straight = run_to_end(1, tree_of(data, tmp_path, "straight", "cpu", {}))
+    run_and_kill(2, tree_of(data, tmp_path, "killed", "cpu", LAYOUTS["tp2"][1]))
+    after = run_to_end(2, tree_of(data, tmp_path, "killed", "cpu", LAYOUTS["dp2-zero1"][1]))
+    assert_follows(after, straight, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("marks", "found", "reason"),
+    [
+        ([], 1, None),
+        ([], 0, "needs 1 CUDA device, found 0"),
+        ([pytest.mark.devices(4)], 4, None),
+        ([pytest.mark.devices(2)], 0, "needs 2 CUDA devices, found 0"),
+        ([pytest.mark.devices(4)], 2, "needs 4 CUDA devices, found 2"),
+    ],
+)
+def test_what_is_missing_is_said(request, marks, found, reason):
+    for mark in marks:
+        request.node.add_marker(mark)
+    assert missing_devices(request.node, found) == reason

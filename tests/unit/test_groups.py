@@ -25,7 +25,9 @@ def asked_for(tp: int, pp: int) -> int:
     return shared + borders + any(size == 1 for size in sizes.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if "TP 4" in name else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_rank_of_64_is_member_of_few_groups(layout):
     assert measured("ours", layout) == {"calls": asked_for(*LAYOUTS[layout]), "member": MEMBER[layout]}
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
+import pytest
 import torch
 
-from megamem.parallel.libraries import prepare_libraries, quiet
+from megamem.parallel.libraries import load_kernels_at_once, prepare_libraries, quiet
 
 
 def test_functions_decorated_meanwhile_are_compiled_when_called(monkeypatch) -> None:
@@ -49,3 +52,32 @@ def test_a_bf16_engine_prints_nothing_of_the_memory_it_finds(capsys) -> None:
 
     bf16_optimizer.see_memory_usage("before initializing group 0", force=True)
     assert capsys.readouterr().out == ""
+
+
+def test_kernels_are_loaded_at_once_unless_the_environment_says_otherwise(monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    load_kernels_at_once()
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    load_kernels_at_once()
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_wandb_cannot_be_imported_by_others(loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is there already; afterwards it can be as before."""
+    module = type(sys)("wandb")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "wandb", module)
+    with quiet():
+        if loaded:
+            import wandb
+
+            assert wandb is module
+        else:
+            with pytest.raises(ImportError):
+                import wandb
+        with quiet():  # within one another too
+            pass
+    assert sys.modules.get("wandb") is (module if loaded else None)

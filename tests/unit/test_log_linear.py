@@ -154,3 +154,54 @@ def test_what_is_kept_does_not_fade(memory: dict[str, object]) -> None:
     kept, faded = (mixed(build({**options, "closed": closed}), x) for closed in ("kept", "faded"))
     torch.testing.assert_close(kept[:4], faded[:4])
     assert (kept[4:] - faded[4:]).abs().amax() > 1e-4
+
+
+STEPS = {
+    "linear": {"memory": {"kind": "linear_attention"}, "segment": 1},
+    "retnet, segments of several steps": {"memory": {"kind": "retnet"}, "segment": 8, "levels": 3},
+    "ssd, several segments a step": {"memory": {"kind": "ssd"}, "segment": 2, "levels": 4},
+    "delta, strong": {"memory": {"kind": "delta_net", "expand_v": 2}, "segment": 1, "admissibility": "strong"},
+    "gated delta": {"memory": {"kind": "delta_net", "decay": True}, "segment": 1, "levels": 7},
+    "dla, merged": {"memory": {"kind": "dla"}, "segment": 4, "closed": "kept", "levels": 2},
+    "titans, merged": {"memory": {"kind": "titans"}, "segment": 4, "closed": "kept"},
+    "delta, merged": {"memory": {"kind": "delta_net"}, "segment": 4, "closed": "kept"},
+}
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (16, 16), (8, 28)])
+@pytest.mark.parametrize("form", STEPS)
+def test_many_steps_at_once_are_one_after_the_other(form: str, starts: tuple[int, int], monkeypatch) -> None:
+    """What is read, the state afterwards, and all gradients: 1e-11 of the largest number, float64 in another order."""
+    options = {"kind": "log_linear", "levels": 6, "closed": "faded", **STEPS[form]}
+    options["memory"] = {**options["memory"], "inner_chunk": 4}
+    mixer, tokens = build(options), 24
+    x = drawn((tokens, 2, 16), 1)
+    # something in every place that holds something by then: what is read before the call's tokens
+    before = mixer.initial_state(2, x.device, x.dtype)
+    for row, start in enumerate(starts):
+        own = mixer.initial_state(1, x.device, x.dtype)
+        if start:
+            _, own, _ = mixer(drawn((start, 1, 16), 2 + row), own, Chunk((0,)))
+        for name, tensor in before.items():
+            axis = 1 if name.startswith("before_") else 0
+            tensor.narrow(axis, row, 1).copy_(own[name].detach())
+    weigh = drawn((tokens, 2, 16), 9)
+
+    def run() -> list[torch.Tensor]:
+        """Return what is read, what is left, and the gradients of everything."""
+        state = {name: tensor.clone().requires_grad_() for name, tensor in before.items()}
+        given = x.clone().requires_grad_()
+        read, after, _ = mixer(given, state, Chunk(starts))
+        total = (read * weigh).sum() + sum((drawn(v.shape, 11) * v).sum() for v in after.values())
+        gradients = torch.autograd.grad(
+            total, [given, *mixer.parameters(), *state.values()], allow_unused=True, materialize_grads=True
+        )
+        others, of_state = gradients[: -len(state)], gradients[-len(state) :]
+        # what holds nothing yet is zero, whatever its gradient
+        held = [gradient * (before[name] != 0) for name, gradient in zip(before, of_state, strict=True)]
+        return [each for each in (read, *after.values(), *others, *held) if each.numel()]
+
+    together = run()
+    monkeypatch.setattr(type(mixer), "whole_steps", lambda self, chunk, tokens: 0)
+    for ours, theirs in zip(together, run(), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-11 * theirs.abs().max().clamp(min=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megamem.costs.flops import flops_by_part
-from tests.unit.test_flops import CHUNK, CHUNKS, counted, small_model
+from tests.unit.counted_flops import CHUNK, CHUNKS, counted, small_model
 
 GATED_DELTA_NET = {"kind": "delta_net", "decay": True, "inner_chunk": 16, "expand_v": 2}
 FORMS = {

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamem.ops.deep_memory.simplex import ChannelRates, simplex_memory
+from megamem.ops.deep_memory.error import OutputNorm
+from megamem.ops.deep_memory.simplex import ChannelRates, SimplexNetwork, simplex_memory, simplex_memory_chunks
 
 WIDTH, INNER = 16, 64
 
@@ -55,7 +56,7 @@ def naive(key: Tensor, value: Tensor, logs: tuple[Tensor, Tensor], rates: Channe
 def read(key: Tensor, value: Tensor, logs: tuple[Tensor, Tensor], rates: ChannelRates) -> list[Tensor]:
     """Return W of both matrices after all tokens, as one inner chunk."""
     query = torch.zeros(1, 1, 1, key.shape[2], WIDTH, dtype=torch.float64)
-    _, after = simplex_memory(query, key, value, logs, rates, scale=None, residual=False)
+    _, after = simplex_memory(query, key, value, logs, rates, SimplexNetwork(None, residual=False))
     return [distribution(matrix)[0, 0] for matrix in after]
 
 
@@ -98,6 +99,52 @@ def test_a_row_keeps_its_sum_to_first_order() -> None:
     """The logarithms that are kept are those of the weights themselves, up to the second order of the steps."""
     key, value, logs, rates = sequence(16, 0.1)
     query = torch.zeros(1, 1, 1, 16, WIDTH, dtype=torch.float64)
-    _, after = simplex_memory(query, key, value, logs, rates, scale=None, residual=False)
+    _, after = simplex_memory(query, key, value, logs, rates, SimplexNetwork(None, residual=False))
     sums = after[0].logsumexp(-1) - math.log(WIDTH**0.5)
     assert sums.abs().max() < 0.05
+
+
+@pytest.mark.parametrize("decays", [True, False], ids=["decays", "no decays"])
+@pytest.mark.parametrize("single", [False, True], ids=["two matrices", "one matrix"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_whole_inner_chunks_are_inner_chunks_one_after_the_other(decays: bool, single: bool, rows: int) -> None:
+    """Answers, logarithms and all gradients, in groups of two of the five; heads that share a memory, and a norm."""
+    heads, groups, count, tokens = 2, 3, 5, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    shapes = [(WIDTH, WIDTH)] if single else [(2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH)]
+    of_tokens = [normal(rows, heads, count, tokens, WIDTH) for _ in range(4)]
+    given = [
+        normal(rows, heads, groups, count, tokens, WIDTH), *of_tokens[:2], 0.1 * of_tokens[2].sigmoid(),
+        -0.1 * of_tokens[3].exp(), normal(heads, WIDTH), *(normal(rows, heads, *shape) for shape in shapes),
+    ]  # fmt: skip
+
+    def read_with(chunks: bool) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in given]
+        query, key, value, rate, log_decay, weight, *logs = leaves
+        network = SimplexNetwork(None, norm=OutputNorm(weight, 1e-5))
+        decay = log_decay if decays else None
+        if chunks:
+            answered, after = simplex_memory_chunks(
+                query, key, value, logs, ChannelRates(rate, decay), network, group=2
+            )
+        else:
+            parts, after = [], tuple(logs)
+            for n in range(count):
+                here = [x[:, :, n] for x in (key, value)]
+                rates = ChannelRates(rate[:, :, n], None if decay is None else decay[:, :, n])
+                part, after = simplex_memory(query[:, :, :, n], *here, after, rates, network)
+                parts.append(part)
+            answered = torch.stack(parts, 3)
+        made = [answered, *after]
+        probes = torch.Generator().manual_seed(1)
+        total = sum((x * torch.randn(x.shape, dtype=x.dtype, generator=probes)).sum() for x in made)
+        wanted = [x for x in leaves if decays or x is not log_decay]
+        return [*made, *torch.autograd.grad(total, wanted)]
+
+    for found, expected in zip(read_with(True), read_with(False), strict=True):
+        # float64 sums of the same terms in another order
+        assert (found - expected).norm() <= 1e-12 * expected.norm()

@@ -13,7 +13,8 @@ from megamem.errors import ConfigError
 from megamem.memory.base import Chunk
 from megamem.memory.composite.memory_caching import MemoryCaching
 from megamem.memory.recurrent.base import RecurrentMixer
-from megamem.ops.deep_memory.kept import Rows, selected_answer, shared_networks, shared_product
+from megamem.ops.deep_memory.kept import Rows, selected_answer, shared_product
+from megamem.ops.deep_memory.kept_networks import kept_networks
 from tests.unit.caching_helpers import CHUNK, LINEAR, ROWS, TITANS, built, hidden, model_of
 
 TOKENS = 48
@@ -119,7 +120,7 @@ def test_selected_answers_are_those_of_zero_shares() -> None:
     shares = normal(2, 3, 2, 7, 4)
 
     def all_networks(x: Tensor, kept: Any, share: Tensor) -> Tensor:
-        return shared_networks(x, *kept, share)
+        return kept_networks(x, kept, share, None)
 
     def all_matrices(x: Tensor, kept: Any, share: Tensor) -> Tensor:
         return shared_product(x, kept[0].mT, share)

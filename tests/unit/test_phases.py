@@ -73,6 +73,12 @@ def test_the_order_goes_on_until_the_data_change():
     assert [samples_after(phases, step) for step in (0, 2, 3, 5, 6, 8, 10)] == [0, 8, 16, 32, 36, 44, 48]
 
 
+def test_every_phase_reads_on_from_all_before():
+    """Two steps of four rows, then three of eight, then four again."""
+    phases = phases_of(config({"from_step": 2, "batch_tokens": 128}, {"from_step": 5, "batch_tokens": 64}))
+    assert [phase.first_sample for phase in phases] == [0, 8, 8 + 3 * 8]
+
+
 def test_a_larger_batch_reads_on_where_the_smaller_ones_ended(tmp_path):
     source = make_shards(tmp_path, (200, 300, 250), name="train", seed=0)
     data = config(data={"sources": [str(source)]}).data

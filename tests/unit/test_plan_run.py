@@ -33,8 +33,8 @@ H100 = machine("h100", 8)
 ARITHMETIC = H100.model_copy(
     update={
         "reached": Rates(
-            matmul={"fp32": 5e13, "bf16": 5e13}, attention=5e13, attention_backward=5e13, memory=1e30, kernel=0,
-            launch=0,
+            matmul={"fp32": 5e13, "bf16": 5e13, "tf32": 5e13}, attention=5e13, attention_backward=5e13,
+            memory=1e30, kernel=0, launch=0,
         )
     }
 )  # fmt: skip
@@ -102,8 +102,8 @@ def test_compute_is_flops_over_the_rate_of_the_device():
     assert seconds.tensor == 0.0
     assert seconds.bubble == 0.0
     gradients = 4 * parameter_counts(config.model)["total"]
-    # ZeRO 1 over two ranks: gradients summed around a ring, FP32 weights gathered
-    assert seconds.data == pytest.approx((gradients + gradients / 2) / (ACHIEVED * 450e9))
+    # ZeRO 1 over two ranks: half of the gradients summed on each, FP32 weights gathered
+    assert seconds.data == pytest.approx((gradients / 2 + gradients / 2) / (ACHIEVED * 450e9))
 
 
 @pytest.mark.parametrize(("recompute", "sums"), [("false", 2 + 2), ("true", 2 + 3)])
@@ -122,6 +122,18 @@ def test_two_ranks_share_the_work_and_sum_around_it(recompute, sums):
     # a ring of two: each rank sends half of the bytes twice
     assert seconds.tensor == pytest.approx(4 * sums * (2 * summed / 2) / (ACHIEVED * 450e9))
     assert seconds.bubble == 0.0
+
+
+def test_stages_wait_for_each_others_sums_too():
+    """Where sums take nearly all of the time, two even stages wait for one chunk of all; transfers go between nodes."""
+    slow = ARITHMETIC.model_copy(update={"link": 1e6, "per_node": 2})
+    local = ("model.memory=[]", "model.mixer=local_attention")
+    config = demo("parallel.tp=2", "parallel.pp=2", "parallel.placement=[2, 2]", *local)
+    seconds = make_plan(config, 1, slow).time
+    sequences = config.training.batch_tokens // config.data.sequence_length // config.training.micro_batch_size
+    assert seconds.tensor > 1000 * seconds.compute.total
+    # but for the operations, which the output head makes a little more on the last stage
+    assert seconds.bubble_share * sequences * config.chunks == pytest.approx(1, rel=1e-3)
 
 
 @pytest.mark.parametrize(("sequences", "window"), [(2, 8), (16, 8), (16, 2), (64, 4)])

@@ -82,6 +82,7 @@ def test_training_processes_get_it_too(verb: list[str], monkeypatch: pytest.Monk
     )
     monkeypatch.setattr("megamem.training.checks.check_run", lambda *_: None)
     monkeypatch.setattr("megamem.training.checks.check_kernels", lambda *_: None)
+    monkeypatch.setattr("megamem.training.devices.settle", lambda config, *_, **__: config)
     result = CliRunner().invoke(app, [*verb, str(RECIPE), "--model", str(MODEL), "--processes", "2"])
     assert result.exit_code == 0, result.exception
     ((count, arguments),) = started

@@ -237,7 +237,9 @@ def test_losses_that_are_reached_at_once_or_never_are_said(tmp_path):
     for run in planned_runs(study):
         lines = [{"step": i + 1, "tokens": 100 * 4**i, "val_loss": loss} for i, loss in enumerate(curves[run.name])]
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        write_result(run.folder, RunResult(str(run.folder), 4, 400, 1.0, (1.0,), {"val_loss": 2.0}))
+        write_result(
+            run.folder, RunResult(str(run.folder), run.config.training.steps, 400, 1.0, (1.0,), {"val_loss": 2.0})
+        )
 
     def taken(against, target):
         return results(study, kind="tokens_to_loss", points="validation", per="memory", against=against, target=target)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import predicted_time, roofline
+from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError
 from megamem.model.norm import rms_norm
 from megamem.planning.activations import Activations
@@ -22,7 +23,12 @@ from megamem.planning.roofline import Rates, Work, pass_time
 from tests.contract.cases import CASES
 
 RATES = Rates(
-    matmul={"fp32": 100.0, "bf16": 400.0}, attention=50.0, attention_backward=25.0, memory=10.0, kernel=0.5, launch=1.0
+    matmul={"fp32": 100.0, "bf16": 400.0, "tf32": 200.0},
+    attention=50.0,
+    attention_backward=25.0,
+    memory=10.0,
+    kernel=0.5,
+    launch=1.0,
 )
 
 
@@ -78,6 +84,32 @@ class TestOperations:
         assert one.work.backward.flops.sum() == whole.work.backward.flops.sum()
         assert one.kept <= whole.kept
 
+    @pytest.mark.parametrize(
+        ("precision", "kind", "times"),
+        [("tf32", Kind.MATMUL_TF32, 1), ("tf32x3", Kind.MATMUL_TF32, 3), ("ieee", Kind.MATMUL_FP32, 1)],
+    )
+    def test_deep_memories_written_by_kernels(self, precision, kind, times):
+        """All products of an inner chunk of 16 tokens, D channels and I inner units, in one kernel for each pass.
+
+        Forward z, W1 h, W1^T r, and the outer products of W's and S's two matrices. The backward pass has this again;
+        then, of W and S each, four through the outer products and two that the reads hand on; through the tokens
+        W1 _back, W1^T _y, W2^T _z and an outer product for each. 24 channels are filled up to 32.
+        """
+        model = ModelConfig.model_validate(
+            {
+                "layers": 1, "hidden_size": 48, "heads": 2, "vocab_size": 32, "chunk_size": 256,
+                "mixer": {"kind": "titans", "inner_chunk": 16},
+                "deep_memory_kernel": "triton", "deep_memory_precision": precision,
+            }
+        )  # fmt: skip
+        (found,) = measure_part(Part(model, torch.float32, range(1), None, "cuda"), 1, False, Share(2, 1))
+        rows_heads, product = 2 * 2, 2 * 16 * 24 * 96 * 16 * times * 32 / 24
+        for work, products in ((found.work.forward, [7]), (found.work.backward, [7, 18])):
+            kernels = work.programs > 0
+            assert set(work.kinds[kernels]) == {kind}
+            assert set(work.programs[kernels]) == {rows_heads}
+            assert list(work.flops[kernels] / product / rows_heads) == pytest.approx(products)
+
     def test_gradients_of_joined_kernels_are_the_functions(self):
         x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
         exact = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), (x, weight))
@@ -106,6 +138,13 @@ class TestRoofline:
         work = Work.of([Operation(Kind.ELEMENTWISE, 0.0, 1.0)] * 10)
         assert pass_time(work, RATES).total == pytest.approx(10.0)
         assert pass_time(work, RATES.model_copy(update={"ahead": False})).total == pytest.approx(15.0)
+
+    def test_a_kernel_of_few_programs(self):
+        """300 of 200 a second take 1.5 s; on 2 of 4 multiprocessors 3 s, and 5 programs take two turns of 4."""
+        rates = RATES.model_copy(update={"multiprocessors": 4})
+        for programs, seconds in ((0, 1.5), (4, 1.5), (2, 3.0), (5, 1.5 * 8 / 5)):
+            work = Work.of([Operation(Kind.MATMUL_TF32, 300.0, 1.0, programs)])
+            assert pass_time(work, rates).products == pytest.approx(seconds)
 
     def test_nothing_takes_no_time(self):
         assert pass_time(Work.of([]), RATES).total == 0.0

@@ -21,6 +21,7 @@ from megamem.data.tasks.ruler import (
     split_sentences,
     write_example,
 )
+from megamem.evaluation.suites.ruler import FORMS, write_needles
 
 SENTENCES = 'I ran. Was it far? "Not at all!" he said (so it was). Then we slept'
 TEXT = SENTENCES.split()
@@ -125,6 +126,23 @@ def test_same_draws_give_the_text_of_lm_eval(generator, template, value, haystac
         )
         prefix = f"The special magic {value} for {key} mentioned in the provided text is"
         assert write_example(random.Random(seed), value, hide) == (f"{prompt} {prefix}", answers[0])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_same_draws_give_the_needles_of_lm_eval(generator, template, name):
+    """Every retrieval task, 30 seeds each: prompt, the beginning of the answer, answers."""
+    form = FORMS[name]
+    haystack = {"noise": NOISE, "text": LONG, "needles": generator.get_haystack("needle")}[form.haystack]
+    kind = {"noise": "repeat", "text": "essay", "needles": "needle"}[form.haystack]
+    for seed in range(30):
+        random.seed(seed)
+        prompt, answers, query = generator.generate_input_output(
+            120, haystack, type_haystack=kind, num_needle_k=form.keys, type_needle_k=f"{form.key}s",
+            num_needle_v=form.values, type_needle_v=f"{form.value}s", num_needle_q=form.queries, template=template,
+        )  # fmt: skip
+        found = write_needles(random.Random(seed), form, 120, LONG)
+        assert (found["prompt"], found["answers"]) == (prompt, answers)
+        assert query in found["question"]
 
 
 def test_the_parts_are_those_of_lm_eval(generator):

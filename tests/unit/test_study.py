@@ -101,6 +101,11 @@ def test_a_combination_that_cannot_run_is_named(study):
         ({"skip": [{"color": ["red"]}]}, "skip.0: axis 'color' is none of evaluation, model, seed, width"),
         ({"skip": [{"width": ["huge"]}]}, "skip.0.width: 'huge' is none of narrow, wide"),
         ({"evaluations": {"trained": {"change": {}}}}, "evaluations.trained: reserved"),
+        (
+            {"recovered": {"local": "x", "full": {"model": "huge"}}},
+            "recovered.full.model: 'huge' is none of memory, plain",
+        ),
+        ({"recovered": {"local": {"depth": "x"}, "full": "x"}}, "recovered.local: axis 'depth'"),
         ({"tables": [{**STUDY["tables"][0], "rows": "depth"}]}, "tables.losses: axis 'depth'"),
         ({"tables": [{**STUDY["tables"][0], "paper": {"magic": {}}}]}, "paper: row 'magic'"),
         ({"tables": [{**STUDY["tables"][0], "against": "magic"}]}, "tables.losses.against: 'magic' is none of"),
@@ -370,6 +375,7 @@ def test_a_run_that_goes_on_failing_is_listed(study, fake, monkeypatch, code, ca
 
 def test_a_folder_of_another_configuration_is_refused(study, fake):
     run(study)
-    changed = study.model_copy(update={"change": {**study.change, "training.steps": 3}})
-    with pytest.raises(RunFolderError, match="plain-narrow-3: was begun with another configuration"):
-        tasks(changed, planned_runs(changed))
+    for change in ({"training.steps": 1}, {"optimizer.lr": 0.5}, {"training.steps": 3, "optimizer.lr": 0.5}):
+        changed = study.model_copy(update={"change": {**study.change, **change}})
+        with pytest.raises(RunFolderError, match="plain-narrow-3: was begun with another configuration"):
+            tasks(changed, planned_runs(changed))

@@ -112,7 +112,9 @@ def finish(path, name, code, evaluation=False):
     job = slurm_jobs(found.folder)[-1]
     (job.folder / "ended").write_text(f"{code}\n")
     if code == 0:
-        write_result(found.folder, RunResult(str(found.folder), 4, 400, 1.0, (1.0,), {"val_loss": 2.0}))
+        write_result(
+            found.folder, RunResult(str(found.folder), found.config.training.steps, 400, 1.0, (1.0,), {"val_loss": 2.0})
+        )
         if evaluation:
             change = {"model.memory.0.mixer.sampling": "exponential"}
             (found.folder / "evaluation-other.json").write_text(json.dumps({"change": change, "val_loss": 3.0}))
@@ -263,7 +265,7 @@ def test_a_study_has_one_owner(path, cluster):
     with pytest.raises(RunFolderError, match=r"few-0: is job 41 of SLURM, queued; go on with --on slurm"):
         Queue(study, print, lambda done, total: None).run(planned_runs(study))
     with pytest.raises(RunFolderError, match="was begun with another configuration"):
-        submit(path, "change={training.steps: 7}")
+        submit(path, "change={optimizer.lr: 0.5}")
 
 
 def test_a_cluster_that_does_not_answer(path, cluster, monkeypatch):

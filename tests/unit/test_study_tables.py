@@ -11,10 +11,12 @@ import typer
 import yaml
 
 from megamem.cli import study as cli_study
-from megamem.errors import ConfigError
+from megamem.config.load import parse_config
+from megamem.errors import ConfigError, DataError
 from megamem.runs.result import RunResult, write_result
 from megamem.study import tasks as processes
 from megamem.study.collect import records
+from megamem.study.config import StudyConfig
 from megamem.study.grid import load_study, planned_runs
 from megamem.study.plots import matplotlib_figure
 from megamem.study.report import write_report
@@ -83,6 +85,55 @@ def test_differences_are_paired_by_seed(pair):
     assert cells(study, table, states, found)["memory", "narrow"].seeds == ("4",)
 
 
+def evaluated(folder, level):
+    """What an evaluation leaves of two documents of three chunks, so many nats per token behind the first chunk."""
+    documents = [
+        {"name": name, "chunk_nats": [40.0, 8 * level, 8 * (level + more)], "chunk_tokens": [8, 8, 8]}
+        for name, more in (("a", 0.0), ("b", 0.5))
+    ]
+    found = {
+        "chunk_size": 8, "tokenizer": None, "losses": {"text_sha256": "x", "documents": documents},
+        "memory": {"memory_off_documents": documents},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evaluation.json").write_text(json.dumps(found))
+
+
+def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
+    """Between a folder and the run of the study that has another value of an axis, seed by seed."""
+    study, states, _ = pair
+    recovered = {"local": {"model": "plain"}, "full": str(tmp_path / "full")}
+    study = parse_config(StudyConfig, {**study.model_dump(mode="json"), "recovered": recovered}, "study")
+    narrow = [run for run in planned_runs(study) if run.labels["width"] == "narrow"]
+    study = study.model_copy(update={"skip": (*study.skip, {"model": ("memory",), "width": ("wide",)})})
+    assert all("recovered_share" not in record.figures for record in records(study, narrow)), "not evaluated yet"
+    evaluated(tmp_path / "full", 2.0)
+    for run in narrow:
+        seed = int(run.labels["seed"])
+        evaluated(run.folder, 4.0 if run.labels["model"] == "plain" else 3.0 + (seed == 3) / 2)
+    found = records(study, narrow)
+    shares = {record.run: record.figures.get("recovered_share") for record in found if record.evaluation == "trained"}
+    # of documents whose gap is 2 nats each
+    assert shares == {
+        "plain-narrow-3": 0.0, "plain-narrow-4": 0.0,
+        "memory-narrow-3": pytest.approx(0.25), "memory-narrow-4": pytest.approx(0.5),
+    }  # fmt: skip
+    assert not any("recovered_share" in record.figures for record in found if record.evaluation != "trained")
+    table = study.tables[0].model_copy(update={"figure": "recovered_share", "paper": {}})
+    chosen = [state for state in states if state.run.labels["seed"] == "3" and state.run.labels["width"] == "narrow"]
+    (cell,) = [cell for (row, _), cell in cells(study, table, chosen, found).items() if row == "memory"]
+    assert cell.interval == (pytest.approx(0.25), pytest.approx(0.25)), "all documents win as much"
+    assert str(cell) == "0.25 [0.25, 0.25]"
+    assert cell.error == pytest.approx(0.0)
+    both = cells(study, table, [state for state in states if state.run.labels["width"] == "narrow"], found)
+    assert both["memory", "narrow"].interval is None, "the spread over seeds stands there"
+    note = filled(study, table, cells(study, table, chosen, found)).note
+    assert "In brackets, where there is one seed, the interval of 95 % over documents." in note
+    (tmp_path / "full" / "evaluation.json").write_text((narrow[0].folder / "evaluation.json").read_text())
+    with pytest.raises(DataError, match="so there is no gap to recover"):
+        records(study, narrow)
+
+
 def test_a_report_before_anything_has_run(tmp_path):
     study = write_study(tmp_path, laws=[])
     text, folder = write_report(study)
@@ -99,7 +150,7 @@ def test_the_report(pair):
     assert len(data["records"]) == 10
     assert data["tables"][0]["cells"][0] == {
         "row": "plain", "column": "narrow", "mean": 3.5, "spread": pytest.approx(0.5**0.5), "values": [3.0, 4.0],
-        "seeds": ["3", "4"], "missing": {}, "published": None,
+        "seeds": ["3", "4"], "missing": {}, "interval": None, "published": None,
     }  # fmt: skip
     for name in ("losses", "read"):
         assert (folder / f"{name}.png").stat().st_size > 10_000

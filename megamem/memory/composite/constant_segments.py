@@ -34,21 +34,20 @@ class ConstantSegments(KeptSegments):
 
     def readable(self, state: State, block_slice: SegmentSlice) -> list[Segments]:
         """See `KeptSegments.readable`."""
-        return self._readable(self._entries(state), block_slice)
+        return self._readable(self._entries(state), [block_slice])
 
     def one_by_one(
         self, state: State, ended: Ended, slices: Sequence[SegmentSlice], parameters: Mapping[str, Tensor]
     ) -> tuple[list[list[Segments]], State]:
-        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...])."""
-        new = self._columns(ended)
-        filled = state["closed_filled"].new_ones(ended.key_sum.shape[0], len(slices))
-        before = [
-            {**{name: x[:, :, :i] for name, x in zip(self.names, new, strict=False)}, "filled": filled[:, :i]}
-            for i in range(len(slices))
-        ]
-        entries = self._entries(state)
-        readable = [self._readable([own, *entries], here) for own, here in zip(before, slices, strict=True)]
-        return readable, self._append(state, [*new, filled], slices[-1])
+        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...]): all ask together."""
+        new, count = self._columns(ended), len(slices)
+        filled = state["closed_filled"].new_ones(ended.key_sum.shape[0], count)
+        own = {**dict(zip(self.names, new, strict=False)), "filled": filled}
+        # a segment is read from the next one on
+        size = self.config.segment
+        spans = [(size * (n + 1), size * count) for n in range(count)]
+        *older, newest = self._readable([own, *self._entries(state)], slices, own=count)
+        return [[*older, newest._replace(spans=spans)]], self._append(state, [*new, filled], slices[-1])
 
     def close(self, state: State, ended: Ended, block_slice: SegmentSlice, parameters: Mapping[str, Tensor]) -> State:
         """See `KeptSegments.close` (a segment, [B, H, ...])."""
@@ -67,31 +66,38 @@ class ConstantSegments(KeptSegments):
         """Return all that is kept, the open chunk's columns first, then those of past chunks, the newest first."""
         return [{name: state[f"closed_{name}"] for name in self.names}, *reversed(state["kept"])]
 
-    def _readable(self, entries: list[dict[str, Tensor]], block_slice: SegmentSlice) -> list[Segments]:
+    def _readable(
+        self, entries: list[dict[str, Tensor]], slices: Sequence[SegmentSlice], own: int = 0
+    ) -> list[Segments]:
         """See `readable`.
 
-        entries: tensors [B, H, N, ...] of kept segments, the newest entry first, within it the newest column last.
+        entries: tensors [B, H, N, ...] of kept segments, the newest entry first, within it the newest column last;
+        slices: S segments that ask together; own: how many of them are the columns of the first entry.
         """
-        reach = [self.config.reach(start, self.chunk_size) for start in block_slice.starts]
+        reach = [[self.config.reach(start, self.chunk_size) for start in here.starts] for here in slices]
         # enough columns for the row with the longest reach, even if rows never end their segments together
-        columns = max(reach) * block_slice.columns
+        columns = max(max(rows) * here.columns - i for i, (rows, here) in enumerate(zip(reach, slices, strict=True)))
         parts: list[Segments] = []
-        # how many of each row's own segments are newer than the entry [B, 1]
-        newer = entries[0]["filled"].new_zeros(len(reach), 1)
-        limit = to_device(reach, newer.device, newer.dtype)[:, None]
+        # how many of each row's own segments are newer than the entry [B, S, 1]
+        newer = entries[0]["filled"].new_zeros(len(reach[0]), len(reach), 1)
+        limit = to_device(reach, newer.device, newer.dtype).mT[..., None]
         for entry in entries:
-            if columns <= 0:
-                break
-            filled = entry["filled"]
-            if not filled.shape[1]:
+            filled = entry["filled"][:, None]
+            if not filled.shape[-1]:
                 continue
-            columns -= filled.shape[1]
-            # how many of the row's own segments there are from each column to the newest, [B, N]
-            from_here = filled.flip(1).cumsum(1).flip(1) + newer
+            if entry is entries[0] and own:
+                # those that end before each segment that asks
+                filled = filled * filled.new_ones(len(slices), own).tril(-1)
+            elif columns <= 0:
+                break
+            else:
+                columns -= filled.shape[-1]
+            # how many of the row's own segments there are from each column to the newest, [B, S, N]
+            from_here = filled.flip(-1).cumsum(-1).flip(-1) + newer
             visible = (filled > 0) & (from_here <= limit)
-            newer = from_here[:, :1]
+            newer = from_here[..., :1]
             weights = tuple(entry[name] for name in self.names[:-2])
-            far = self.config.kept_on == "host" and filled.shape[1] == self.per_chunk
+            far = self.config.kept_on == "host" and filled.shape[-1] == self.per_chunk and entry is not entries[0]
             parts.append(Segments(weights, entry["pool"], visible, from_here, far))
         return parts[::-1]
 

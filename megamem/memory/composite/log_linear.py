@@ -24,9 +24,10 @@ width of a head's values, R rows of a transition.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.config.model import MIXERS, ModelConfig
@@ -53,6 +54,18 @@ class LogLinearConfig(LogLinearSettings):
         return (FadedMatrices if self.fades() else MergedSegments)(self, model, linears, layer)
 
 
+class HeldMemory(NamedTuple):
+    """What a level holds while some segments are open, one after the other."""
+
+    memory: State
+    """What its segments have added to the start of documents, and their transition, [B, H, ...]."""
+    level: int
+    begin: int
+    """The first of the segments that read it."""
+    end: int
+    """The first one after it that does not."""
+
+
 class MergedSegments(OpenAndLevels):
     """A recurrent memory of the open segment, and merged ones of those before it, read segment by segment."""
 
@@ -75,6 +88,75 @@ class MergedSegments(OpenAndLevels):
         if any(block_slice.closing):
             state = self._close(state, block_slice)
         return read, state
+
+    def whole_steps(self, chunk: Chunk, tokens: int) -> int:
+        """See `OpenAndLevels.whole_steps`: segments, where all rows begin the same one and levels stay as they are."""
+        count, starts = tokens // self.segment, set(chunk.starts)
+        if count < 2 or len(starts) > 1 or min(starts) < 0 or min(starts) % self.segment:
+            return 0
+        return 0 if self.fading or self.levels.admissibility == "strong" else count
+
+    def read_steps(
+        self, inputs: Inputs, gates: Tensor, state: State, starts: tuple[int, ...]
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """See `OpenAndLevels.read_steps`: segments are written at the same time, then all that is merged is read."""
+        rows, size, count = len(starts), self.segment, inputs.tokens // self.segment
+        segments = inputs.side_by_side(count)
+        fresh = self.memory.initial_state(rows * count, inputs.key.device, inputs.key.dtype)
+        own, after = self.memory.recur(
+            segments, fresh, Chunk(tuple(s + size * i for s in starts for i in range(count)))
+        )
+        own = own.unflatten(0, (rows, count)).movedim(1, 3).flatten(3, 4)
+        written = {name: after[name] for name in self.names}
+        if "transition" in state:
+            transition = self.memory.transition(segments)
+            assert transition is not None
+            written["transition"] = transition.expand(rows * count, *transition.shape[1:])
+        ended = [
+            dict(zip(written, each, strict=True))
+            for each in zip(*(x.unflatten(0, (rows, count)).unbind(1) for x in written.values()), strict=True)
+        ]
+        held, levels = self._held_in_turn(ended, state, starts[0] // size)
+        read = gates[..., :1] * own
+        if held:
+            kept = zip(*(self.memory.snapshot(each.memory, inputs.parameters) for each in held), strict=True)
+            spans = [(size * each.begin, size * each.end) for each in held]
+            shares = [
+                F.pad(gates[..., begin:end, 1 + each.level], (begin, inputs.tokens - end))
+                for each, (begin, end) in zip(held, spans, strict=True)
+            ]
+            matrices = [torch.stack(x, dim=2) for x in kept]
+            read = read + self.memory.answer(inputs, matrices, torch.stack(shares, dim=-1), spans)
+        empty = {name: torch.zeros_like(state[name]) for name in dict.fromkeys((*written, *self.memory.renewed()))}
+        for name in written:
+            parts = [levels[n][name] if n in levels else empty[name] for n in range(self.levels.count)]
+            empty[f"level_{name}"] = torch.stack(parts, dim=2)
+        return read, {**state, **empty}
+
+    def _held_in_turn(
+        self, ended: list[State], state: State, before: int
+    ) -> tuple[list[HeldMemory], dict[int, State]]:  # fmt: skip
+        """Merge segments that have ended into the levels, one after the other.
+
+        ended: what each has written, and its transition, [B, H, ...]; before: the segments that ended before them.
+        Returns: what levels hold while these segments are open; what they hold after them.
+        """
+        levels = {
+            level: HeldMemory({name: state[f"level_{name}"][:, :, level] for name in ended[0]}, level, 0, len(ended))
+            for level in self.levels.holding(before)
+        }
+        held = []
+        for i, carried in enumerate(ended):
+            target = self.levels.target(before + i)
+            for level in range(target + 1):
+                if level in levels:
+                    joins = levels.pop(level)
+                    held.append(joins._replace(end=i + 1))
+                    carried = self._merged(joins.memory, carried)
+            levels[target] = HeldMemory(carried, target, i + 1, len(ended))
+        # what the last segment ends in is read by those after it
+        held += [each for each in levels.values() if each.begin < len(ended)]
+        return held, {level: each.memory for level, each in levels.items()}
 
     def _finished(self, block_slice: BlockSlice) -> list[int]:
         """Return the number of segments before the open one, for each row."""

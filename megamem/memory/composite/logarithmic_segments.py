@@ -55,13 +55,14 @@ class LogarithmicSegments(KeptSegments):
             tokens = [[max(self.config.merged_segments(count, level), 1) * self.config.segment] for count in counts]
             weights = tuple(held[name][:, :, None] for name in self.matrices)
             pools = pool(held["key_sum"][:, :, None], tokens, self.config.pooling)
-            parts.append(Segments(weights, pools, to_device(visible, device, torch.bool), to_device(ages, device)))
+            of_rows = to_device(visible, device, torch.bool)[:, None], to_device(ages, device)[:, None]
+            parts.append(Segments(weights, pools, *of_rows))
         return parts
 
     def one_by_one(
         self, state: State, ended: Ended, slices: Sequence[SegmentSlice], parameters: Mapping[str, Tensor]
     ) -> tuple[list[list[Segments]], State]:
-        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...])."""
+        """See `KeptSegments.one_by_one` (N segments, [B, H, N, ...]): each asks by itself, as levels merge."""
         readable = []
         for i, here in enumerate(slices):
             readable.append(self.readable(state, here))

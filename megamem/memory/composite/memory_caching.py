@@ -145,7 +145,7 @@ class MemoryCaching(Mixer):
         count: int,
         copies: Copies | None,
     ) -> tuple[Tensor, State]:
-        """Write `count` whole segments of each row at the same time, then read them one after the other.
+        """Write `count` whole segments of each row at the same time, then read them.
 
         router_query: u [B, H, G, T, D]; copies: see `_answers`.
         Returns: what the tokens read, [B, H, G, T, V]; the new state.
@@ -171,14 +171,18 @@ class MemoryCaching(Mixer):
         slices = [self._slice(chunk.after(i * size), size) for i in range(count)]
         # segment i reads its own memory, those of the segments before it, and the ones kept earlier
         readable, state = self.kept.one_by_one(state, ended, slices, inputs.parameters)
-        answered = apart(answered)
-        pools = apart(pool(key_sums, [[1 + t for t in range(size)]], self.config.pooling))
-        reads = []
+        # the tokens of all segments behind one another again
+        answered = apart(answered).movedim(1, -3).flatten(-3, -2)
+        pools = (
+            apart(pool(key_sums, [[1 + t for t in range(size)]], self.config.pooling)).movedim(1, -3).flatten(-3, -2)
+        )
+        reads, together = [], inputs.tokens // len(readable)
         for i, kept in enumerate(readable):
-            part = slice(i * size, (i + 1) * size)
-            own, shares = gate_shares(router_query[..., part, :].to(pools.dtype), pools[:, i], kept, self.gating)
-            reads.append(own * answered[:, i] + self._answers(inputs.part(part), kept, shares, copies))
-        return torch.cat(reads, dim=-2), state
+            part = slice(i * together, (i + 1) * together)
+            asked = router_query[..., part, :].to(pools.dtype)
+            own, shares = gate_shares(asked, pools[..., part, :], kept, self.gating)
+            reads.append(own * answered[..., part, :] + self._answers(inputs.part(part), kept, shares, copies))
+        return (torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]), state
 
     def _read(
         self, inputs: Inputs, router_query: Tensor, state: State, block_slice: SegmentSlice, copies: Copies | None
@@ -222,11 +226,13 @@ class MemoryCaching(Mixer):
         if not kept:
             return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
-            query, weights = inputs.query.to(shares[0].dtype), [part.weights for part in kept]
-            width, far = inputs.value.shape[-1], [part.far for part in kept]
-            made = selected_answer(self.memory.answer_rows, query, weights, shares, width, copies, far)
+            weights, width, far = [part.weights for part in kept], inputs.value.shape[-1], [part.far for part in kept]
+            made = selected_answer(self.memory.answer_rows, inputs.query, weights, shares, width, copies, far)
             return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
-        answers = (self.memory.answer(inputs, part.weights, share) for part, share in zip(kept, shares, strict=True))
+        answers = (
+            self.memory.answer(inputs, part.weights, share, part.spans)
+            for part, share in zip(kept, shares, strict=True)
+        )
         return sum(answers, shares[0].new_zeros(()))
 
     def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:

@@ -193,10 +193,12 @@ class MemoryCachingSettings(SegmentedConfig):
         # the end of a sequence's last segment, which nobody reads, is computed with those of the segments beside it
         length = math.inf if several else sequence_length
         parts = self.recurrent.memory_flops(model, length, causal, begun)
-        within, read = self.kept_and_read(model, sequence_length)
+        scored, read = self.kept_and_read(model, sequence_length)
         sizes = sum(rows * columns for rows, columns in self.recurrent.snapshot_shapes(model).values())
+        if several and self.lengths == "constant":
+            scored = self._scored_together(model, sequence_length)
         if self.combine != "residual" and self.scores == "context":
-            parts["memory_routing"] = product(2 * model.heads * model.resolved_head_dim * within)
+            parts["memory_routing"] = product(2 * model.heads * model.resolved_head_dim * scored)
         parts["memory_caching"] = product(2 * model.heads * sizes * read)
         return parts
 
@@ -228,6 +230,17 @@ class MemoryCachingSettings(SegmentedConfig):
             within = [self.reach(segment * self.segment, model.chunk_size) for segment in segments]
         read = [min(count, self.top_k) for count in within] if self.combine == "ssc" else within
         return sum(within) / len(segments), sum(read) / len(segments)
+
+    def _scored_together(self, model: ModelConfig, sequence_length: int) -> float:
+        """Return the segments that a token has scores of where those of a chunk ask together; mean over a sequence.
+
+        All of a chunk's have scores, whichever come before the token.
+        """
+        total, segments = 0, -(-sequence_length // self.segment)
+        for begin in range(0, segments, model.chunk_size // self.segment):
+            together = min(segments - begin, model.chunk_size // self.segment)
+            total += together * (self.reach(begin * self.segment, model.chunk_size) + together)
+        return total / segments
 
     def summary(self, model: ModelConfig, sequence_length: int) -> str | None:
         """See `MixerConfig.summary`: the share of the kept memories that is read."""

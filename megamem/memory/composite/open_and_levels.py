@@ -40,14 +40,37 @@ class OpenAndLevels(Mixer):
         x = self.linears.enter(hidden)
         inputs, after = self.memory.inputs(x, state, chunk)
         gates = self.level_gates(x, state[self.names[0]].dtype).unflatten(1, (-1, self.memory.groups))
-        reads = []
-        for block_slice in block_slices(chunk, inputs.tokens, self.step):
-            state = self.reset_inside(state, block_slice.begin, block_slice.starts, inputs.key)
-            part = slice(block_slice.begin, block_slice.end)
-            read, state = self.read(inputs.part(part), gates[..., part, :], state, block_slice)
+        reads, done = [], 0
+        while done < inputs.tokens:
+            here = chunk.after(done)
+            state = self.reset_inside(state, done, here.starts, inputs.key)
+            left = here.document_splits(inputs.tokens - done)[0].stop
+            whole = self.whole_steps(here, left)
+            tokens = whole * self.step if whole else block_slices(here, left, self.step)[0].tokens
+            part = slice(done, done + tokens)
+            asked = inputs.part(part), gates[..., part, :], state
+            if whole:
+                read, state = self.read_steps(*asked, here.starts)
+            else:
+                read, state = self.read(*asked, BlockSlice(0, tokens, here.starts, self.step))
             reads.append(read)
+            done = part.stop
         read = torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]
         return self.memory.finish(read, x, inputs), {**state, **after}, {}
+
+    def whole_steps(self, chunk: Chunk, tokens: int) -> int:
+        """Return how many whole steps of the next tokens `read_steps` takes at once; 0 if it does not."""
+        return 0
+
+    def read_steps(
+        self, inputs: Inputs, gates: Tensor, state: State, starts: tuple[int, ...]
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """Write and read tokens that make up several whole steps of each row, among which no document begins.
+
+        inputs, state: as in `read`; gates: [B, H, G, T, 1 + levels]; starts: position of each row's first token.
+        Returns: what the tokens read, [B, H, G, T, V]; the new state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads step by step")
 
     @abstractmethod
     def read(self, inputs: Inputs, gates: Tensor, state: State, block_slice: BlockSlice) -> tuple[Tensor, State]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megamem.memory.base import State, to_device
 from megamem.memory.shared.blocks import BlockSlice
+from megamem.ops.deep_memory.kept_networks import Spans
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,19 @@ class Segments(NamedTuple):
     pools: Tensor
     """The pooled keys of each segment, [B, H, N, D]."""
     visible: Tensor
-    """Which of them each row may read, [B, N] bool."""
+    """Which of them each row may read in each of S segments that ask together, [B, S, N] bool."""
     age: Tensor
-    """How many segments before its open one each row ended them, from 1, [B, N] int64; any number where not visible."""
+    """How many segments before the one that asks each row ended them, from 1, [B, S, N] int64; any number where not
+    visible."""
     far: bool = False
     """Whether their memories may lie in host memory."""
+    spans: Spans = ()
+    """Which of the tokens that ask together may read each of them; if not given, all may read all."""
+
+    def of_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        """Return x [B, S, N] for each of the tokens that ask, [B, 1, 1, T, N], or [B, 1, 1, 1, N] where S is 1."""
+        repeated = x if x.shape[1] == 1 else x.repeat_interleave(tokens // x.shape[1], dim=1)
+        return repeated[:, None, None]
 
 
 class Ended(NamedTuple):
@@ -84,6 +93,8 @@ class KeptSegments(ABC):
     ) -> tuple[list[list[Segments]], State]:
         """Keep segments that are one in all rows; return what may be read in each of them, and the state after all.
 
+        What may be read comes in as many lists as stretches of as many segments that ask together.
+
         Args:
             ended: N segments, [B, H, N, ...].
             slices: where the tokens of each lie.
@@ -116,9 +127,8 @@ def gate_shares(
         gating: how they are weighed.
     Returns: shares of the open segment [B, H, G, T, 1]; for each list those of its segments, [B, H, G, T, N].
     """
-    sizes = [part.pools.shape[2] for part in kept]
-    # [B, 1, 1, 1, N]
-    visible = [part.visible[:, None, None, None] for part in kept]
+    sizes, tokens = [part.pools.shape[2] for part in kept], router_query.shape[-2]
+    visible = [part.of_tokens(part.visible, tokens) for part in kept]
     if gating.combine == "residual":
         # equation 7: every share is 1
         shape = router_query.shape[:-1]
@@ -147,8 +157,8 @@ def _scores(router_query: Tensor, part: Segments, by_age: bool) -> Tensor:
     if not by_age:
         return router_query @ part.pools.mT[:, :, None]
     # the oldest segments share the last score
-    age = part.age.clamp(0, router_query.shape[-1] - 1)
-    return router_query.gather(-1, age[:, None, None, None].expand(*router_query.shape[:-1], -1))
+    age = part.of_tokens(part.age.clamp(0, router_query.shape[-1] - 1), router_query.shape[-2])
+    return router_query.gather(-1, age.expand(*router_query.shape[:-1], -1))
 
 
 def _gates(scores: Tensor, gate: str) -> Tensor:

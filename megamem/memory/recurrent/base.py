@@ -29,7 +29,9 @@ from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSp
 from megamem.memory.recurrent.head_norm import HeadNorm
 from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.ops.deep_memory.kept import Matrix, Rows
+from megamem.ops.deep_memory.kept_networks import Spans
 from megamem.ops.deep_memory.network import Join
+from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -170,6 +172,16 @@ class Inputs:
         gates = {name: cut(gate, 2) for name, gate in self.gates.items()}
         return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates, self.parameters)
 
+    def steps(self, count: int) -> Inputs:
+        """Cut the tokens into `count` steps of equal length, as heads of their own: [B, H * count, ...]."""
+
+        def cut(x: Tensor, axis: int) -> Tensor:
+            """Cut the token axis of x [B or 1, H, ..., T, ...]."""
+            return x.unflatten(axis, (count, -1)).movedim(axis, 2).flatten(1, 2)
+
+        gates = {name: cut(gate, 2) for name, gate in self.gates.items()}
+        return Inputs(cut(self.query, 3), cut(self.key, 2), cut(self.value, 2), gates, self.parameters)
+
 
 class TokenGate(nn.Module):
     """A gate per token and key/value head: a projection of the token, plus a learned start value per head."""
@@ -196,6 +208,8 @@ class RecurrentMixer(Mixer):
         super().__init__(config.state_specs(model), model.state_sizes, linears.tp_size)
         self.linears = linears
         self.width = model.resolved_head_dim
+        self.unit = unit
+        """Makes vectors [..., width] one long."""
         self.unit_keys = False
         """Whether keys have length 1, whatever the width of heads. Subclasses set it."""
         self.groups = model.heads // model.resolved_kv_heads
@@ -261,13 +275,15 @@ class RecurrentMixer(Mixer):
         return None if log_decay is None else torch.expm1(log_decay.sum(2))[..., None, None]
 
     @abstractmethod
-    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor, spans: Spans = ()) -> Tensor:
         """Return sum_n shares_n M_n(q), the weighted answers of kept memories.
 
         Args:
             inputs: of the tokens that ask.
             kept: the matrices of `snapshot`, of N memories each, [B, H, N, ...].
             shares: [B, H, G, T, N].
+            spans: the first token that reads each memory, and the first one after it that does not; outside, shares
+                are 0. If not given, all tokens may read all of them.
         Returns: [B, H, G, T, V].
         """
 

@@ -14,8 +14,9 @@ Letters of shapes: B batch rows, H local key/value heads, G query heads that sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,13 @@ from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
-from megamem.ops.deep_memory.group import GROUP, deep_memory_chunks
-from megamem.ops.deep_memory.kept import Matrix, Rows, each_network, shared_networks, shared_product
+from megamem.ops.deep_memory.group import deep_memory_chunks
+from megamem.ops.deep_memory.group_backward import Writing
+from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.deep_memory.kept_networks import Spans, kept_networks
+from megamem.ops.deep_memory.kernels import writing_of
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.deep_memory.pointwise import PLAIN
-from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears
 
 
@@ -84,6 +87,8 @@ class DeepMemory(RecurrentMixer):
         self.norm_weight = NormWeight(model, linears) if config.layer_norm else None
         self.norm_eps = model.norm_eps
         self.pointwise = PLAIN
+        self.kernel, self.precision = model.deep_memory_kernel, model.deep_memory_precision
+        self.writing: Callable[[Tensor, int], Writing] = partial(writing_of, self.kernel, self.precision)
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -91,7 +96,7 @@ class DeepMemory(RecurrentMixer):
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare` ([T, B, heads, D]): unit vectors with `normalize`, else as they are."""
-        return (unit(query), unit(key)) if self.config.normalize else (query, key)
+        return (self.unit(query), self.unit(key)) if self.config.normalize else (query, key)
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return `rate`, and the logarithm of the sigmoid of each other gate, of tokens x [T, B, hidden_size].
@@ -145,7 +150,7 @@ class DeepMemory(RecurrentMixer):
             tokens = self.whole_inner_chunks(here, left) if join is None else 0
             part = slice(done, done + tokens)
             if tokens:
-                read, memory = self._read_whole(inputs.part(part), memory)
+                read, memory = self.read_whole(inputs.part(part), memory)
             else:
                 # up to the next border of an inner chunk of any row
                 size = self.config.inner_chunk
@@ -163,28 +168,36 @@ class DeepMemory(RecurrentMixer):
         size = self.config.inner_chunk
         if any(start < 0 or start % size for start in chunk.starts):
             return 0
-        # fewer than a group would be computed anew all at once: nothing less would be alive at the highest point
         whole = tokens - tokens % size
-        return whole if whole >= GROUP * size else 0
+        # a single one gains nothing by a backward pass that computes it anew
+        return whole if whole > size else 0
 
-    def _read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
-        """Read and write tokens that make up whole inner chunks of each row."""
+    def in_inner_chunks(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Return queries [B, H, G, N, T, D], keys, values and gates [B, H, N, T, ...] of N whole inner chunks."""
 
         def cut(x: Tensor, axis: int) -> Tensor:
             """Cut the token axis of x [B, ..., T, ...] into inner chunks."""
             return x.unflatten(axis, (-1, self.config.inner_chunk))
 
         gates = {name: cut(gate, 2) for name, gate in inputs.gates.items()}
+        return cut(inputs.query, 3), cut(inputs.key, 2), cut(inputs.value, 2), gates
+
+    def read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
+        """Read and write tokens that make up whole inner chunks of each row.
+
+        Returns: what the queries read, [B, H, G, T, D]; the state after the last token.
+        """
+        query, key, value, gates = self.in_inner_chunks(inputs)
         start = tuple(inputs.parameters[name] for name in self.names) if self.start is not None else None
         momentum = None
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
         read, added, last_momentum = deep_memory_chunks(
-            cut(inputs.query, 3), cut(inputs.key, 2), cut(inputs.value, 2), start,
+            query, key, value, start,
             tuple(memory[name] for name in self.names), momentum,
             InnerRates(gates["rate"], gates.get("log_decay"), gates.get("log_momentum")),
             self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
-            pointwise=self.pointwise,
+            pointwise=self.pointwise, writing=self.writing(inputs.key, len(self.names)),
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}
@@ -195,17 +208,15 @@ class DeepMemory(RecurrentMixer):
         weights = self.weights(memory, parameters)
         return weights if len(weights) == 1 else (weights[0], weights[1].mT)
 
-    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
-        """See `RecurrentMixer.answer`."""
-        query = inputs.query.to(kept[0].dtype)
-        if self.config.layer_norm:
-            # each memory has a norm of its own, before the shares
-            made = (shares[..., None] * standardized(each_network(query, kept), self.norm_eps)).sum(-2)
-        elif len(kept) == 1:
-            made = self.product(0, query, kept, shares)
-        else:
-            made = shared_networks(query, kept[0], kept[1], shares)
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor, spans: Spans = ()) -> Tensor:
+        """See `RecurrentMixer.answer`; each memory ([B, H, N, ...]) has a norm of its own, before the shares."""
+        eps = self.norm_eps if self.config.layer_norm else None
+        made = kept_networks(self._asked(inputs.query, kept[0]), kept, shares, eps, spans, self.pointwise)
         return self.answered(made, inputs, shares.sum(-1, keepdim=True))
+
+    def _asked(self, query: Tensor, kept: Tensor) -> Tensor:
+        """Return queries [..., D] in the dtype of the products with kept matrices [..., D]."""
+        return query if self.config.kept_products == "training" else query.to(kept.dtype)
 
     def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.mixed`."""
@@ -218,9 +229,11 @@ class DeepMemory(RecurrentMixer):
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`: what the network makes, normalized."""
-        made = rows.times(x.to(kept[0][0].dtype), [part.mT for part in kept[0]])
+        x, exact = self._asked(x, kept[0][0]), kept[0][0].dtype
+        made = rows.times(x, [part.to(x.dtype).mT for part in kept[0]])
         if len(kept) == 2:
-            made = rows.times(nn.functional.gelu(made), kept[1])
+            made = rows.times(nn.functional.gelu(made), [part.to(x.dtype) for part in kept[1]])
+        made = made.to(exact)
         return standardized(made, self.norm_eps) if self.config.layer_norm else made
 
     def answered(self, made: Tensor, inputs: Inputs, total: Tensor) -> Tensor:

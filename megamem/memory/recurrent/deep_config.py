@@ -41,6 +41,9 @@ class DeepConfig(RecurrentConfig):
     """Divide queries and keys by their lengths."""
     decay: bool = False
     """Fade the network's weights at a rate of each token and head."""
+    kept_products: Literal["training", "fp32"] = "training"
+    """Dtype of the products with kept networks (Memory Caching, log-linear memories), which nothing is written from:
+    that of training, summed in FP32 by a device's units; or `fp32`. States and writes are FP32 always."""
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""

@@ -23,7 +23,6 @@ from megamem.memory.base import Chunk
 from megamem.memory.recurrent.base import Inputs, TokenGate
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer, matrix_flops
 from megamem.ops.linear_recurrence.unrolled import passed
-from megamem.ops.unit import unit
 from megamem.parallel.linears import Linears, constant, declare
 
 FIRST_DECAY = math.log(math.expm1(0.01))
@@ -87,7 +86,7 @@ class DeltaNet(MatrixMixer):
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`: unit vectors."""
-        return super().prepare(unit(query), unit(key), chunk)
+        return super().prepare(self.unit(query), self.unit(key), chunk)
 
     def transition(self, inputs: Inputs) -> Tensor:
         """See `RecurrentMixer.transition`: the product over tokens of a_t (I - b_t k_t k_t^T), less I."""
@@ -100,6 +99,11 @@ class DeltaNet(MatrixMixer):
             found = part if found is None else part + passed(part, found)
         assert found is not None
         return found
+
+    @property
+    def gated(self) -> tuple[bool, bool]:
+        """See `MatrixMixer.gated`."""
+        return self.decay is not None, True
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return `rate`, and `log_decay` [batch, local kv_heads, tokens] of tokens x [tokens, batch, hidden_size]."""

@@ -30,7 +30,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, heads: int, width: int, eps: float, linears: Linears) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.width = eps, width
         channels = heads * width // linears.tp_size
         self.weight = declare(nn.Parameter(torch.empty(channels)), constant(1.0), shard_axis=0)
         self.function = gated_head_norm

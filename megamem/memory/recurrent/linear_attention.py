@@ -26,7 +26,7 @@ from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, State
 from megamem.memory.recurrent.base import Inputs
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
-from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.deep_memory.kept import Matrix, Rows
 from megamem.ops.deep_memory.network import Join
 from megamem.parallel.linears import Linears
 
@@ -72,6 +72,11 @@ class LinearAttention(MatrixMixer):
         self.positive = config.features == "elu"
         self.normalizer = config.normalizer
 
+    @property
+    def gated(self) -> tuple[bool, bool]:
+        """See `MatrixMixer.gated`."""
+        return False, False
+
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`: the feature map."""
         if self.positive:
@@ -86,15 +91,13 @@ class LinearAttention(MatrixMixer):
         read, after = super().recur(counted, memory, chunk, join)
         return _normalized(read), after
 
-    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
-        """See `RecurrentMixer.answer`: each memory's answer ([B, H, G, T, V]) is divided by its own normalizer."""
+    def answer_all(self, query: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
+        """See `MatrixMixer.answer_all`: each memory's answer ([B, H, G, T, V]) is divided by its own normalizer."""
         if not self.normalizer:
-            return super().answer(inputs, kept, shares)
-        matrices = kept[0]
-        query = inputs.query.to(matrices.dtype)
+            return super().answer_all(query, matrices, shares)
         # z_n . q of each query and memory, [B, H, G, T, N]
         sums = query @ matrices[..., -1].mT[:, :, None]
-        return shared_product(query, matrices[..., :-1], shares / _positive(sums))
+        return super().answer_all(query, matrices[..., :-1], shares / _positive(sums))
 
     def answer_rows(self, x: Tensor, kept: Sequence[Matrix], rows: Rows) -> Tensor:
         """See `RecurrentMixer.answer_rows`."""

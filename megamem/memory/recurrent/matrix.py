@@ -9,6 +9,8 @@ definition: inner chunks change the order of sums alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -20,8 +22,9 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.recurrent.base import Inputs, RecurrentConfig, RecurrentMixer
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.deep_memory.kept_networks import Spans
 from megamem.ops.deep_memory.network import Join
-from megamem.ops.linear_recurrence.fla import fla_recurrence
+from megamem.ops.linear_recurrence.fla import Recurrence, fla_where_it_runs
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.ops.linear_recurrence.unrolled import Unrolled, unrolled
 from megamem.parallel.linears import Linears
@@ -97,17 +100,26 @@ class MatrixMixer(RecurrentMixer):
 
     def __init__(self, config: MatrixConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
-        self.inner_chunk = config.inner_chunk
-        self.backend = model.recurrence_kernel
+        self.inner_chunk, self.columns = config.inner_chunk, config.columns(model)
+        self.kv_heads = model.resolved_kv_heads // linears.tp_size
+        self.recurrence: Recurrence = partial(linear_recurrence, inner=self.inner_chunk)
+        if model.recurrence_kernel == "fla":
+            self.use_library()
+
+    def use_library(self) -> None:
+        """Let flash-linear-attention compute the recurrence from now on, where tokens are BF16 on CUDA."""
+        self.recurrence = partial(fla_where_it_runs, otherwise=self.recurrence)
+
+    @property
+    def gated(self) -> tuple[bool, bool]:
+        """Whether tokens have a decay, and whether they have a rate of the delta rule. Subclasses say so."""
+        raise NotImplementedError
 
     def recur(self, inputs: Inputs, memory: State, chunk: Chunk, join: Join | None = None) -> tuple[Tensor, State]:
         """See `RecurrentMixer.recur`."""
         given = (inputs.query, inputs.key, self.written(inputs), memory["memory"])
         gates = (inputs.gates.get("log_decay"), inputs.gates.get("rate"), chunk.borders or ())
-        if self.backend == "fla" and inputs.query.is_cuda and inputs.query.dtype == torch.bfloat16:
-            read, after = fla_recurrence(*given, *gates)
-        else:
-            read, after = linear_recurrence(*given, *gates, inner=self.inner_chunk)
+        read, after = self.recurrence(*given, *gates)
         return (read if join is None else join(0, inputs.query, read)), {"memory": after}
 
     def written(self, inputs: Inputs) -> Tensor:
@@ -123,9 +135,29 @@ class MatrixMixer(RecurrentMixer):
         """See `RecurrentMixer.snapshot`."""
         return (memory["memory"],)
 
-    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
-        """See `RecurrentMixer.answer`."""
-        return self.product(0, inputs.query, kept, shares)
+    def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor, spans: Spans = ()) -> Tensor:
+        """See `RecurrentMixer.answer` ([B, H, G, T, V])."""
+        query, matrices = inputs.query.to(kept[0].dtype), kept[0]
+        if not spans:
+            return self.answer_all(query, matrices, shares)
+        # between two borders all tokens read the same memories
+        borders, parts = sorted({0, query.shape[-2], *(border for span in spans for border in span)}), []
+        for begin, end in pairwise(borders):
+            read = [n for n, (first, last) in enumerate(spans) if first <= begin and end <= last]
+            part = query[..., begin:end, :]
+            if read:
+                own = torch.stack([matrices[:, :, n] for n in read], dim=2)
+                parts.append(self.answer_all(part, own, torch.stack([shares[..., begin:end, n] for n in read], dim=-1)))
+            else:
+                parts.append(part.new_zeros(*part.shape[:-1], self.widths["value"]))
+        return torch.cat(parts, dim=-2)
+
+    def answer_all(self, query: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
+        """Return `answer` of tokens that all read all of the kept memories, [B, H, G, T, V].
+
+        query: [B, H, G, T, D]; matrices: [B, H, N, D, V]; shares: [B, H, G, T, N].
+        """
+        return shared_product(query, matrices, shares)
 
     def mixed(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.mixed`: the same as `answer`."""

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops, product
 from megamem.config.model import MIXERS, ModelConfig
-from megamem.memory.base import Chunk, State, state_dtype, to_device
+from megamem.memory.base import State, state_dtype, to_device
+from megamem.memory.recurrent.base import Inputs
 from megamem.memory.recurrent.deep import DeepMemory, InnerChunk
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
 from megamem.ops.deep_memory.network import Join, Weights
-from megamem.ops.deep_memory.simplex import ChannelRates, on_simplex, simplex_memory
+from megamem.ops.deep_memory.simplex import (
+    ChannelRates,
+    SimplexNetwork,
+    on_simplex,
+    simplex_memory,
+    simplex_memory_chunks,
+)
 from megamem.parallel.linears import Linears, constant, declare, normal
 
 
@@ -113,9 +120,17 @@ class Memora(DeepMemory):
         assert isinstance(self.config, MemoraConfig)
         return ChannelGate(model, linears, self.config.gate_rank, start)
 
-    def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
-        """See `DeepMemory.whole_inner_chunks`: none, each inner chunk is computed by itself."""
-        return 0
+    def read_whole(self, inputs: Inputs, memory: State) -> tuple[Tensor, State]:
+        """See `DeepMemory.read_whole`."""
+        query, key, value, gates = self.in_inner_chunks(inputs)
+        logs = self.learned(memory, inputs.parameters)
+        rates = ChannelRates(gates["rate"], gates.get("log_decay"))
+        read, after = simplex_memory_chunks(query, key, value, logs, rates, self.network(inputs.parameters))
+        return read.flatten(3, 4), {**memory, **self.added(memory, logs, after)}
+
+    def network(self, parameters: Mapping[str, Tensor]) -> SimplexNetwork:
+        """Return the settings of the network; `parameters` has the norm's weight [H, D]."""
+        return SimplexNetwork(self.config.scale, self.config.residual, self.output_norm(parameters), self.pointwise)
 
     def weights(self, memory: State, parameters: Mapping[str, Tensor]) -> Weights:
         """See `DeepMemory.weights`."""
@@ -133,6 +148,6 @@ class Memora(DeepMemory):
         logs = self.learned(memory, inner.parameters)
         read, after = simplex_memory(
             inner.query, inner.tokens["key"], inner.tokens["value"], logs, ChannelRates(rate, decay, first),
-            self.config.scale, self.config.residual, self.output_norm(inner.parameters), join,
+            self.network(inner.parameters), join,
         )  # fmt: skip
         return read, self.added(memory, logs, after)

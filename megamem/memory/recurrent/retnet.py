@@ -59,6 +59,11 @@ class RetNet(MatrixMixer):
         tables = row_rotary_tables(chunk, query.shape[0], self.width, self.theta, query)
         return super().prepare(apply_rotary(query, *tables), apply_rotary(key, *tables), chunk)
 
+    @property
+    def gated(self) -> tuple[bool, bool]:
+        """See `MatrixMixer.gated`."""
+        return True, False
+
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return the logarithm of each head's decay, the same for every token of x [tokens, batch, hidden_size].
 

@@ -71,6 +71,11 @@ class SSD(MatrixMixer):
         self.log_pace = HeadValue(model, linears, 0.0)
         self.skip = HeadValue(model, linears, 1.0)
 
+    @property
+    def gated(self) -> tuple[bool, bool]:
+        """See `MatrixMixer.gated`."""
+        return True, False
+
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return `step` and `log_decay` [batch, local kv_heads, tokens] of tokens x [tokens, batch, hidden_size]."""
         step = F.softplus(self.token_step(x))

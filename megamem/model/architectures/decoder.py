@@ -11,9 +11,10 @@ the bottom and goes up with them, across the borders of pipeline stages too; abo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal, cast
+from functools import partial
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,10 @@ from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
 from megamem.model.stage import Stage, add_losses, meta_stage
 from megamem.ops.dropout import dropped
+from megamem.ops.linear_cross_entropy import label_scores, label_scores_and_best, slice_count
 from megamem.parallel.linears import Initializer, Linears, declare, normal, token_share
+
+T = TypeVar("T")
 
 
 @ARCHITECTURES.register
@@ -261,18 +265,54 @@ class Decoder(Stage):
         """See `Stage.logits`; hidden: [tokens, batch, hidden_size]."""
         if (adaptive := self._adaptive_softmax) is not None:
             return adaptive.logits(hidden, self._tied_embedding)
-        scale = self.config.logit_scale
-        x = self.linears.enter(hidden if scale == 1.0 else hidden * scale)
-        if self.config.tie_embeddings:  # which lies on another device where layers are spread over several
-            weight = cast(Tensor, self.embedding.weight)
-            logits = F.linear(x.to(weight.device), weight)
-        else:
-            logits = self.head(x)
-        real = self.config.vocab_size - self.linears.tp_rank * logits.shape[-1]
-        if real < logits.shape[-1]:  # rows that only fill up the ranks' shares
-            spare = torch.arange(logits.shape[-1], device=logits.device) >= real
+        x = self._entered(hidden)
+        logits = self._with_tied_weight(F.linear, x) if self.config.tie_embeddings else self.head(x)
+        words = self._words(logits.shape[-1])
+        if words < logits.shape[-1]:  # rows that only fill up the ranks' shares
+            spare = torch.arange(logits.shape[-1], device=logits.device) >= words
             logits = logits.masked_fill(spare, -torch.inf)
         return logits
+
+    def label_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Stage.label_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
+        scores = partial(label_scores, keep=not self.recompute)
+        log_sums, label_logits = self._scores(scores, hidden, labels)
+        return self.linears.log_normalizer(log_sums[..., None]), self.linears.sum_over_ranks(label_logits)
+
+    def _scores(self, scores: Callable[..., tuple[Tensor, ...]], hidden: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return what `scores` finds among this rank's rows of the vocabulary, each [tokens, batch].
+
+        scores: see `megamem.ops.linear_cross_entropy`; hidden: [tokens, batch, hidden_size]; labels: [tokens, batch].
+        """
+
+        def of_rank(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            """Return the scores, [tokens * batch] each; x: [tokens, batch, hidden_size], weight: [rows, ...]."""
+            rows = len(weight)
+            own = labels.flatten() - self.linears.tp_rank * rows
+            slices = self.loss_slices or slice_count(len(own), rows)
+            return scores(x.flatten(0, 1), weight, own, self._words(rows), slices)
+
+        x = self._entered(hidden)
+        tied = self.config.tie_embeddings
+        found = self._with_tied_weight(of_rank, x) if tied else self.linears.with_weight(self.head, of_rank, x)
+        return [each.view_as(labels) for each in found]
+
+    def _entered(self, hidden: Tensor) -> Tensor:
+        """Return what the head projects, [tokens, batch, hidden_size], of this rank's hidden [tokens, batch, ...]."""
+        scale = self.config.logit_scale
+        return self.linears.enter(hidden if scale == 1.0 else hidden * scale)
+
+    def _with_tied_weight(self, function: Callable[[Tensor, Tensor], T], x: Tensor) -> T:
+        """Return function(x, weight) of x [tokens, batch, hidden_size] and the embedding's weight.
+
+        It lies on another device where layers are spread over several.
+        """
+        weight = cast(Tensor, self.embedding.weight)
+        return function(x.to(weight.device), weight)
+
+    def _words(self, rows: int) -> int:
+        """Return how many of this rank's rows of the vocabulary stand for words; the others fill up the shares."""
+        return min(max(self.config.vocab_size - self.linears.tp_rank * rows, 0), rows)
 
     @property
     def _adaptive_softmax(self) -> AdaptiveSoftmax | None:
@@ -285,17 +325,26 @@ class Decoder(Stage):
         """The embedding whose vectors an adaptive softmax uses; None if it has its own."""
         return cast(AdaptiveEmbedding, self.embedding) if self.config.tie_embeddings else None
 
-    def _token_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor]:
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """See `Stage._token_losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
-        if (adaptive := self._adaptive_softmax) is not None:
-            return (adaptive.token_losses(hidden, labels, self._tied_embedding),)
-        return super()._token_losses(hidden, labels)
+        if (adaptive := self._adaptive_softmax) is None:
+            return super()._token_losses(hidden, labels)
+        if self.recompute and torch.is_grad_enabled():
+            given = hidden, labels, self._tied_embedding
+            return cast(Tensor, checkpoint(adaptive.token_losses, *given, use_reentrant=False))
+        return adaptive.token_losses(hidden, labels, self._tied_embedding)
 
     def _token_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Stage._token_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
         if (adaptive := self._adaptive_softmax) is not None:
             return adaptive.token_scores(hidden, labels, self._tied_embedding)
-        return super()._token_scores(hidden, labels)
+        log_sums, label_logits, best, row = self._scores(label_scores_and_best, hidden, labels)
+        losses = self.linears.log_normalizer(log_sums[..., None]) - self.linears.sum_over_ranks(label_logits)
+        # the first of the ranks with the largest logit has the most probable token: of equals the vocabulary's first
+        rank = self.linears.largest(best[..., None])[1]
+        rows = self.config.resolved_padded_vocab_size // self.linears.tp_size
+        here = (rank == self.linears.tp_rank) & (row + self.linears.tp_rank * rows == labels)
+        return losses, self.linears.sum_over_ranks(here.float()) > 0
 
 
 def tied(hidden: Tensor, state: State) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,6 +26,15 @@ Loss = Literal["l2", "dot"]
 def standardized(y: Tensor, eps: float) -> Tensor:
     """Return y [..., D] with mean 0 and variance 1."""
     return F.layer_norm(y, y.shape[-1:], eps=eps)
+
+
+def standardized_gradients(out: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the gradient of y [..., D], given that of `standardized`, `out`; and what that returns, n [..., D]."""
+    normed, mean, inverse = torch.native_layer_norm(y, y.shape[-1:], None, None, eps)
+    of_y: Tensor = torch.ops.aten.native_layer_norm_backward(
+        out, y, y.shape[-1:], mean, inverse, None, None, [True, False, False]
+    )[0]
+    return of_y, normed
 
 
 class OutputNorm(NamedTuple):

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import Loss, OutputNorm
-from megamem.ops.deep_memory.group_backward import Backward, Gradient
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read, write
+from megamem.ops.deep_memory.group_backward import TORCH, Backward, Gradient, Writing
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read
 from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 
@@ -65,7 +65,7 @@ def _shares(rates: InnerRates, groups: int) -> Shares:
 def deep_memory_chunks(
     query: Tensor, key: Tensor, value: Tensor, start: Weights | None, added: Weights, momentum: Weights | None,
     rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = GROUP,
-    pointwise: Pointwise = PLAIN,
+    pointwise: Pointwise = PLAIN, writing: Writing = TORCH,
 ) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
     """Read and write the tokens of whole inner chunks, in the dtype of `added`.
 
@@ -80,6 +80,7 @@ def deep_memory_chunks(
         norm: the layer norm of what the last matrix makes; None: there is none.
         group: inner chunks that the backward pass computes anew at a time.
         pointwise: its functions that are no matrix products, compiled or not.
+        writing: what goes through the inner chunks one after the other.
     Returns: y [B, H, G, N, T, D]; `added` and `momentum` after the last token.
     """
     dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
@@ -94,7 +95,7 @@ def deep_memory_chunks(
         of_tokens = (x[:, :, here] for x in (rows, key, value))
         of_group = (None if x is None else x[:, :, here] for x in shares)
         answered, *after = _Group.apply(
-            network, len(added), *of_tokens, *of_group, weight, *(start or ()), *added, *carried
+            network, writing, len(added), *of_tokens, *of_group, weight, *(start or ()), *added, *carried
         )
         added, carried = tuple(after[: len(added)]), tuple(after[len(added) :])
         reads.append(answered)
@@ -106,16 +107,18 @@ class _Group(torch.autograd.Function):
     """A group of inner chunks. Its backward pass computes everything but its inputs anew."""
 
     @staticmethod
-    def forward(ctx: Any, network: Network, matrices: int, *given: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, network: Network, writing: Writing, matrices: int, *given: Tensor | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return y [B, H, N, Q, D], what has been added, and the momentum.
 
         given: the fields of `Tokens` and `Shares`, the norm's weight, start (if any), added and momentum (if any).
         """
-        ctx.network, ctx.matrices = network, matrices
+        ctx.network, ctx.writing, ctx.matrices = network, writing, matrices
         ctx.save_for_backward(*given)
         tokens, shares, weight, start, added, momentum = _parted(given, matrices)
         first = _first(start, added)
-        written, last, last_momentum = write(network, tokens, shares, weight, first, momentum)
+        written, last, last_momentum = writing.write(network, tokens, shares, weight, first, momentum)
         made = read(network, tokens.query, shares, written)
         norm = network.norm(weight)
         made = made if norm is None else norm(made)
@@ -126,16 +129,16 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Gradient, ...]:
         """Return the gradients of what `forward` was given."""
-        network, matrices = ctx.network, ctx.matrices
+        network, writing, matrices = ctx.network, ctx.writing, ctx.matrices
         tokens, shares, weight, start, added, momentum = _parted(ctx.saved_tensors, matrices)
-        written, _, _ = write(network, tokens, shares, weight, _first(start, added), momentum)
+        written, _, _ = writing.write(network, tokens, shares, weight, _first(start, added), momentum)
         back = Backward(network, tokens, shares, weight, written)
         back.through_reads(gradients[0].contiguous())
         of_after, of_last_momentum = gradients[1 : 1 + matrices], gradients[1 + matrices :]
-        of_added, of_momentum = back.through_writes(of_after, of_last_momentum)
+        of_added, of_momentum = back.through_writes(of_after, of_last_momentum, writing.through_writes)
         # W as the group starts is start + added; it is subtracted again from W as the group ends
         of_start = [(of - of_last).sum(0) for of, of_last in zip(of_added, of_after, strict=True)] if start else []
-        return None, None, *back.tokens, *back.shares, back.weight, *of_start, *of_added, *of_momentum
+        return None, None, None, *back.tokens, *back.shares, back.weight, *of_start, *of_added, *of_momentum
 
 
 def _first(start: Weights, added: Weights) -> Weights:

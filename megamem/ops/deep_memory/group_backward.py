@@ -5,7 +5,7 @@ Letters of shapes as in `group_forward.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,10 @@ from megamem.ops.deep_memory.group_forward import (
     product,
     shares_at,
     subtract_product,
+    write,
 )
 from megamem.ops.deep_memory.network import Weights
+from megamem.ops.flat_view import flat_view
 
 Gradient = Tensor | None
 
@@ -66,7 +68,7 @@ def product_gradients(
     momentum = None if shares.carried is None else _shared(shares.carried, out, x)
     of_scores = out @ change.mT
     rated = shares.rated * of_scores
-    of_x.flatten(0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
+    flat_view(of_x, 0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
     of_change = _negative_product((made.scores * shares.rated).mT, out)
     return ProductGradients(
         of_x, weights, momentum, _negative_product(rated.mT, x), of_change, -(made.scores * of_scores), first, carried
@@ -85,6 +87,22 @@ def _negative_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(nothing, a.flatten(0, 2), b.flatten(0, 2), beta=0, alpha=-1).unflatten(0, b.shape[:3])
 
 
+class WriteGradients(NamedTuple):
+    """Gradients of what `write` was given."""
+
+    weights: Weights
+    """Gradients of W as the group starts, [B, H, out, in] each; so with the momentum."""
+    momentum: Weights
+    key: Tensor
+    """[B, H, N, T, D]"""
+    value: Tensor
+    """[B, H, N, T, D]"""
+    shares: tuple[Gradient, ...]
+    """Gradients of `step` and those after it in `Shares`."""
+    weight: Gradient
+    """That of the norm's weight, [H, D]."""
+
+
 class Backward:
     """Gradients of what a group of inner chunks was given, from those of what it has returned."""
 
@@ -101,7 +119,7 @@ class Backward:
         self.shares: list[Gradient] = []
         """As in `Shares`."""
         self.weight: Gradient = None
-        """Of the norm's weight, [H, D]."""
+        """That of the norm's weight, [H, D]."""
         self._reads: list[ProductGradients] = []
 
     def through_reads(self, out: Tensor) -> None:
@@ -126,29 +144,69 @@ class Backward:
         self.shares = [_sum([part.rated for part in self._reads])]
         self.shares += [_sum([part.first for part in self._reads]), _sum([part.carried for part in self._reads])]
 
-    def through_writes(self, of_weights: Weights, of_momentum: Weights) -> tuple[Weights, Weights]:
-        """Go back through the writing of all inner chunks, the last one first.
+    def through_writes(
+        self, of_weights: Weights, of_momentum: Weights, through: Callable[..., WriteGradients]
+    ) -> tuple[Weights, Weights]:
+        """Go back through the writing of all inner chunks.
 
-        of_weights, of_momentum: gradients of W and S after the group, [B, H, out, in] each.
+        of_weights, of_momentum: gradients of W and S after the group, [B, H, out, in] each; through: `through_writes`,
+        or a kernel for it.
         Returns: the same as the group starts.
         """
-        keys, values, of_shares = [], [], []
-        # what is added to below: the gradients that were given are somebody else's
-        of_weights, of_momentum = (tuple(x.clone() for x in given) for given in (of_weights, of_momentum))
-        for n in reversed(range(self._given.key.shape[2])):
-            step, momentum_step, of_inputs, of_changes = self._subtracted(n, of_weights, of_momentum)
-            of_weights, of_momentum, *of_fading = self._faded(n, of_weights, of_momentum)
-            of_key, of_value = self._within(n, of_weights, of_inputs, of_changes)
-            keys.append(of_key)
-            values.append(of_value)
-            of_shares.append([step, *of_fading[:2], momentum_step, of_fading[2]])
-        self.tokens += [torch.stack(keys[::-1], dim=2), torch.stack(values[::-1], dim=2)]
-        for parts in zip(*of_shares, strict=True):
-            kept = [part for part in parts if part is not None]
-            self.shares.append(torch.stack(kept[::-1], dim=2) if kept else None)
-        return of_weights, of_momentum
+        found = through(
+            self._network, self._given, self._shares, self._weight, self._written, self._reads, of_weights, of_momentum
+        )
+        self.tokens += [found.key, found.value]
+        self.shares += found.shares
+        self.weight = _sum([self.weight, found.weight])
+        return found.weights, found.momentum
 
-    def _subtracted(
+
+def through_writes(
+    network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written,
+    reads: Sequence[ProductGradients], of_weights: Weights, of_momentum: Weights,
+) -> WriteGradients:  # fmt: skip
+    """Go back through the writing of all inner chunks, the last one first.
+
+    Args:
+        weight: of the norm, [H, D].
+        written: what `write` has made of the other arguments.
+        reads: gradients of what the reads of each matrix were given; those of changes and inputs may be overwritten.
+        of_weights, of_momentum: gradients of W and S after the group, [B, H, out, in] each.
+    """
+    writes = _Writes(network, tokens, shares, weight, written, reads)
+    keys, values, weights, of_shares = [], [], [], []
+    # what is added to below: the gradients that were given are somebody else's
+    of_weights, of_momentum = (
+        tuple(x.clone(memory_format=torch.contiguous_format) for x in given) for given in (of_weights, of_momentum)
+    )
+    for n in reversed(range(tokens.key.shape[2])):
+        step, momentum_step, of_inputs, of_changes = writes.subtracted(n, of_weights, of_momentum)
+        of_weights, of_momentum, *of_fading = writes.faded(n, of_weights, of_momentum)
+        of_key, of_value, of_norm = writes.within(n, of_weights, of_inputs, of_changes)
+        keys.append(of_key)
+        values.append(of_value)
+        weights.append(of_norm)
+        of_shares.append([step, *of_fading[:2], momentum_step, of_fading[2]])
+    by_share: list[Gradient] = []
+    for parts in zip(*of_shares, strict=True):
+        kept = [part for part in parts if part is not None]
+        by_share.append(torch.stack(kept[::-1], dim=2) if kept else None)
+    of_key, of_value = torch.stack(keys[::-1], dim=2), torch.stack(values[::-1], dim=2)
+    return WriteGradients(of_weights, of_momentum, of_key, of_value, tuple(by_share), _sum(weights))
+
+
+class _Writes(NamedTuple):
+    """What `through_writes` goes back through, inner chunk by inner chunk."""
+
+    network: Network
+    tokens: Tokens
+    shares: Shares
+    weight: Tensor | None
+    written: Written
+    reads: Sequence[ProductGradients]
+
+    def subtracted(
         self, n: int, of_weights: Weights, of_momentum: Weights
     ) -> tuple[Gradient, Gradient, list[Tensor], list[Tensor]]:
         """Go back through the tokens' steps of inner chunk n.
@@ -160,9 +218,9 @@ class Backward:
         of_steps: list[Gradient] = []
         of_momentum_steps: list[Gradient] = []
         of_inputs, of_changes = [], []
-        shares = shares_at(self._shares, n)
-        for i, reads in enumerate(self._reads):
-            factors = Factors(self._written.changes[i][:, :, n], self._written.inputs[i][:, :, n])
+        shares = shares_at(self.shares, n)
+        for i, reads in enumerate(self.reads):
+            factors = Factors(self.written.changes[i][:, :, n], self.written.inputs[i][:, :, n])
             of_factors = Factors(reads.change[:, :, n], reads.inputs[:, :, n])
             of_factors, of_step = self._of_outer(of_factors, shares.step, factors, of_weights[i])
             of_steps.append(of_step)
@@ -180,7 +238,7 @@ class Backward:
 
         of_factors: what there is of them already; of_matrix: the gradient of the result, [B, H, out, in].
         """
-        of_step = self._network.pointwise.step_gradients
+        of_step = self.network.pointwise.step_gradients
         # products with the wider of the two are made as narrow as the other one
         if factors.inputs.shape[-1] <= factors.out.shape[-1]:
             of_inputs, of_share, shared = of_step(of_factors.inputs, share, factors.inputs, factors.out @ of_matrix)
@@ -190,20 +248,20 @@ class Backward:
         subtract_product(of_factors.inputs, shared, of_matrix, out=of_factors.inputs)
         return Factors(of_out, of_factors.inputs), of_share
 
-    def _faded(
+    def faded(
         self, n: int, of_weights: Weights, of_momentum: Weights
     ) -> tuple[Weights, Weights, Gradient, Gradient, Gradient]:
         """Go back through what inner chunk n keeps of W and S.
 
-        of_weights, of_momentum: as in `_subtracted`.
-        Returns: gradients of W and S as it starts, but for what `_within` adds; of c, m and e [B, H, 1, 1].
+        of_weights, of_momentum: as in `subtracted`.
+        Returns: gradients of W and S as it starts, but for what `within` adds; of c, m and e [B, H, 1, 1].
         """
-        shares, written = shares_at(self._shares, n), self._written
+        shares, written = shares_at(self.shares, n), self.written
         weights, momenta, others = list(of_weights), list(of_momentum), []
-        for i, reads in enumerate(self._reads):
+        for i, reads in enumerate(self.reads):
             if shares.lost is not None or momenta:
                 momentum = (of_momentum[i], written.momentum[i][:, :, n]) if momenta else (None, None)
-                weights[i], of_carried, *rest = self._network.pointwise.faded_gradients(
+                weights[i], of_carried, *rest = self.network.pointwise.faded_gradients(
                     of_weights[i], momentum[0], written.weights[i][:, :, n], momentum[1],
                     shares.lost, shares.last_carried, shares.momentum,
                 )  # fmt: skip
@@ -216,17 +274,17 @@ class Backward:
         of_lost, of_last_carried, of_kept = (_sum(parts) for parts in zip(*others, strict=True))
         return tuple(weights), tuple(momenta), of_lost, of_last_carried, of_kept
 
-    def _within(
+    def within(
         self, n: int, of_weights: Weights, of_inputs: list[Tensor], of_changes: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Gradient]:
         """Go back from the inputs and changes of both matrices to the tokens of inner chunk n.
 
         of_weights: gradients of W as it starts [B, H, out, in], to which what comes by this way is added; of_inputs,
-        of_changes: as `_subtracted` returns them.
-        Returns: gradients of the keys and values, [B, H, T, D].
+        of_changes: as `subtracted` returns them.
+        Returns: gradients of the keys and values, [B, H, T, D], and of the norm's weight, [H, D].
         """
-        written, network, pointwise = self._written, self._network, self._network.pointwise
-        key, value = self._given.key[:, :, n], self._given.value[:, :, n]
+        written, network, pointwise = self.written, self.network, self.network.pointwise
+        key, value = self.tokens.key[:, :, n], self.tokens.value[:, :, n]
         wrong, inputs, last = (x[-1][:, :, n] for x in (written.changes, written.inputs, written.weights))
         of_wrong, of_active, of_hidden, slope = of_changes[-1], of_inputs[-1], None, None
         if written.hidden is not None and written.back is not None:
@@ -237,9 +295,8 @@ class Backward:
             of_wrong = _add_product(of_wrong, of_back, last.mT)
             _add_product(of_weights[-1], wrong.mT, of_back)
         of_answered, of_key, of_value, of_norm = pointwise.error_gradients(
-            of_wrong, written.answered[:, :, n], key, value, network.loss, network.residual, network.norm(self._weight)
+            of_wrong, written.answered[:, :, n], key, value, network.loss, network.residual, network.norm(self.weight)
         )
-        self.weight = _sum([self.weight, of_norm])
         if of_answered is not None:
             of_active = _add_product(of_active, of_answered, last)
             _add_product(of_weights[-1], of_answered.mT, inputs)
@@ -248,7 +305,7 @@ class Backward:
             of_hidden.addcmul_(of_active, slope)
             keys = _add_product(of_inputs[0], of_hidden, written.weights[0][:, :, n])
             _add_product(of_weights[0], of_hidden.mT, key)
-        return keys if of_key is None else keys + of_key, of_value
+        return keys if of_key is None else keys + of_key, of_value, of_norm
 
 
 def _add_outer(x: Tensor, factors: Factors, n: int) -> Tensor:
@@ -258,7 +315,7 @@ def _add_outer(x: Tensor, factors: Factors, n: int) -> Tensor:
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add a b to x, and return it; x: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    x.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    flat_view(x, 0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
     return x
 
 
@@ -266,3 +323,15 @@ def _sum(parts: Sequence[Gradient]) -> Gradient:
     """Return the sum of gradients, all of one shape [...]; None stands for zeros."""
     found = [part for part in parts if part is not None]
     return sum(found[1:], found[0]) if found else None
+
+
+class Writing(NamedTuple):
+    """Both passes through the inner chunks of a group, which follow from one another: by torch, or by kernels."""
+
+    write: Callable[..., tuple[Written, Weights, Weights]]
+    """See `write`."""
+    through_writes: Callable[..., WriteGradients]
+    """See `through_writes`."""
+
+
+TORCH = Writing(write, through_writes)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megamem.ops.deep_memory.error import Loss, OutputNorm
 from megamem.ops.deep_memory.network import Weights
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
+from megamem.ops.flat_view import flat_view
 
 
 class Shares(NamedTuple):
@@ -191,12 +192,12 @@ def subtract_outer(matrix: Tensor, share: Tensor, change: Tensor, inputs: Tensor
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Write a b to `out`; out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=flat_view(out, 0, 1))
 
 
 def subtract_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """Write x - a b to `out`; x and out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=-1, out=out.flatten(0, 1))
+    torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=-1, out=flat_view(out, 0, 1))
 
 
 class Product(NamedTuple):
@@ -215,8 +216,7 @@ def product(network: Network, x: Tensor, shares: Shares, written: Written, i: in
         by_momentum = None if shares.carried is None else x @ written.momentum[i].mT
         out = network.pointwise.shared(out, shares.first, by_momentum, shares.carried)
     scores = x @ written.inputs[i].mT
-    flat = out.flatten(0, 2)
-    flat.baddbmm_((scores * shares.rated).flatten(0, 2), written.changes[i].flatten(0, 2), alpha=-1)
+    flat_view(out, 0, 2).baddbmm_((scores * shares.rated).flatten(0, 2), written.changes[i].flatten(0, 2), alpha=-1)
     return Product(out, scores)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Matrix = Sequence[Tensor]
@@ -87,33 +86,6 @@ def shared_product(x: Tensor, matrices: Tensor, shares: Tensor) -> Tensor:
     """
     spread = shares[..., :, None] * x[..., None, :]
     return spread.flatten(-2) @ matrices.flatten(2, 3)[:, :, None]
-
-
-def shared_networks(x: Tensor, up: Tensor, down: Tensor, shares: Tensor) -> Tensor:
-    """Return sum_n shares_n gelu(x U_n^T) V_n in two products.
-
-    Args:
-        x: [B, H, G, T, D].
-        up, down: U and V [B, H, N, inner width, D].
-        shares: [B, H, G, T, N].
-    Returns: [B, H, G, T, D].
-    """
-    hidden = F.gelu(x @ up.flatten(2, 3).mT[:, :, None]).unflatten(-1, up.shape[2:4])
-    return (shares[..., None] * hidden).flatten(-2) @ down.flatten(2, 3)[:, :, None]
-
-
-def each_network(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return what each kept network makes: gelu(x U_n^T) V_n, or x A_n^T of single matrices.
-
-    Args:
-        x: [B, H, G, T, D].
-        matrices: U and V [B, H, N, inner width, D], or A [B, H, N, out, D].
-    Returns: [B, H, G, T, N, out].
-    """
-    made = x.flatten(2, 3)[:, :, None] @ matrices[0].mT
-    if len(matrices) == 2:
-        made = F.gelu(made) @ matrices[1]
-    return made.movedim(2, 3).unflatten(2, x.shape[2:4])
 
 
 class Copies:

@@ -29,7 +29,7 @@ far, Q the last tokens of them, which have queries, D width of a head, I inner w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,10 @@ from megamem.ops.linear_recurrence.torch import decay_ratios
 
 Weights = tuple[Tensor, ...]
 """W2 [B, H, I, D] and W1 [B, H, D, I]; or W alone, [B, H, D, D]."""
+
+Precision = Literal["tf32", "tf32x3", "ieee"]
+"""How products of kernels take their FP32 factors: 10 bits of the mantissa, three products of such parts, or all of
+them."""
 
 Join = Callable[[int, Tensor, Tensor], Tensor]
 """(number of a matrix, its inputs [B, H, G, Q, in], its outputs [B, H, G, Q, out]) -> the outputs to go on with."""

@@ -6,13 +6,20 @@ function. Letters of shapes as in `group_forward.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamem.ops.deep_memory.error import error_gradients, norm_gradients, output_error
+from megamem.ops.deep_memory.error import (
+    error_gradients,
+    norm_gradients,
+    output_error,
+    standardized,
+    standardized_gradients,
+)
 
 
 def gelu_slope(x: Tensor) -> Tensor:
@@ -125,6 +132,43 @@ def hidden_gradients(of_change: Tensor, hidden: Tensor, back: Tensor) -> tuple[T
     return of_change * slope, gelu_curve(hidden).mul_(of_change).mul_(back), slope
 
 
+def weighed(made: Tensor, share: Tensor, eps: float | None) -> Tensor:
+    """Return what a kept network's last matrix makes, normalized, times the share of each row that reads it.
+
+    Args:
+        made: m [B, H, R, V].
+        share: w [B, H, R, 1], in the dtype of the result.
+        eps: the number added to the layer norm's variance; None: there is no norm.
+    """
+    exact = made.to(share.dtype)
+    return share * (exact if eps is None else standardized(exact, eps))
+
+
+def weighed_gradients(of_out: Tensor, made: Tensor, share: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `weighed`: of m [B, H, R, V], in its dtype, and of the share [B, H, R, 1].
+
+    of_out: that of the result, [B, H, R, V].
+    """
+    exact = made.to(share.dtype)
+    if eps is None:
+        return (share * of_out).to(made.dtype), (of_out * exact).sum(-1, keepdim=True)
+    of_made, normed = standardized_gradients(share * of_out, exact, eps)
+    return of_made.to(made.dtype), (of_out * normed).sum(-1, keepdim=True)
+
+
+def simplex(logs: Tensor, scale: float) -> Tensor:
+    """Return c softmax(L) of logarithms L [..., out, in]; scale: c."""
+    return scale * logs.softmax(-1)
+
+
+def distribution(logs: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log W, W = c softmax(L), W / c and (W / c) log W of logarithms L [..., out, in]; scale: c."""
+    exact = logs.log_softmax(-1) + math.log(scale)
+    weights = exact.exp()
+    shares = weights / scale
+    return exact, weights, shares, shares * exact
+
+
 class Pointwise(NamedTuple):
     """The functions above and those of `error.py`, compiled or not."""
 
@@ -138,6 +182,10 @@ class Pointwise(NamedTuple):
     output_error: Callable[..., Any] = output_error
     error_gradients: Callable[..., Any] = error_gradients
     norm_gradients: Callable[..., Any] = norm_gradients
+    weighed: Callable[..., Any] = weighed
+    weighed_gradients: Callable[..., Any] = weighed_gradients
+    simplex: Callable[..., Any] = simplex
+    distribution: Callable[..., Any] = distribution
 
 
 PLAIN = Pointwise()

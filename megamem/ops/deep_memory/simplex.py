@@ -24,41 +24,58 @@ It is needed where the decays within a row differ, in the first of two matrices,
 Where a row has one decay the softmax takes every z_t out again, and none is computed. With inner chunks of one token
 nothing is approximated.
 
-Letters of shapes: B batch rows, H key/value heads, G query heads that share one of them, T tokens of the inner chunk so
-far, Q the last tokens of them, which have queries, D width of a head, I inner width of the network.
+Letters of shapes: B batch rows, H key/value heads, G query heads that share one of them, N inner chunks, T tokens of an
+inner chunk so far, Q the last tokens of them, which have queries, D width of a head, I inner width of the network.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from megamem.ops.deep_memory.error import OutputNorm, output_error
+from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.network import Join, Weights
-from megamem.ops.deep_memory.pointwise import gelu_slope
+from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise, simplex
+
+GROUP = 8
+"""Inner chunks that the backward pass computes anew at a time."""
 
 
 class ChannelRates(NamedTuple):
-    """Learning rate and decay of each token, head and channel, [B, H, T, D]; 0 for tokens that do not count."""
+    """Learning rate and decay of each token, head and channel, [B, H, ..., T, D]; 0 for tokens that do not count."""
 
     rate: Tensor
     """b"""
     log_decay: Tensor | None
     """log a; None: a = 1"""
-    first: Tensor
-    """Index of each batch row's first token that counts, [B] int64."""
+    first: Tensor | None = None
+    """Index of each batch row's first token that counts, [B] int64; None: 0 of all rows."""
+
+
+class SimplexNetwork(NamedTuple):
+    """Settings of Memora's network: what its weights do not say."""
+
+    scale: float | None
+    """c, see `on_simplex`."""
+    residual: bool = True
+    """Whether M(x) has the term x."""
+    norm: OutputNorm | None = None
+    """The layer norm of what the last matrix makes; None: there is none."""
+    pointwise: Pointwise = PLAIN
+    """The functions that are no matrix products, compiled or not."""
 
 
 def on_simplex(logs: Weights, scale: float | None) -> Weights:
-    """Return c softmax(L) of each matrix L [B, H, out, in], over the inputs of each output.
+    """Return c softmax(L) of each matrix L [..., out, in], over the inputs of each output.
 
     scale: c; the square root of the number of inputs if None.
     """
-    return tuple(_row_sum(matrix, scale) * matrix.softmax(-1) for matrix in logs)
+    return tuple(simplex(matrix, _row_sum(matrix, scale)) for matrix in logs)
 
 
 def _row_sum(matrix: Tensor, scale: float | None) -> float:
@@ -67,8 +84,8 @@ def _row_sum(matrix: Tensor, scale: float | None) -> float:
 
 
 def simplex_memory(
-    query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, scale: float | None,
-    residual: bool = True, norm: OutputNorm | None = None, join: Join | None = None,
+    query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, network: SimplexNetwork,
+    join: Join | None = None,
 ) -> tuple[Tensor, Weights]:  # fmt: skip
     """Read and write the tokens of one inner chunk, in the dtype of `logs`.
 
@@ -77,96 +94,219 @@ def simplex_memory(
         key, value: [B, H, T, D], of all tokens since the inner chunk's start.
         logs: L with W_0 = c softmax(L), [B, H, I, D] and [B, H, D, I], or [B, H, D, D] of a single matrix.
         rates: of the channels of a head, which are the inputs of the first matrix and the outputs of the last one.
-        scale: c, see `on_simplex`.
-        residual: whether M(x) has the term x.
-        norm: the layer norm of what the last matrix makes; None: there is none.
         join: lets other memories take part in what each matrix answers.
     Returns: y [B, H, G, Q, D]; L after the last token.
     """
     query, key, value = (x.to(logs[0].dtype) for x in (query, key, value))
-    # decays that differ within the rows of the first of two matrices act on log W itself
-    uneven = len(logs) == 2 and rates.log_decay is not None
-    if uneven:
-        logs = (logs[0].log_softmax(-1) + math.log(_row_sum(logs[0], scale)), logs[1])
-    # all gradients, at the weights W_0 of the inner chunk's start
-    begin = on_simplex(logs, scale)
-    up, down = begin[0], begin[-1]
-    active = key
-    if len(logs) == 2:
-        hidden = key @ up.mT
-        active, slope = F.gelu(hidden), gelu_slope(hidden)
-    wrong = output_error(active @ down.mT, key, value, "l2", residual, norm)
-    # the two factors of each matrix's gradient change_i inputs_i^T; the head's channels are on one side of each
-    changes, inputs = [wrong], [active]
-    if len(logs) == 2:
-        changes, inputs = [(wrong @ down) * slope, wrong], [key, active]
-    query_tokens, tokens = query.shape[-2], key.shape[-2]
-    first_token = rates.first[:, None, None, None]
+    fading = _fading(rates)
+    start = _start(network, logs, rates)
+    gradient = _gradient(network, start, key, value)
+    read = _read(network, query, start.logs, gradient, rates, join)
+    return read, _after(network, start, gradient, rates, fading)
+
+
+def simplex_memory_chunks(
+    query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, network: SimplexNetwork,
+    group: int = GROUP,
+) -> tuple[Tensor, Weights]:  # fmt: skip
+    """Read and write the tokens of whole inner chunks, in the dtype of `logs`.
+
+    Only the logarithms at the starts of inner chunks follow from one another; what queries are answered is computed of
+    all inner chunks of a group at once.
+
+    Args:
+        query: [B, H, G, N, T, D].
+        key, value: [B, H, N, T, D].
+        logs: L of the first inner chunk, see `simplex_memory`.
+        rates: [B, H, N, T, D] each.
+        group: inner chunks that the backward pass computes anew at a time.
+    Returns: y [B, H, G, N, T, D]; L after the last token.
+    """
+    dtype, reads = logs[0].dtype, []
+    query, key, value = query.movedim(2, 3).to(dtype), key.to(dtype), value.to(dtype)
+    for begin in range(0, key.shape[2], group):
+        of_group = [None if x is None else x[:, :, begin : begin + group] for x in (query, key, value, *rates[:2])]
+        read, *after = checkpoint(
+            _read_group, network, *of_group, *logs, use_reentrant=False, preserve_rng_state=False
+        )  # fmt: skip
+        logs = tuple(after)
+        reads.append(read)
+    return torch.cat(reads, dim=2).movedim(2, 3) if len(reads) > 1 else reads[0].movedim(2, 3), logs
+
+
+def _read_group(
+    network: SimplexNetwork,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rate: Tensor,
+    log_decay: Tensor | None,
+    *logs: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return y [B, H, N, G, T, D] and L after the last token.
+
+    query: [B, H, N, G, T, D]; key, value, rate and log_decay: [B, H, N, T, D]; logs: L of the first inner chunk.
+    """
+    rates = ChannelRates(rate, log_decay)
+    fading = _fading(rates)
+    starts, gradients, now = [], [], logs
+    # parted once: the gradient of a slice would be a tensor of zeros as large as all inner chunks together
+    parted = ([None] * key.shape[2] if x is None else x.unbind(2) for x in (key, value, *rates[:2], *fading))
+    for own_key, own_value, own_rate, own_decay, *faded in zip(*parted, strict=True):
+        own = ChannelRates(own_rate, own_decay)
+        start = _start(network, now, own)
+        gradient = _gradient(network, start, own_key, own_value)
+        now = _after(network, start, gradient, own, Fading(*faded))
+        starts.append(start.logs)
+        gradients.append((*gradient.changes, *gradient.inputs[1:]))
+    matrices = len(logs)
+    stacked = [torch.stack(parts, 2) for parts in zip(*gradients, strict=True)]
+    gradient = Gradient(tuple(stacked[:matrices]), (key, *stacked[matrices:]))
+    all_logs = tuple(torch.stack(parts, 2) for parts in zip(*starts, strict=True))
+    return _read(network, query, all_logs, gradient, rates, None), *now
+
+
+class Start(NamedTuple):
+    """The memory as an inner chunk starts, [..., out, in] of each matrix."""
+
+    logs: Weights
+    """L; of the first of two matrices log W_0 itself, where decays differ within its rows and act on it."""
+    weights: Weights
+    """W_0"""
+    shifting: tuple[Tensor, Tensor] | None
+    """W_0 / c and (W_0 / c) log W_0 of the first of two matrices, where the sums of its rows need z_t."""
+
+
+def _start(network: SimplexNetwork, logs: Weights, rates: ChannelRates) -> Start:
+    """Return the memory whose logarithms are L [..., out, in]."""
+    if len(logs) == 1 or rates.log_decay is None:
+        return Start(logs, on_simplex(logs, network.scale), None)
+    exact, weights, *shifting = network.pointwise.distribution(logs[0], _row_sum(logs[0], network.scale))
+    last = network.pointwise.simplex(logs[1], _row_sum(logs[1], network.scale))
+    return Start((exact, logs[1]), (weights, last), (shifting[0], shifting[1]))
+
+
+class Gradient(NamedTuple):
+    """The two factors of each matrix's gradient at W_0, change_i inputs_i^T; the head's channels are in one of them."""
+
+    changes: tuple[Tensor, ...]
+    """[..., T, out]"""
+    inputs: tuple[Tensor, ...]
+    """[..., T, in]"""
+
+
+def _gradient(network: SimplexNetwork, start: Start, key: Tensor, value: Tensor) -> Gradient:
+    """Return the gradient of each token's loss at the weights of the inner chunk's start; key, value: [..., T, D]."""
+    down, pointwise = start.weights[-1], network.pointwise
+    loss = ("l2", network.residual, network.norm)
+    if len(start.weights) == 1:
+        return Gradient((pointwise.output_error(key @ down.mT, key, value, *loss),), (key,))
+    hidden = key @ start.weights[0].mT
+    active = F.gelu(hidden)
+    wrong = pointwise.output_error(active @ down.mT, key, value, *loss)
+    return Gradient(((wrong @ down) * pointwise.gelu_slope(hidden), wrong), (key, active))
+
+
+def _read(
+    network: SimplexNetwork, query: Tensor, logs: Weights, gradient: Gradient, rates: ChannelRates, join: Join | None
+) -> Tensor:  # fmt: skip
+    """Return y [..., G, Q, D] of the last Q tokens; query: [..., G, Q, D]; logs: L as the inner chunks start."""
+    query_tokens, tokens = query.shape[-2], gradient.changes[0].shape[-2]
+    first = None if rates.first is None else rates.first[:, None, None, None]
 
     def of_first_token(x: Tensor) -> Tensor:
-        """Return [B, H, 1, width] of x [B, H, T, width]."""
-        return x.gather(2, first_token.expand(*x.shape[:2], 1, x.shape[-1]))
+        """Return [..., 1, width] of x [..., T, width]."""
+        return x[..., :1, :] if first is None else x.gather(2, first.expand(*x.shape[:2], 1, x.shape[-1]))
 
     # W_1, exact: the first token's step in the logarithms
-    decay = None if rates.log_decay is None else of_first_token(rates.log_decay)[:, :, 0].exp()
-    steps = [of_first_token(x) for x in changes], [of_first_token(x) for x in inputs]
-    after_first = on_simplex(_stepped(logs, decay, of_first_token(rates.rate), *steps), scale)
+    own = Gradient(*(tuple(map(of_first_token, factors)) for factors in gradient))
+    decay = None if rates.log_decay is None else of_first_token(rates.log_decay)[..., 0, :].exp()
+    steps = _rated(of_first_token(rates.rate), own)
+    after_first = on_simplex(_subtracted(_faded(logs, decay), steps), network.scale)
     # the steps that W_1 moves by: those of every token but the first
-    is_later = torch.arange(tokens, device=key.device)[:, None] != first_token
-    rated = _rated(is_later * rates.rate, changes, inputs)
-    causal = torch.ones(query_tokens, tokens, dtype=torch.bool, device=key.device).tril(tokens - query_tokens)
+    is_later = torch.arange(tokens, device=query.device)[:, None] != (0 if first is None else first)
+    rated = _rated(is_later * rates.rate, gradient)
+    causal = torch.ones(query_tokens, tokens, dtype=torch.bool, device=query.device).tril(tokens - query_tokens)
 
     def product(matrix: int, x: Tensor) -> Tensor:
-        """Return x_t W_t^T [B, H, G, Q, out] of x [B, H, G, Q, in], without making W_t."""
+        """Return x_t W_t^T [..., G, Q, out] of x [..., G, Q, in], without making W_t."""
         change, read = rated[matrix]
-        scores = (x @ read.mT[:, :, None]).masked_fill(~causal, 0.0)
-        answered = x @ after_first[matrix].mT[:, :, None] - scores @ change[:, :, None]
+        scores = (x @ read.mT.unsqueeze(-3)).masked_fill(~causal, 0.0)
+        answered = x @ after_first[matrix].mT.unsqueeze(-3) - scores @ change.unsqueeze(-3)
         return answered if join is None else join(matrix, x, answered)
 
     last_inputs = query if len(logs) == 1 else F.gelu(product(0, query))
     read = product(len(logs) - 1, last_inputs)
-    read = read if norm is None else norm(read)
-    read = query + read if residual else read
+    read = read if network.norm is None else network.norm(read)
+    return query + read if network.residual else read
+
+
+class Fading(NamedTuple):
+    """What the decays of an inner chunk's tokens come to at its end; None where there are none."""
+
+    whole: Tensor | None
+    """The product of all of them, [..., D]."""
+    after: Tensor | None
+    """The product of those after each token, [..., T, D]."""
+
+
+def _fading(rates: ChannelRates) -> Fading:
+    """Return what decays [..., T, D] come to."""
     if rates.log_decay is None:
-        return read, _stepped(logs, None, rates.rate, changes, inputs)
-    # L after the last token: each step fades by the decays of the tokens after it
+        return Fading(None, None)
     total = rates.log_decay.cumsum(-2)
-    until_end = (total[..., -1:, :] - total).exp()
-    after = _stepped(logs, total[..., -1, :].exp(), until_end * rates.rate, changes, inputs)
-    if uneven:
-        z = _row_shifts(logs[0], scale, rates.log_decay, changes[0], rates.rate * inputs[0])
-        after = (after[0] - z.mT @ until_end, after[1])
-    return read, after
+    return Fading(total[..., -1, :].exp(), (total[..., -1:, :] - total).exp())
 
 
-def _row_shifts(log_weights: Tensor, scale: float | None, log_decay: Tensor, change: Tensor, rated: Tensor) -> Tensor:
-    """Return z_t, by which a token's step moves the logarithm of each row's sum, to first order at W_0: [B, H, T, I].
+def _after(network: SimplexNetwork, start: Start, gradient: Gradient, rates: ChannelRates, fading: Fading) -> Weights:
+    """Return L after the last token, [..., out, in] each: each step fades by the decays of the tokens after it."""
+    if fading.after is None:
+        return _subtracted(start.logs, _rated(rates.rate, gradient))
+    steps = _rated(fading.after * rates.rate, gradient)
+    if start.shifting is not None and rates.log_decay is not None:
+        # z_t, by which a token's step moves the logarithm of each row's sum, to first order at W_0
+        z = _row_shifts(*start.shifting, rates.log_decay, gradient.changes[0], rates.rate * gradient.inputs[0])
+        change, read = steps[0]
+        steps[0] = torch.cat((change, z), -2), torch.cat((read, fading.after), -2)
+    return _subtracted(_faded(start.logs, fading.whole), steps)
 
-    log_weights: log W_0 [B, H, I, D]; log_decay: log a [B, H, T, D]; change [B, H, T, I] and rated [B, H, T, D]: the
+
+def _row_shifts(shares: Tensor, entropies: Tensor, log_decay: Tensor, change: Tensor, rated: Tensor) -> Tensor:
+    """Return z_t [..., T, I].
+
+    shares, entropies: see `Start.shifting`; log_decay: log a [..., T, D]; change [..., T, I] and rated [..., T, D]: the
     factors of b grad l.
     """
-    shares = log_weights.exp() / _row_sum(log_weights, scale)
-    return log_decay.expm1() @ (shares * log_weights).mT - change * (rated @ shares.mT)
+    return log_decay.expm1() @ entropies.mT - change * (rated @ shares.mT)
 
 
-def _rated(rate: Tensor, changes: list[Tensor], inputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return the factors of each matrix's gradient, rates multiplied into the side of the head's channels.
+def _rated(rate: Tensor, gradient: Gradient) -> list[tuple[Tensor, Tensor]]:
+    """Return the factors of each matrix's gradient, rates [..., T, D] multiplied into the side of the head's channels.
 
-    rate: [B, H, T, D]; changes [B, H, T, out] and inputs [B, H, T, in], one of each per matrix.
+    Returns: [..., T, out] and [..., T, in] of each matrix.
     """
+    changes, inputs = gradient
     if len(changes) == 1:
         return [(rate * changes[0], inputs[0])]
     return [(changes[0], rate * inputs[0]), (rate * changes[1], inputs[1])]
 
 
-def _stepped(logs: Weights, decay: Tensor | None, rate: Tensor, changes: list[Tensor], inputs: list[Tensor]) -> Weights:
-    """Return a L - sum_i b_i grad_i for each matrix L.
+def _faded(logs: Weights, decay: Tensor | None) -> Weights:
+    """Return a L of each matrix L [..., out, in]; decay: a [..., D], None for 1."""
+    if decay is None:
+        return logs
+    # the head's channels are the columns of the first of two matrices, and the rows of the last
+    decays = [decay[..., :, None]] if len(logs) == 1 else [decay[..., None, :], decay[..., :, None]]
+    return tuple(fraction * matrix for fraction, matrix in zip(decays, logs, strict=True))
 
-    decay: a [B, H, D], None for 1; rate: b [B, H, T, D]; changes [B, H, T, out] and inputs [B, H, T, in] per matrix.
+
+def _subtracted(logs: Weights, steps: Sequence[tuple[Tensor, Tensor]]) -> Weights:
+    """Return L - sum_i change_i inputs_i^T of each matrix L [..., out, in], in one product each.
+
+    steps: changes [..., T, out] and inputs [..., T, in] of each matrix.
     """
-    if decay is not None:
-        # the head's channels are the columns of the first of two matrices, and the rows of the last
-        decays = [decay[..., :, None]] if len(logs) == 1 else [decay[..., None, :], decay[..., :, None]]
-        logs = tuple(fraction * matrix for fraction, matrix in zip(decays, logs, strict=True))
-    steps = _rated(rate, changes, inputs)
-    return tuple(matrix - change.mT @ read for matrix, (change, read) in zip(logs, steps, strict=True))
+    found = []
+    for matrix, (change, read) in zip(logs, steps, strict=True):
+        flat = (x.flatten(0, -3) for x in (matrix, change.mT, read))
+        found.append(torch.baddbmm(*flat, alpha=-1).view(matrix.shape))
+    return tuple(found)

@@ -1,0 +1,152 @@
+"""What the Triton kernels of deep memories take of an H100's multiprocessors, compiled for it without one.
+
+    python -m benchmarks.triton_kernels [--units 32 64] [--warps 4 8] [--stages 1 2] [--precision tf32]
+
+At the shapes of the 760M models: heads of 96, 384 inner units, inner chunks of 64 tokens. Needs the package triton,
+whose compiler counts; nothing runs. Registers are those of a thread (at most 255), spills the bytes of a thread that do
+not fit into them; shared memory is that of a program (at most 227 KB); wgmma and mma are the instructions of products
+for tensor cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from benchmarks.common import OUTPUT, publish, table
+from megamem.ops.deep_memory.error import OutputNorm
+from megamem.ops.deep_memory.group import deep_memory_chunks
+from megamem.ops.deep_memory.network import InnerRates
+from megamem.ops.deep_memory.triton import launch
+from megamem.ops.deep_memory.triton.backward import through_writes_kernel
+from megamem.ops.deep_memory.triton.forward import write_kernel
+
+ROWS, HEADS, COUNT, TOKENS, WIDTH, INNER = 4, 16, 16, 64, 96, 384
+CAPABILITY = 90
+KERNELS = {"write": write_kernel, "through_writes": through_writes_kernel}
+
+
+class Absent:
+    """The driver of a device that is compiled for and is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what is compiled for."""
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        """Return the device's number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the number of its stream."""
+        return device
+
+
+def train(model: str, precision: launch.Precision) -> None:
+    """Call the kernels as training does, with tensors that have no values."""
+
+    def some(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta", requires_grad=True)
+
+    tokens, titans = (ROWS, HEADS, COUNT, TOKENS), model == "titans"
+    matrices = (INNER, WIDTH), (WIDTH, INNER)
+    added = tuple(some(ROWS, HEADS, *shape) for shape in matrices)
+    read, *_ = deep_memory_chunks(
+        some(ROWS, HEADS, 1, *tokens[2:], WIDTH), some(*tokens, WIDTH), some(*tokens, WIDTH),
+        tuple(some(HEADS, *shape) for shape in matrices), added,
+        tuple(map(torch.empty_like, added)) if titans else None,
+        InnerRates(some(*tokens), *(some(*tokens) for _ in range(2 * titans))), "l2" if titans else "dot", True,
+        OutputNorm(some(HEADS, WIDTH), 1e-5), writing=launch.writing(precision),
+    )  # fmt: skip
+    read.sum().backward()
+
+
+def compiled(call: Callable[[], None]) -> dict[str, Any]:
+    """Return the kernels that a function calls, compiled and not run."""
+    found: dict[str, Any] = {}
+
+    def instead(name: str, run: Callable[..., Any]) -> Callable[..., None]:
+        def compile_only(*given: Any, warmup: bool, **named: Any) -> None:
+            found[name] = run(*given, warmup=True, **named)
+
+        return compile_only
+
+    for name, kernel in KERNELS.items():
+        kernel.run = instead(name, kernel.run)
+    try:
+        call()
+    finally:
+        for kernel in KERNELS.values():
+            del kernel.run
+    return found
+
+
+def taken(kernel: Any) -> dict[str, int]:
+    """Return registers, spilled bytes and shared memory of a compiled kernel, as the assembler reports them."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(kernel.asm["ptx"])
+        assembler = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{CAPABILITY}a", str(file), "-o", "/dev/null"]
+        report = subprocess.run(assembler, check=True, capture_output=True, text=True).stderr
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, report)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "spilled": number(r"(\d+) bytes spill stores"),
+        "shared": kernel.metadata.shared,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": kernel.asm["ptx"].count("mma.sync"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module's documentation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=("dla", "titans"), default=["dla", "titans"])
+    parser.add_argument("--units", nargs="+", type=int, default=[launch.UNITS])
+    parser.add_argument("--warps", nargs="+", type=int, default=[launch.WARPS])
+    parser.add_argument("--stages", nargs="+", type=int, default=[launch.STAGES])
+    parser.add_argument("--precision", nargs="+", choices=("tf32", "tf32x3", "ieee"), default=["tf32"])
+    parser.add_argument("--output", type=Path, default=OUTPUT / "triton_kernels.json")
+    options = parser.parse_args(arguments)
+    driver.set_active(Absent())
+    found = []
+    choices = product(options.models, options.units, options.warps, options.stages, options.precision)
+    for model, units, warps, stages, precision in choices:
+        launch.UNITS, launch.WARPS, launch.STAGES = units, warps, stages
+        for name, kernel in compiled(lambda model=model, precision=precision: train(model, precision)).items():
+            setting = {
+                "kernel": f"{name}, {model}",
+                "units": units,
+                "warps": warps,
+                "stages": stages,
+                "precision": precision,
+            }
+            found.append(setting | taken(kernel))
+            print(found[-1], flush=True)
+    print(
+        table(
+            list(found[0]),
+            [[f"{value:,}" if isinstance(value, int) else value for value in one.values()] for one in found],
+        )
+    )
+    publish({"shape": [TOKENS, WIDTH, INNER], "kernels": found}, options.output)
+
+
+if __name__ == "__main__":
+    main()

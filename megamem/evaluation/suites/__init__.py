@@ -1,0 +1,1 @@
+"""The benchmarks of the papers, as suites of lm-eval's tasks."""

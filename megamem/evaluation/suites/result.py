@@ -1,0 +1,162 @@
+"""What a suite finds: a score with its standard error for each task, as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from megamem.errors import DataError
+from megamem.files import read_json, write_json
+
+FOLDER = "suites"
+"""Folder of results in a run's folder."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The figure of one task."""
+
+    task: str
+    metric: str
+    value: float
+    """The mean over documents in percent; perplexities as they are."""
+    stderr: float | None
+    """Its standard error over documents; None for a single document."""
+    documents: int
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """The figures of one suite."""
+
+    suite: str
+    model: str
+    """What was read with, for people."""
+    scores: tuple[TaskScore, ...]
+    missing: Mapping[str, str]
+    """Why tasks are not there, by name."""
+    limit: int | None
+    """Documents of each task at most."""
+    averaged: bool
+    """Whether the mean over tasks is a figure."""
+    seconds: float
+    step: int | None = None
+    """Optimizer steps of the model, where it is known."""
+
+    @property
+    def average(self) -> float | None:
+        """The mean over tasks; None where one is missing."""
+        if not self.averaged or self.missing or len(self.scores) < 2:
+            return None
+        return sum(score.value for score in self.scores) / len(self.scores)
+
+    @property
+    def average_stderr(self) -> float | None:
+        """The standard error of the mean over tasks, whose documents are independent."""
+        errors = [score.stderr for score in self.scores if score.stderr is not None]
+        if self.average is None or len(errors) < len(self.scores):
+            return None
+        return math.sqrt(sum(error**2 for error in errors)) / len(errors)
+
+    def figures(self) -> dict[str, float]:
+        """Return the single numbers by name, such as `commonsense.hellaswag.acc_norm` and `commonsense.average`."""
+        found = {f"{self.suite}.{score.task}.{score.metric}": score.value for score in self.scores}
+        return found if self.average is None else {**found, f"{self.suite}.average": self.average}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "suite": self.suite, "model": self.model, "step": self.step, "limit": self.limit, "seconds": self.seconds,
+            "averaged": self.averaged, "average": self.average, "average_stderr": self.average_stderr,
+            "scores": [vars(score) for score in self.scores], "missing": dict(self.missing),
+        }  # fmt: skip
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> SuiteResult:
+        """Return the result that `to_dict` gave. Raises KeyError or TypeError for other data."""
+        return SuiteResult(
+            suite=value["suite"], model=value["model"], scores=tuple(TaskScore(**score) for score in value["scores"]),
+            missing=value["missing"], limit=value["limit"], averaged=value["averaged"], seconds=value["seconds"],
+            step=value["step"],
+        )  # fmt: skip
+
+    def line(self) -> str:
+        """Return the most important figures in one line."""
+        shown = [("average", self.average, self.average_stderr)] if self.average is not None else []
+        shown = shown or [(score.task, score.value, score.stderr) for score in self.scores[:3]]
+        more = "" if self.average is not None or len(self.scores) <= 3 else f" and {len(self.scores) - 3} more"
+        step = "" if self.step is None else f", step {self.step}"
+        limit = "" if self.limit is None else f", {self.limit} documents of each task"
+        return ", ".join(f"{name} {with_error(value, error)}" for name, value, error in shown) + more + step + limit
+
+
+def with_error(value: float, stderr: float | None) -> str:
+    """Write a figure with its standard error."""
+    return f"{value:.2f}" if stderr is None else f"{value:.2f} ± {stderr:.2f}"
+
+
+def suite_table(result: SuiteResult) -> Table:
+    """Return a suite's table: a line for each task, one for the mean, and one for each task that is missing."""
+    limit = "" if result.limit is None else f", at most {result.limit} documents of each task"
+    table = Table(title=f"{result.suite}: {result.model}{limit}")
+    for name in ("task", "metric"):
+        table.add_column(name, no_wrap=True)
+    for name in ("score", "documents"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for score in result.scores:
+        table.add_row(score.task, score.metric, with_error(score.value, score.stderr), f"{score.documents:,}")
+    if result.average is not None:
+        table.add_row("average", "", with_error(result.average, result.average_stderr), "", style="bold")
+    return table
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and its standard error, from the deviation of a sample; None for a single value."""
+    array = np.asarray(values, np.float64)
+    error = None if len(array) < 2 else float(array.std(ddof=1) / math.sqrt(len(array)))
+    return float(array.mean()), error
+
+
+def ratio_and_error(sums: Sequence[float], weights: Sequence[float]) -> tuple[float, float | None]:
+    """Return the sum of `sums` over that of `weights` and its standard error by the delta method.
+
+    Such as nats over words: documents are the independent draws.
+    """
+    top, below = np.asarray(sums, np.float64), np.asarray(weights, np.float64)
+    ratio = float(top.sum() / below.sum())
+    if len(top) < 2:
+        return ratio, None
+    rests = top - ratio * below
+    return ratio, float(math.sqrt(len(top)) * rests.std(ddof=1) / below.sum())
+
+
+def write_suite(folder: Path, result: SuiteResult) -> Path:
+    """Write a result to `suites/NAME.json` in a run's folder, whole or not at all, and return its path.
+
+    A partial one, under a limit, is kept apart from a whole one: `NAME-limit-20.json`.
+    """
+    limit = "" if result.limit is None else f"-limit-{result.limit}"
+    path = folder / FOLDER / f"{result.suite}{limit}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result.to_dict())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from None
+    return path
+
+
+def read_suites(folder: Path) -> list[SuiteResult]:
+    """Return the results in a run's folder in the order of their names; damaged ones are left out."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        try:
+            found.append(SuiteResult.from_dict(read_json(path)))
+        except (OSError, ValueError, KeyError, TypeError, DataError):
+            continue
+    return found

@@ -1,0 +1,136 @@
+"""Runs a suite: its tasks are opened, asked in one go, and scored with standard errors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megamem.errors import ConfigError, DataError
+from megamem.evaluation.suites.base import Setting, Suite, SuiteTask, definitions
+from megamem.evaluation.suites.result import SuiteResult, TaskScore, mean_and_error, ratio_and_error
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.api.task import Task
+
+FEWSHOT_SEED = 1234
+"""lm-eval's default."""
+_LOGS = ("lm_eval", "datasets")
+
+
+@dataclass(frozen=True)
+class OpenSuite:
+    """A suite whose tasks are open: their data are there, or it is known why they are not."""
+
+    suite: Suite
+    tasks: tuple[tuple[SuiteTask, Task], ...]
+    missing: Mapping[str, str]
+    """Why tasks are not there, by name."""
+    limit: int | None
+
+    def run(self, model: LM, name: str, step: int | None = None) -> SuiteResult | None:
+        """Ask a model and return its scores. A collective call where the model lies on several ranks.
+
+        Args:
+            model: with lm-eval's interface.
+            name: of the model, for people.
+            step: optimizer steps it has learned for.
+        Returns: None on ranks other than the first of a host (`LOCAL_RANK`), to which lm-eval gives no results.
+        """
+        begin = time.perf_counter()
+        samples = _ask(model, [task for _, task in self.tasks], self.limit)
+        if samples is None:
+            return None
+        scores = tuple(_score(line, samples[task.task_name]) for line, task in self.tasks)
+        seconds = time.perf_counter() - begin
+        return SuiteResult(self.suite.name, name, scores, self.missing, self.limit, self.suite.averaged, seconds, step)
+
+
+def open_suite(suite: Suite, setting: Setting) -> OpenSuite:
+    """Open the tasks of a suite.
+
+    Raises: DataError where not one of them has its data, DependencyError without lm-eval, ConfigError where no task has
+        one of the names of `setting.only`.
+    """
+    lines = [line for line in suite.tasks(setting) if not setting.only or line.name.startswith(setting.only)]
+    if not lines:
+        raise ConfigError(f"suite {suite.name}: no task begins with {' or '.join(setting.only)}")
+    tasks: list[tuple[SuiteTask, Task]] = []
+    missing: dict[str, str] = {}
+    with quiet():
+        for line in lines:
+            try:
+                tasks.append((line, line.build(setting)))
+            except DataError as error:
+                missing[line.name] = str(error)
+    if not tasks:
+        raise DataError(f"suite {suite.name}: no data; {next(iter(missing.values()))}")
+    return OpenSuite(suite, tuple(tasks), missing, setting.limit)
+
+
+def choose_suites(names: Sequence[str], suites: Mapping[str, Suite]) -> list[Suite]:
+    """Return suites by their names. Raises ConfigError naming one that does not exist."""
+    if unknown := [name for name in names if name not in suites]:
+        raise ConfigError(f"suite {unknown[0]}: no such suite; there are {', '.join(suites)}")
+    return [suites[name] for name in names]
+
+
+def _ask(model: LM, tasks: Sequence[Task], limit: int | None) -> Mapping[str, Sequence[Mapping[str, Any]]] | None:
+    """Return lm-eval's records of each document by task; None on ranks to which it gives none."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    for task in tasks:
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(FEWSHOT_SEED)
+    with quiet():
+        # lm-eval's own standard errors of perplexities start processes; `_score` has its own
+        loaded = TaskManager(include_defaults=False).load(list(tasks))
+        found = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
+    if found is None or "samples" not in found:
+        return None
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] = found["samples"]
+    return samples
+
+
+def _score(line: SuiteTask, samples: Sequence[Mapping[str, Any]]) -> TaskScore:
+    """Return the figure of a task and its standard error from the values of its documents."""
+    values = [sample[line.metric] for sample in samples]
+    if line.metric == "perplexity":  # log-probabilities: exp(-mean)
+        mean, error = mean_and_error([float(value) for value in values])
+        value = math.exp(-mean)
+        error = None if error is None else value * error
+    elif line.metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):  # pairs with what they are divided by
+        mean, error = ratio_and_error(*zip(*values, strict=True))
+        bits = line.metric == "bits_per_byte"
+        value = -mean / math.log(2) if bits else math.exp(-mean)
+        error = None if error is None else error * (1 / math.log(2) if bits else value)
+    else:
+        mean, error = mean_and_error([float(value) for value in values])
+        value, error = line.scale * mean, None if error is None else line.scale * error
+    return TaskScore(line.name, line.metric, value, error, len(values))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what lm-eval and `datasets` say below an error, and bars of the latter, quiet inside a `with` statement."""
+    definitions()  # says what to install
+    from datasets import disable_progress_bars, enable_progress_bars
+
+    loggers = [logging.getLogger(name) for name in _LOGS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
