@@ -30,12 +30,18 @@ from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.deep_memory.triton import launch
-from megamem.ops.deep_memory.triton.backward import through_writes_kernel
-from megamem.ops.deep_memory.triton.forward import write_kernel
+from megamem.ops.deep_memory.triton.reads import read_kernel, through_reads_kernel
+from megamem.ops.deep_memory.triton.writes import write_kernel
+from megamem.ops.deep_memory.triton.writes_backward import through_writes_kernel
 
 ROWS, HEADS, COUNT, TOKENS, WIDTH, INNER = 4, 16, 16, 64, 96, 384
 CAPABILITY = 90
-KERNELS = {"write": write_kernel, "through_writes": through_writes_kernel}
+KERNELS = {
+    "write": write_kernel,
+    "read": read_kernel,
+    "through_reads": through_reads_kernel,
+    "through_writes": through_writes_kernel,
+}
 
 
 class Absent:
@@ -68,7 +74,7 @@ def train(model: str, precision: launch.Precision) -> None:
         tuple(some(HEADS, *shape) for shape in matrices), added,
         tuple(map(torch.empty_like, added)) if titans else None,
         InnerRates(some(*tokens), *(some(*tokens) for _ in range(2 * titans))), "l2" if titans else "dot", True,
-        OutputNorm(some(HEADS, WIDTH), 1e-5), writing=launch.writing(precision),
+        OutputNorm(some(HEADS, WIDTH), 1e-5), passes=launch.passes(precision),
     )  # fmt: skip
     read.sum().backward()
 

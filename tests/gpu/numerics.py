@@ -13,7 +13,7 @@ from megamem.model.stage import Stage
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
-from megamem.ops.deep_memory.group_backward import TORCH, Writing
+from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -203,9 +203,9 @@ def recurrence_errors(
 
 
 def deep_memory_errors(
-    write: Writing, device: torch.device, momentum: bool, tokens: int = 64, width: int = 96
+    passes: GroupPasses, device: torch.device, momentum: bool, tokens: int = 64, width: int = 96
 ) -> dict[str, float]:
-    """Relative errors of deep memories that `write` writes, in float32, against float64 on the CPU.
+    """Relative errors of deep memories that `passes` write and read, in float32, against float64 on the CPU.
 
     With all options, and two query heads; `momentum`: Titans with it and decay, else deep linear attention.
     """
@@ -224,18 +224,18 @@ def deep_memory_errors(
         given += [0.05 * normal(rows, heads, *shape) / shape[1] ** 0.5 for shape in shapes]
         given += [torch.nn.functional.logsigmoid(first + normal(*gate)) for first in (4.6, 0.0)]
 
-    def run(by: Writing, where: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
+    def run(by: GroupPasses, where: torch.device, dtype: torch.dtype) -> list[list[Tensor]]:
         leaves = [x.to(where, dtype, copy=True).requires_grad_() for x in given]
         query, key, value, rate, gain, *rest = leaves
         gates = rest[6:]
         read, added, carried = deep_memory_chunks(
             query, key, value, tuple(rest[:2]), tuple(rest[2:4]), tuple(rest[4:6]) or None, InnerRates(rate, *gates),
-            "l2" if momentum else "dot", True, OutputNorm(gain, 1e-5), writing=by,
+            "l2" if momentum else "dot", True, OutputNorm(gain, 1e-5), passes=by,
         )  # fmt: skip
         parts = [[read], [*added, *(carried or ())]]
         parts.append(list(torch.autograd.grad(sum(x.square().sum() for part in parts for x in part), leaves)))
         return [[x.detach().to(CPU, torch.float64) for x in part] for part in parts]
 
-    pairs = zip(run(write, device, torch.float32), run(TORCH, CPU, torch.float64), strict=True)
+    pairs = zip(run(passes, device, torch.float32), run(TORCH, CPU, torch.float64), strict=True)
     found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
     return dict(zip(("output", "state", "gradient"), found, strict=True))

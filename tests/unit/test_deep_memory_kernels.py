@@ -11,7 +11,7 @@ import torch
 
 from megamem.errors import ConfigError
 from megamem.ops.deep_memory.group_backward import TORCH
-from megamem.ops.deep_memory.kernels import check_kernel, writing_of
+from megamem.ops.deep_memory.kernels import check_kernel, passes_of
 from tests.unit.deep_memory_forms import FORMS
 
 
@@ -33,14 +33,14 @@ def test_kernels_compute_what_torch_does(name: str, differences: dict[str, float
     assert differences[name] < 1e-11
 
 
-def test_kernels_write_networks_of_float32_on_cuda_alone() -> None:
-    """No such device is here: torch writes for all others, also where Triton is chosen."""
+def test_kernels_compute_networks_of_float32_on_cuda_alone() -> None:
+    """No such device is here: torch computes all others, also where Triton is chosen."""
     for kernel, matrices, dtype in (
         ("torch", 2, torch.float32),
         ("triton", 1, torch.float32),
         ("triton", 2, torch.float32),
     ):
-        assert writing_of(kernel, "tf32", torch.ones(1, dtype=dtype), matrices) is TORCH
+        assert passes_of(kernel, "tf32", torch.ones(1, dtype=dtype), matrices) is TORCH
 
 
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,12 +88,14 @@ class TestOperations:
         ("precision", "kind", "times"),
         [("tf32", Kind.MATMUL_TF32, 1), ("tf32x3", Kind.MATMUL_TF32, 3), ("ieee", Kind.MATMUL_FP32, 1)],
     )
-    def test_deep_memories_written_by_kernels(self, precision, kind, times):
-        """All products of an inner chunk of 16 tokens, D channels and I inner units, in one kernel for each pass.
+    def test_deep_memories_by_kernels(self, precision, kind, times):
+        """All products of 16 inner chunks of T = 16 tokens, D = 24 channels and I = 96 inner units, by kernel.
 
-        Forward z, W1 h, W1^T r, and the outer products of W's and S's two matrices. The backward pass has this again;
-        then, of W and S each, four through the outer products and two that the reads hand on; through the tokens
-        W1 _back, W1^T _y, W2^T _z and an outer product for each. 24 channels are filled up to 32.
+        Products T D I: to write z, W1 h, W1^T r, and the outer products of W's and S's two matrices; back through that,
+        of W and S each, four through the outer products and two that the reads hand on, then through the tokens W1 _back,
+        W1^T _y, W2^T _z and an outer product for each. To read, one with each matrix of W and S; back through that these
+        anew, and two more of each in which the other factor has the gradient. Among the tokens of an inner chunk, reading
+        takes T T (D + I) for each matrix, and three times as much on the way back. 24 channels are filled up to 32.
         """
         model = ModelConfig.model_validate(
             {
@@ -103,12 +105,18 @@ class TestOperations:
             }
         )  # fmt: skip
         (found,) = measure_part(Part(model, torch.float32, range(1), None, "cuda"), 1, False, Share(2, 1))
-        rows_heads, product = 2 * 2, 2 * 16 * 24 * 96 * 16 * times * 32 / 24
-        for work, products in ((found.work.forward, [7]), (found.work.backward, [7, 18])):
-            kernels = work.programs > 0
-            assert set(work.kinds[kernels]) == {kind}
-            assert set(work.programs[kernels]) == {rows_heads}
-            assert list(work.flops[kernels] / product / rows_heads) == pytest.approx(products)
+        rows_heads, chunks = 2 * 2, 16
+        product, scores = 16 * 24 * 96, 2 * 16 * 16 * (24 + 96)
+        write, read, back = 7 * product, 4 * product + scores, 8 * product + 3 * scores
+        for work, kernels in (
+            (found.work.forward, [(write, 1), (read, chunks)]),
+            (found.work.backward, [(write, 1), (read, chunks), (back, chunks), (18 * product, 1)]),
+        ):
+            ours = work.programs > 0
+            assert set(work.kinds[ours]) == {kind}
+            assert list(work.programs[ours]) == [rows_heads * many for _, many in kernels]
+            one = 2 * times * 32 / 24 * rows_heads * chunks
+            assert list(work.flops[ours] / one) == pytest.approx([each for each, _ in kernels])
 
     def test_gradients_of_joined_kernels_are_the_functions(self):
         x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)

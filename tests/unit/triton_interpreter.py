@@ -18,8 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
-from megamem.ops.deep_memory.group_backward import TORCH, Writing
-from megamem.ops.deep_memory.triton.launch import writing
+from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
+from megamem.ops.deep_memory.triton.launch import passes
 from tests.unit import test_deep_memory_groups as groups
 from tests.unit.deep_memory_forms import FORMS, Form
 
@@ -46,13 +46,13 @@ def run(self, *given, **named):
 InterpretedFunction.__call__, InterpretedFunction.run = call, run
 
 
-def results(form: Form, by: Writing) -> list[torch.Tensor]:
+def results(form: Form, by: GroupPasses) -> list[torch.Tensor]:
     """Answers, what has been added, the momentum, and the gradients of a weighted sum of them."""
     inputs = groups.drawn(2, form.decay, form.momentum, form.norm, start=True)
     norm = OutputNorm(inputs["norm"], 1e-3) if form.norm else None
     read, added, momentum = deep_memory_chunks(
         inputs["query"], inputs["key"], inputs["value"], groups.named(inputs, "start"), groups.named(inputs, "added"),
-        groups.momenta(inputs), groups.rates(inputs), form.loss, form.residual, norm, 2, writing=by,
+        groups.momenta(inputs), groups.rates(inputs), form.loss, form.residual, norm, 2, passes=by,
     )  # fmt: skip
     found = [read, *added, *(momentum or ())]
     generator = torch.Generator().manual_seed(2)
@@ -62,7 +62,7 @@ def results(form: Form, by: Writing) -> list[torch.Tensor]:
 
 def main() -> None:
     """Compare all forms."""
-    kernels, worst = writing("ieee"), {}
+    kernels, worst = passes("ieee"), {}
     for form in FORMS:
         pairs = zip(results(form, kernels), results(form, TORCH), strict=True)
         worst[form.name] = max(

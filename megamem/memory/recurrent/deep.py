@@ -30,10 +30,10 @@ from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
 from megamem.ops.deep_memory.group import deep_memory_chunks
-from megamem.ops.deep_memory.group_backward import Writing
+from megamem.ops.deep_memory.group_backward import GroupPasses
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
 from megamem.ops.deep_memory.kept_networks import Spans, kept_networks
-from megamem.ops.deep_memory.kernels import writing_of
+from megamem.ops.deep_memory.kernels import passes_of
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.deep_memory.pointwise import PLAIN
 from megamem.parallel.linears import Linears
@@ -88,7 +88,7 @@ class DeepMemory(RecurrentMixer):
         self.norm_eps = model.norm_eps
         self.pointwise = PLAIN
         self.kernel, self.precision = model.deep_memory_kernel, model.deep_memory_precision
-        self.writing: Callable[[Tensor, int], Writing] = partial(writing_of, self.kernel, self.precision)
+        self.passes: Callable[[Tensor, int], GroupPasses] = partial(passes_of, self.kernel, self.precision)
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -197,7 +197,7 @@ class DeepMemory(RecurrentMixer):
             tuple(memory[name] for name in self.names), momentum,
             InnerRates(gates["rate"], gates.get("log_decay"), gates.get("log_momentum")),
             self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
-            pointwise=self.pointwise, writing=self.writing(inputs.key, len(self.names)),
+            pointwise=self.pointwise, passes=self.passes(inputs.key, len(self.names)),
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}

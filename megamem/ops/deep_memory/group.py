@@ -23,15 +23,15 @@ inputs are the keys and queries themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamem.ops.deep_memory.error import Loss, OutputNorm
-from megamem.ops.deep_memory.group_backward import TORCH, Backward, Gradient, Writing
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, read
+from megamem.ops.deep_memory.group_backward import TORCH, Gradient, GroupPasses, sum_of_gradients
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens
 from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 
@@ -65,7 +65,7 @@ def _shares(rates: InnerRates, groups: int) -> Shares:
 def deep_memory_chunks(
     query: Tensor, key: Tensor, value: Tensor, start: Weights | None, added: Weights, momentum: Weights | None,
     rates: InnerRates, loss: Loss, residual: bool, norm: OutputNorm | None, group: int = GROUP,
-    pointwise: Pointwise = PLAIN, writing: Writing = TORCH,
+    pointwise: Pointwise = PLAIN, passes: GroupPasses = TORCH,
 ) -> tuple[Tensor, Weights, Weights | None]:  # fmt: skip
     """Read and write the tokens of whole inner chunks, in the dtype of `added`.
 
@@ -80,7 +80,7 @@ def deep_memory_chunks(
         norm: the layer norm of what the last matrix makes; None: there is none.
         group: inner chunks that the backward pass computes anew at a time.
         pointwise: its functions that are no matrix products, compiled or not.
-        writing: what goes through the inner chunks one after the other.
+        passes: what writes and reads a group, and goes back through it.
     Returns: y [B, H, G, N, T, D]; `added` and `momentum` after the last token.
     """
     dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
@@ -90,17 +90,24 @@ def deep_memory_chunks(
     shares = _shares(rates, groups)
     network = Network(loss, residual, None if norm is None else norm.eps, pointwise)
     weight, reads, carried = None if norm is None else norm.weight, [], momentum or ()
-    for begin in range(0, key.shape[2], group):
-        here = slice(begin, begin + group)
-        of_tokens = (x[:, :, here] for x in (rows, key, value))
-        of_group = (None if x is None else x[:, :, here] for x in shares)
+    for of_group in _groups((rows, key, value, *shares), group):
         answered, *after = _Group.apply(
-            network, writing, len(added), *of_tokens, *of_group, weight, *(start or ()), *added, *carried
-        )
+            network, passes, len(added), *of_group, weight, *(start or ()), *added, *carried
+        )  # fmt: skip
         added, carried = tuple(after[: len(added)]), tuple(after[len(added) :])
         reads.append(answered)
     answered = torch.cat(reads, dim=2) if len(reads) > 1 else reads[0]
     return answered.unflatten(3, (groups, tokens)).movedim(3, 2), added, carried if momentum is not None else None
+
+
+def _groups(given: Sequence[Tensor | None], size: int) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield tensors [B, H, N, ...] by groups of so many inner chunks; None stays None.
+
+    Split and not sliced: the gradient of a slice is as large as what it was taken from.
+    """
+    parts = [None if x is None else x.split(size, dim=2) for x in given]
+    for n in range(next(len(part) for part in parts if part is not None)):
+        yield tuple(None if part is None else part[n] for part in parts)
 
 
 class _Group(torch.autograd.Function):
@@ -108,18 +115,18 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, network: Network, writing: Writing, matrices: int, *given: Tensor | None
+        ctx: Any, network: Network, passes: GroupPasses, matrices: int, *given: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return y [B, H, N, Q, D], what has been added, and the momentum.
 
         given: the fields of `Tokens` and `Shares`, the norm's weight, start (if any), added and momentum (if any).
         """
-        ctx.network, ctx.writing, ctx.matrices = network, writing, matrices
+        ctx.network, ctx.passes, ctx.matrices = network, passes, matrices
         ctx.save_for_backward(*given)
         tokens, shares, weight, start, added, momentum = _parted(given, matrices)
         first = _first(start, added)
-        written, last, last_momentum = writing.write(network, tokens, shares, weight, first, momentum)
-        made = read(network, tokens.query, shares, written)
+        written, last, last_momentum = passes.write(network, tokens, shares, weight, first, momentum)
+        made = passes.read(network, tokens.query, shares, written)
         norm = network.norm(weight)
         made = made if norm is None else norm(made)
         # the change of W is added to what has been added: both are small beside W itself
@@ -129,16 +136,22 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Gradient, ...]:
         """Return the gradients of what `forward` was given."""
-        network, writing, matrices = ctx.network, ctx.writing, ctx.matrices
+        network, passes, matrices = ctx.network, ctx.passes, ctx.matrices
         tokens, shares, weight, start, added, momentum = _parted(ctx.saved_tensors, matrices)
-        written, _, _ = writing.write(network, tokens, shares, weight, _first(start, added), momentum)
-        back = Backward(network, tokens, shares, weight, written)
-        back.through_reads(gradients[0].contiguous())
-        of_after, of_last_momentum = gradients[1 : 1 + matrices], gradients[1 + matrices :]
-        of_added, of_momentum = back.through_writes(of_after, of_last_momentum, writing.through_writes)
+        written, _, _ = passes.write(network, tokens, shares, weight, _first(start, added), momentum)
+        of_read, of_after, of_last_momentum = gradients[0], gradients[1 : 1 + matrices], gradients[1 + matrices :]
+        reads = passes.through_reads(network, tokens.query, shares, weight, written, of_read.contiguous())
+        writes = passes.through_writes(
+            network, tokens, shares, weight, written, reads.matrices, of_after, of_last_momentum
+        )
+        of_query = of_read + reads.query if network.residual else reads.query
+        of_weight = sum_of_gradients([reads.weight, writes.weight])
         # W as the group starts is start + added; it is subtracted again from W as the group ends
-        of_start = [(of - of_last).sum(0) for of, of_last in zip(of_added, of_after, strict=True)] if start else []
-        return None, None, None, *back.tokens, *back.shares, back.weight, *of_start, *of_added, *of_momentum
+        of_start = (
+            [(of - of_last).sum(0) for of, of_last in zip(writes.weights, of_after, strict=True)] if start else []
+        )
+        of_tokens, of_shares = (of_query, writes.key, writes.value), (*reads.shares, *writes.shares)
+        return None, None, None, *of_tokens, *of_shares, of_weight, *of_start, *writes.weights, *writes.momentum
 
 
 def _first(start: Weights, added: Weights) -> Weights:

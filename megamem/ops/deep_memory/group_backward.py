@@ -19,6 +19,7 @@ from megamem.ops.deep_memory.group_forward import (
     Tokens,
     Written,
     product,
+    read,
     shares_at,
     subtract_product,
     write,
@@ -103,68 +104,63 @@ class WriteGradients(NamedTuple):
     """That of the norm's weight, [H, D]."""
 
 
-class Backward:
-    """Gradients of what a group of inner chunks was given, from those of what it has returned."""
+class Reads(NamedTuple):
+    """What the reads of one matrix hand on to its writes: gradients that are added there."""
 
-    def __init__(
-        self, network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written
-    ) -> None:
-        """Begin; `through_reads`, then `through_writes` go on.
+    weights: Factors
+    """Of W as each inner chunk starts, [B, H, N, Q, ...]."""
+    momentum: Factors | None
+    inputs: Tensor
+    """[B, H, N, T, in]; may be overwritten, as `change`."""
+    change: Tensor
+    """[B, H, N, T, out]"""
 
-        weight: of the norm, [H, D]; written: what writing the inner chunks has made.
-        """
-        self._network, self._given, self._shares, self._weight, self._written = network, tokens, shares, weight, written
-        self.tokens: list[Tensor] = []
-        """Of the queries, keys and values, as in `Tokens`."""
-        self.shares: list[Gradient] = []
-        """As in `Shares`."""
-        self.weight: Gradient = None
-        """That of the norm's weight, [H, D]."""
-        self._reads: list[ProductGradients] = []
 
-    def through_reads(self, out: Tensor) -> None:
-        """Go back through what queries have read. out: the gradient of the answers, [B, H, N, Q, D]."""
-        network, shares, written, query = self._network, self._shares, self._written, self._given.query
-        pointwise, norm = network.pointwise, network.norm(self._weight)
-        of_query = out if network.residual else None
-        networks = len(written.weights) == 2
-        # what the matrices have answered, anew
-        made, last_inputs = [product(network, query, shares, written, 0)], query
-        if networks:
-            last_inputs, slope = F.gelu(made[0].out), pointwise.gelu_slope(made[0].out)
-            made.append(product(network, last_inputs, shares, written, 1))
-        if norm is not None:
-            out, self.weight = pointwise.norm_gradients(out, made[-1].out, norm)
-        self._reads = [product_gradients(network, out, last_inputs, shares, written, networks, made[-1])]
-        if networks:
-            of_hidden = self._reads[0].x * slope
-            self._reads.insert(0, product_gradients(network, of_hidden, query, shares, written, 0, made[0]))
-        of_read = self._reads[0].x
-        self.tokens = [of_read if of_query is None else of_query + of_read]
-        self.shares = [_sum([part.rated for part in self._reads])]
-        self.shares += [_sum([part.first for part in self._reads]), _sum([part.carried for part in self._reads])]
+class ReadGradients(NamedTuple):
+    """Gradients of what `read` was given."""
 
-    def through_writes(
-        self, of_weights: Weights, of_momentum: Weights, through: Callable[..., WriteGradients]
-    ) -> tuple[Weights, Weights]:
-        """Go back through the writing of all inner chunks.
+    query: Tensor
+    """[B, H, N, Q, D]"""
+    shares: tuple[Gradient, ...]
+    """Of `rated`, `first` and `carried`."""
+    weight: Gradient
+    """That of the norm's weight, [H, D]."""
+    matrices: tuple[Reads, ...]
+    """Those of what has been written."""
 
-        of_weights, of_momentum: gradients of W and S after the group, [B, H, out, in] each; through: `through_writes`,
-        or a kernel for it.
-        Returns: the same as the group starts.
-        """
-        found = through(
-            self._network, self._given, self._shares, self._weight, self._written, self._reads, of_weights, of_momentum
-        )
-        self.tokens += [found.key, found.value]
-        self.shares += found.shares
-        self.weight = _sum([self.weight, found.weight])
-        return found.weights, found.momentum
+
+def through_reads(
+    network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written, out: Tensor
+) -> ReadGradients:
+    """Go back through what queries have read, through the network and its norm.
+
+    Args:
+        query: [B, H, N, Q, D].
+        weight: of the norm, [H, D].
+        written: what `write` has made.
+        out: the gradient of the network's answers, [B, H, N, Q, D].
+    """
+    pointwise, norm, of_weight = network.pointwise, network.norm(weight), None
+    networks = len(written.weights) == 2
+    # what the matrices have answered, anew
+    made, last_inputs = [product(network, query, shares, written, 0)], query
+    if networks:
+        last_inputs, slope = F.gelu(made[0].out), pointwise.gelu_slope(made[0].out)
+        made.append(product(network, last_inputs, shares, written, 1))
+    if norm is not None:
+        out, of_weight = pointwise.norm_gradients(out, made[-1].out, norm)
+    found = [product_gradients(network, out, last_inputs, shares, written, networks, made[-1])]
+    if networks:
+        of_hidden = found[0].x * slope
+        found.insert(0, product_gradients(network, of_hidden, query, shares, written, 0, made[0]))
+    of_shares = (sum_of_gradients([getattr(each, name) for each in found]) for name in ("rated", "first", "carried"))
+    matrices = (Reads(each.weights, each.momentum, each.inputs, each.change) for each in found)
+    return ReadGradients(found[0].x, tuple(of_shares), of_weight, tuple(matrices))
 
 
 def through_writes(
     network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written,
-    reads: Sequence[ProductGradients], of_weights: Weights, of_momentum: Weights,
+    reads: Sequence[Reads], of_weights: Weights, of_momentum: Weights,
 ) -> WriteGradients:  # fmt: skip
     """Go back through the writing of all inner chunks, the last one first.
 
@@ -193,7 +189,7 @@ def through_writes(
         kept = [part for part in parts if part is not None]
         by_share.append(torch.stack(kept[::-1], dim=2) if kept else None)
     of_key, of_value = torch.stack(keys[::-1], dim=2), torch.stack(values[::-1], dim=2)
-    return WriteGradients(of_weights, of_momentum, of_key, of_value, tuple(by_share), _sum(weights))
+    return WriteGradients(of_weights, of_momentum, of_key, of_value, tuple(by_share), sum_of_gradients(weights))
 
 
 class _Writes(NamedTuple):
@@ -204,7 +200,7 @@ class _Writes(NamedTuple):
     shares: Shares
     weight: Tensor | None
     written: Written
-    reads: Sequence[ProductGradients]
+    reads: Sequence[Reads]
 
     def subtracted(
         self, n: int, of_weights: Weights, of_momentum: Weights
@@ -229,7 +225,7 @@ class _Writes(NamedTuple):
                 of_momentum_steps.append(of_step)
             of_changes.append(of_factors.out)
             of_inputs.append(of_factors.inputs)
-        return _sum(of_steps), _sum(of_momentum_steps), of_inputs, of_changes
+        return sum_of_gradients(of_steps), sum_of_gradients(of_momentum_steps), of_inputs, of_changes
 
     def _of_outer(
         self, of_factors: Factors, share: Tensor, factors: Factors, of_matrix: Tensor
@@ -271,7 +267,7 @@ class _Writes(NamedTuple):
             _add_outer(weights[i], reads.weights, n)
         if not others:
             return tuple(weights), (), None, None, None
-        of_lost, of_last_carried, of_kept = (_sum(parts) for parts in zip(*others, strict=True))
+        of_lost, of_last_carried, of_kept = (sum_of_gradients(parts) for parts in zip(*others, strict=True))
         return tuple(weights), tuple(momenta), of_lost, of_last_carried, of_kept
 
     def within(
@@ -319,19 +315,23 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-def _sum(parts: Sequence[Gradient]) -> Gradient:
+def sum_of_gradients(parts: Sequence[Gradient]) -> Gradient:
     """Return the sum of gradients, all of one shape [...]; None stands for zeros."""
     found = [part for part in parts if part is not None]
     return sum(found[1:], found[0]) if found else None
 
 
-class Writing(NamedTuple):
-    """Both passes through the inner chunks of a group, which follow from one another: by torch, or by kernels."""
+class GroupPasses(NamedTuple):
+    """Both passes of a group of inner chunks: by torch, or by kernels."""
 
     write: Callable[..., tuple[Written, Weights, Weights]]
-    """See `write`."""
+    """See `write` of `group_forward.py`."""
+    read: Callable[..., Tensor]
+    """See `read` of `group_forward.py`."""
+    through_reads: Callable[..., ReadGradients]
+    """See `through_reads`."""
     through_writes: Callable[..., WriteGradients]
     """See `through_writes`."""
 
 
-TORCH = Writing(write, through_writes)
+TORCH = GroupPasses(write, read, through_reads, through_writes)

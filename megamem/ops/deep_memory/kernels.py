@@ -1,4 +1,4 @@
-"""What writes the inner chunks of deep memories: torch, or the kernels in `triton/`, which need that package."""
+"""What computes the inner chunks of deep memories: torch, or the kernels in `triton/`, which need that package."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from megamem.errors import ConfigError
-from megamem.ops.deep_memory.group_backward import TORCH, Writing
+from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.network import Precision
 
 Kernel = Literal["torch", "triton"]
 
 
-def writing_of(kernel: Kernel, precision: Precision, key: Tensor, matrices: int) -> Writing:
-    """Return both passes through inner chunks: by the kernel where it has a part in them, else by torch.
+def passes_of(kernel: Kernel, precision: Precision, key: Tensor, matrices: int) -> GroupPasses:
+    """Return both passes of groups of inner chunks: by the kernel where it has a part in them, else by torch.
 
     key: [B, H, ...], which says where is computed; matrices: of a network.
     """
     # float64, in which mechanisms are checked against loops, is torch's
     if kernel == "torch" or matrices != 2 or not key.is_cuda or key.dtype == torch.float64:
         return TORCH
-    from megamem.ops.deep_memory.triton.launch import writing
+    from megamem.ops.deep_memory.triton.launch import passes
 
-    return writing(precision)
+    return passes(precision)
 
 
 def check_kernel(kernel: Kernel) -> None:

@@ -1,7 +1,8 @@
-"""The kernels as functions of tensors: `write` and `through_writes` for networks of two matrices."""
+"""The kernels as functions of tensors: both passes of a group of inner chunks, for networks of two matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_backward import ProductGradients, WriteGradients, Writing
+from megamem.ops.deep_memory.group_backward import Factors, GroupPasses, ReadGradients, Reads, WriteGradients
 from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.network import Precision, Weights
-from megamem.ops.deep_memory.triton import backward, forward
+from megamem.ops.deep_memory.triton import reads, writes, writes_backward
 from megamem.ops.deep_memory.triton.blocks import Sizes
 
 T = TypeVar("T")
@@ -26,9 +27,12 @@ STAGES = 1
 """Blocks that are on their way at a time."""
 
 
-def writing(precision: Precision) -> Writing:
+def passes(precision: Precision) -> GroupPasses:
     """Return both passes by the kernels."""
-    return Writing(partial(write, precision), partial(through_writes, precision))
+    return GroupPasses(
+        partial(write, precision), partial(read, precision), partial(through_reads, precision),
+        partial(through_writes, precision),
+    )  # fmt: skip
 
 
 def write(
@@ -51,40 +55,103 @@ def write(
         tuple(map(series, first)), tuple(map(series, momentum)), hidden, back, torch.empty_like(key),
         (slopes, torch.empty_like(key)), (key, active),
     )  # fmt: skip
-    last = forward.Last(tuple(map(_room, first)), tuple(map(_room, momentum)))
-    forward.write_kernel[(rows * heads,)](
-        forward.Given(key, value, _contiguous(weight), shares), written, last, heads, count,
-        _sizes(network, tokens, first, precision), num_warps=WARPS, num_stages=STAGES,
+    last = writes.Last(tuple(map(_room, first)), tuple(map(_room, momentum)))
+    writes.write_kernel[(rows * heads,)](
+        writes.Given(key, value, _contiguous(weight), shares), written, last, heads, count,
+        _sizes(network, tokens.query, key, first, precision), num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return written, last.weights, last.momentum
 
 
+def read(precision: Precision, network: Network, query: Tensor, shares: Shares, written: Written) -> Tensor:
+    """See `read` of `group_forward.py`."""
+    answered = _room(query)
+    grid, sizes, given = _reading(precision, network, query, shares, written)
+    reads.read_kernel[grid](given, answered, sizes, num_warps=WARPS, num_stages=STAGES)
+    return answered
+
+
+def through_reads(
+    precision: Precision, network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written,
+    out: Tensor,
+) -> ReadGradients:  # fmt: skip
+    """See `through_reads` of `group_backward.py`."""
+    norm, of_weight = network.norm(weight), None
+    if norm is not None:
+        answered = read(precision, network, query, shares, written)
+        out, of_weight = network.pointwise.norm_gradients(out, answered, norm)
+    grid, sizes, given = _reading(precision, network, query, shares, written)
+    out, query, shares = out.contiguous(), given.query, given.shares
+    wide = written.inputs[1].shape[-1]
+    # gradients of what is a token's, by each head that reads it: [B, H, N, Q, ...]
+    hidden, active, change, inputs = (query.new_empty(*query.shape[:-1], wide) for _ in range(4))
+    found = reads.Found(
+        _room(query), _room(shares.rated), None if shares.first is None else _room(shares.first),
+        None if shares.carried is None else _room(shares.carried), hidden, active, _room(query), change, inputs,
+        _room(query),
+    )  # fmt: skip
+    reads.through_reads_kernel[grid](given, out, found, sizes, num_warps=WARPS, num_stages=STAGES)
+    key, change, inputs, wrong = (_of_memory(each, written) for each in (found.key, change, inputs, found.wrong))
+    # the narrower factor takes the share
+    up = Reads(_shared(shares.first, hidden, query, 1), None, key, change)
+    down = Reads(_shared(shares.first, out, active, 0), None, inputs, wrong)
+    if shares.carried is not None:
+        up = up._replace(momentum=_shared(shares.carried, hidden, query, 1))
+        down = down._replace(momentum=_shared(shares.carried, out, active, 0))
+    return ReadGradients(found.query, (found.rated, found.first, found.carried), of_weight, (up, down))
+
+
+def _reading(
+    precision: Precision, network: Network, query: Tensor, shares: Shares, written: Written
+) -> tuple[tuple[int], Sizes, reads.Given]:  # fmt: skip
+    """Return how many programs answer queries [B, H, N, Q, D], their constants, and what they read."""
+    given = reads.Given(_contiguous(query), _contiguous(shares), _contiguous(written))
+    sizes = _sizes(network, query, written.inputs[0], written.weights, precision)
+    return (given.query.shape[:-1].numel() // written.inputs[0].shape[-2],), sizes, given
+
+
+def _of_memory(x: Tensor, written: Written) -> Tensor:
+    """Return gradients of a token's numbers, [B, H, N, T, ...], from those by head, [B, H, N, Q, ...]."""
+    tokens = written.inputs[0].shape[-2]
+    return x if x.shape[-2] == tokens else x.unflatten(3, (-1, tokens)).sum(3)
+
+
+def _shared(share: Tensor | None, out: Tensor, inputs: Tensor, narrow: int) -> Factors:
+    """Return the factors of sum_t share_t out_t inputs_t^T, all [B, H, N, Q, ...]; narrow: which takes the share."""
+    if share is None:
+        return Factors(out, inputs)
+    return Factors(out, share * inputs) if narrow else Factors(share * out, inputs)
+
+
 def through_writes(
     precision: Precision, network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written,
-    reads: list[ProductGradients], of_weights: Weights, of_momentum: Weights,
+    handed: Sequence[Reads], of_weights: Weights, of_momentum: Weights,
 ) -> WriteGradients:  # fmt: skip
     """See `through_writes` of `group_backward.py`."""
     rows, heads, count = tokens.key.shape[:3]
     tokens, shares = _contiguous(tokens), _contiguous(shares)
-    up, down = (_contiguous(backward.Reads(each.weights, each.momentum, each.inputs, each.change)) for each in reads)
+    up, down = map(_contiguous, handed)
     of_weight = None if weight is None or network.eps is None else weight.new_empty(rows, *weight.shape)
     of_shares = [None if each is None else _room(each) for each in shares[3:]]
-    found = backward.Found(
+    found = writes_backward.Found(
         # what is added to: the gradients that were given are somebody else's
         tuple(map(_copy, of_weights)), tuple(map(_copy, of_momentum)), _room(tokens.key), _room(tokens.value),
         of_weight, *of_shares,  # type: ignore[arg-type]
     )  # fmt: skip
-    backward.through_writes_kernel[(rows * heads,)](
-        backward.Given(tokens.value, _contiguous(weight), shares, written, (up, down)), found, heads, count,
-        _sizes(network, tokens, of_weights, precision), num_warps=WARPS, num_stages=STAGES,
+    writes_backward.through_writes_kernel[(rows * heads,)](
+        writes_backward.Given(tokens.value, _contiguous(weight), shares, written, (up, down)), found, heads, count,
+        _sizes(network, tokens.query, tokens.key, of_weights, precision), num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     of_weight = None if of_weight is None else of_weight.sum(0)
     return WriteGradients(found.weights, found.momentum, found.key, found.value, tuple(of_shares), of_weight)
 
 
-def _sizes(network: Network, tokens: Tokens, weights: Weights, precision: Precision) -> Sizes:
-    """Return the constants of kernels for `tokens` and networks of `weights` [B, H, out, in]."""
-    count, width = tokens.key.shape[-2:]
+def _sizes(network: Network, query: Tensor, key: Tensor, weights: Weights, precision: Precision) -> Sizes:
+    """Return the constants of kernels for networks of `weights` [..., out, in].
+
+    query: [B, H, N, Q, D]; key: [B, H, N, T, D].
+    """
+    count, width = key.shape[-2:]
     inner = weights[0].shape[-2]
 
     def block(size: int) -> int:
@@ -92,7 +159,7 @@ def _sizes(network: Network, tokens: Tokens, weights: Weights, precision: Precis
         return max(LEAST, triton.next_power_of_2(size))
 
     found: tuple[Any, ...] = (
-        count, width, inner, tokens.query.shape[-2] // count, block(count), block(width), min(UNITS, block(inner)),
+        count, width, inner, query.shape[-2] // count, block(count), block(width), min(UNITS, block(inner)),
         network.loss == "l2", network.residual, network.eps, precision,
     )  # fmt: skip
     return Sizes(*(None if each is None else tl.constexpr(each) for each in found))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_backward import Factors
+from megamem.ops.deep_memory.group_backward import Reads
 from megamem.ops.deep_memory.group_forward import Shares, Written
 from megamem.ops.deep_memory.triton.blocks import (
     add_product,
@@ -32,17 +32,6 @@ from megamem.ops.deep_memory.triton.blocks import (
 )
 
 
-class Reads(NamedTuple):
-    """What the reads hand on to one matrix, see `ProductGradients`. The wider of change and inputs is overwritten."""
-
-    weights: Factors
-    momentum: Factors | None
-    inputs: Tensor
-    """[B, H, N, T, in]"""
-    change: Tensor
-    """[B, H, N, T, out]"""
-
-
 class Given(NamedTuple):
     """What the kernel reads."""
 
@@ -54,6 +43,7 @@ class Given(NamedTuple):
     """See there; only those after the last token are read."""
     written: Written
     reads: tuple[Reads, Reads]
+    """The wider of change and inputs is overwritten."""
 
 
 class Found(NamedTuple):
