@@ -15,6 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from triton.runtime import driver
 from benchmarks.common import OUTPUT, publish, table
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
+from megamem.ops.deep_memory.kept_networks import kept_networks
 from megamem.ops.deep_memory.network import InnerRates
-from megamem.ops.deep_memory.triton import launch
+from megamem.ops.deep_memory.triton import launch, launch_kept
+from megamem.ops.deep_memory.triton.kept import answer_kernel, through_matrices_kernel, through_rows_kernel
 from megamem.ops.deep_memory.triton.reads import read_kernel, through_reads_kernel
 from megamem.ops.deep_memory.triton.writes import write_kernel
 from megamem.ops.deep_memory.triton.writes_backward import through_writes_kernel
@@ -41,6 +44,9 @@ KERNELS = {
     "read": read_kernel,
     "through_reads": through_reads_kernel,
     "through_writes": through_writes_kernel,
+    "answer": answer_kernel,
+    "through_rows": through_rows_kernel,
+    "through_matrices": through_matrices_kernel,
 }
 
 
@@ -77,6 +83,16 @@ def train(model: str, precision: launch.Precision) -> None:
         OutputNorm(some(HEADS, WIDTH), 1e-5), passes=launch.passes(precision),
     )  # fmt: skip
     read.sum().backward()
+
+
+def read_kept(precision: launch.Precision) -> None:
+    """Call the kernels of kept networks as training in BF16 does, with tensors that have no values."""
+    kept = 8
+    query = torch.empty(ROWS, HEADS, 1, COUNT * TOKENS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    shares = torch.empty(*query.shape[:-1], kept, device="meta", requires_grad=True)
+    matrices = [torch.empty(ROWS, HEADS, kept, INNER, WIDTH, device="meta", requires_grad=True) for _ in range(2)]
+    made = kept_networks(query, matrices, shares, 1e-5, passes=launch_kept.kept_passes(precision))
+    made.sum().backward()
 
 
 def compiled(call: Callable[[], None]) -> dict[str, Any]:
@@ -123,9 +139,9 @@ def taken(kernel: Any) -> dict[str, int]:
 def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("dla", "titans"), default=["dla", "titans"])
-    parser.add_argument("--units", nargs="+", type=int, default=[launch.UNITS])
-    parser.add_argument("--warps", nargs="+", type=int, default=[launch.WARPS])
+    parser.add_argument("--models", nargs="+", choices=("dla", "titans", "kept"), default=["dla", "titans", "kept"])
+    parser.add_argument("--units", nargs="+", type=int, default=[0])
+    parser.add_argument("--warps", nargs="+", type=int, default=[0])
     parser.add_argument("--stages", nargs="+", type=int, default=[launch.STAGES])
     parser.add_argument("--precision", nargs="+", choices=("tf32", "tf32x3", "ieee"), default=["tf32"])
     parser.add_argument("--output", type=Path, default=OUTPUT / "triton_kernels.json")
@@ -134,12 +150,15 @@ def main(arguments: list[str] | None = None) -> None:
     found = []
     choices = product(options.models, options.units, options.warps, options.stages, options.precision)
     for model, units, warps, stages, precision in choices:
-        launch.UNITS, launch.WARPS, launch.STAGES = units, warps, stages
-        for name, kernel in compiled(lambda model=model, precision=precision: train(model, precision)).items():
+        launch.STAGES = launch_kept.STAGES = stages
+        of_model = launch_kept if model == "kept" else launch
+        of_model.UNITS, of_model.WARPS = units or of_model.UNITS, warps or of_model.WARPS
+        call = partial(read_kept, precision) if model == "kept" else partial(train, model, precision)
+        for name, kernel in compiled(call).items():
             setting = {
                 "kernel": f"{name}, {model}",
-                "units": units,
-                "warps": warps,
+                "units": of_model.UNITS,
+                "warps": of_model.WARPS,
                 "stages": stages,
                 "precision": precision,
             }

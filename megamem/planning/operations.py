@@ -29,9 +29,11 @@ class Kind(IntEnum):
     MATMUL_BF16 = 2
     MATMUL_TF32 = 3
     """Products of blocks inside a kernel of our own, of FP32 numbers with 10 bits of their mantissas."""
-    ATTENTION = 4
+    MATMUL_BF16_BLOCKS = 4
+    """Products of blocks inside a kernel of our own, of BF16 numbers."""
+    ATTENTION = 5
     """A fused attention kernel's forward pass."""
-    ATTENTION_BACKWARD = 5
+    ATTENTION_BACKWARD = 6
 
 
 class Operation(NamedTuple):

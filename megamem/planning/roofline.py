@@ -42,7 +42,7 @@ class Rates(ConfigModel):
     attention: PositiveFloat
     """FLOP/s of a fused attention kernel's forward pass."""
     attention_backward: PositiveFloat
-    """FLOP/s of its backward pass."""
+    """FLOP/s of its backward pass, and of kernels of our own whose products in BF16 are of blocks of the same sizes."""
     memory: PositiveFloat
     """Bytes per second that operations read and write."""
     kernel: NonNegativeFloat
@@ -61,6 +61,7 @@ class Rates(ConfigModel):
             Kind.MATMUL_FP32: self.matmul["fp32"],
             Kind.MATMUL_BF16: self.matmul["bf16"],
             Kind.MATMUL_TF32: self.matmul["tf32"],
+            Kind.MATMUL_BF16_BLOCKS: self.attention_backward,
             Kind.ATTENTION: self.attention,
             Kind.ATTENTION_BACKWARD: self.attention_backward,
         }

@@ -91,11 +91,12 @@ class TestOperations:
     def test_deep_memories_by_kernels(self, precision, kind, times):
         """All products of 16 inner chunks of T = 16 tokens, D = 24 channels and I = 96 inner units, by kernel.
 
-        Products T D I: to write z, W1 h, W1^T r, and the outer products of W's and S's two matrices; back through that,
-        of W and S each, four through the outer products and two that the reads hand on, then through the tokens W1 _back,
-        W1^T _y, W2^T _z and an outer product for each. To read, one with each matrix of W and S; back through that these
-        anew, and two more of each in which the other factor has the gradient. Among the tokens of an inner chunk, reading
-        takes T T (D + I) for each matrix, and three times as much on the way back. 24 channels are filled up to 32.
+        Products T D I: to write z, W1 h, W1^T r, and the outer products of W's and S's two matrices; back through
+        that, of W and S each, four through the outer products and two that the reads hand on, then through the tokens
+        W1 _back, W1^T _y, W2^T _z and an outer product for each. To read, one with each matrix of W and S; back through
+        that these anew, and two more of each in which the other factor has the gradient. Among the tokens of an inner
+        chunk, reading takes T T (D + I) for each matrix, and three times as much on the way back. 24 channels are
+        filled up to 32.
         """
         model = ModelConfig.model_validate(
             {

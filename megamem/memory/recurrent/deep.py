@@ -32,8 +32,8 @@ from megamem.ops.deep_memory.error import OutputNorm, standardized
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import GroupPasses
 from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
-from megamem.ops.deep_memory.kept_networks import Spans, kept_networks
-from megamem.ops.deep_memory.kernels import passes_of
+from megamem.ops.deep_memory.kept_networks import KeptPasses, Spans, kept_networks
+from megamem.ops.deep_memory.kernels import kept_passes_of, passes_of
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.deep_memory.pointwise import PLAIN
 from megamem.parallel.linears import Linears
@@ -89,6 +89,9 @@ class DeepMemory(RecurrentMixer):
         self.pointwise = PLAIN
         self.kernel, self.precision = model.deep_memory_kernel, model.deep_memory_precision
         self.passes: Callable[[Tensor, int], GroupPasses] = partial(passes_of, self.kernel, self.precision)
+        self.kept_passes: Callable[[Tensor, Sequence[Tensor]], KeptPasses] = partial(
+            kept_passes_of, self.kernel, self.precision
+        )
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """Make the projection from tokens to a gate of `DeepConfig.gate_shape`, which starts at `start`."""
@@ -211,7 +214,8 @@ class DeepMemory(RecurrentMixer):
     def answer(self, inputs: Inputs, kept: Sequence[Tensor], shares: Tensor, spans: Spans = ()) -> Tensor:
         """See `RecurrentMixer.answer`; each memory ([B, H, N, ...]) has a norm of its own, before the shares."""
         eps = self.norm_eps if self.config.layer_norm else None
-        made = kept_networks(self._asked(inputs.query, kept[0]), kept, shares, eps, spans, self.pointwise)
+        query = self._asked(inputs.query, kept[0])
+        made = kept_networks(query, kept, shares, eps, spans, self.pointwise, self.kept_passes(query, kept))
         return self.answered(made, inputs, shares.sum(-1, keepdim=True))
 
     def _asked(self, query: Tensor, kept: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ queries, N kept networks, D width of a head, I inner width, V width of an answer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,89 @@ Spans = Sequence[tuple[int, int]]
 """For each of some memories the first token that reads it, and the first one after it that does not."""
 
 
+class KeptPasses(NamedTuple):
+    """Both passes of kept networks: by torch, or by kernels."""
+
+    answer: Callable[..., Tensor]
+    """See `answer`."""
+    gradients: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
+    """See `gradients`."""
+
+
+class _KeptNetworks(torch.autograd.Function):
+    """The sum over networks; its backward pass computes everything but the inputs anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: KeptPasses, rows: Tensor, shares: Tensor, eps: float | None, reading: list[slice],
+        pointwise: Pointwise, *matrices: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return y [B, H, R, V]; arguments as in `answer`."""
+        ctx.passes, ctx.eps, ctx.reading, ctx.pointwise = passes, eps, reading, pointwise
+        ctx.save_for_backward(rows, shares, *matrices)
+        return passes.answer(rows, shares, eps, reading, pointwise, matrices)
+
+    @staticmethod
+    def backward(ctx: Any, of_total: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows, shares and matrices, from that of y [B, H, R, V]."""
+        rows, shares, *matrices = ctx.saved_tensors
+        of_rows, of_shares, of_matrices = ctx.passes.gradients(
+            of_total, rows, shares, ctx.eps, ctx.reading, ctx.pointwise, matrices
+        )
+        return None, of_rows.to(rows.dtype), of_shares, None, None, None, *of_matrices
+
+
+def answer(
+    rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
+    matrices: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Return y [B, H, R, V].
+
+    Args:
+        rows: [B, H, R, D].
+        shares: [B, H, R, N].
+        reading: the rows that read each network.
+        eps, pointwise, matrices: as in `kept_networks`.
+    """
+    total = shares.new_zeros(*rows.shape[:3], matrices[-1].shape[-1 if len(matrices) == 2 else -2])
+    for n, here in enumerate(reading):
+        own = rows[:, :, here]
+        if own.numel():
+            made = _made(own, _network(matrices, n, rows.dtype))
+            total[:, :, here].add_(pointwise.weighed(made.last, shares[:, :, here, n : n + 1], eps))
+    return total
+
+
+def gradients(
+    of_total: Tensor, rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
+    matrices: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Return the gradients of rows and shares, both in the dtype of the shares, and of the matrices.
+
+    of_total: that of y [B, H, R, V]; the rest as in `answer`.
+    """
+    # summed over networks, so in the dtype of the shares
+    of_shares, of_rows = torch.zeros_like(shares), torch.zeros_like(rows, dtype=shares.dtype)
+    of_matrices = [matrix.new_empty(matrix.shape) for matrix in matrices]
+    for n, here in enumerate(reading):
+        if not rows[:, :, here].numel():  # nobody reads it
+            for whole in of_matrices:
+                whole[:, :, n] = 0.0
+            continue
+        own = _network(matrices, n, rows.dtype)
+        made, share = _made(rows[:, :, here], own), shares[:, :, here, n : n + 1]
+        of_last, of_share = pointwise.weighed_gradients(of_total[:, :, here], made.last, share, eps)
+        of_shares[:, :, here, n : n + 1] = of_share
+        of_rows[:, :, here].add_(_gradients(of_last, rows[:, :, here], own, made, [x[:, :, n] for x in of_matrices]))
+    return of_rows, of_shares, of_matrices
+
+
+TORCH = KeptPasses(answer, gradients)
+
+
 def kept_networks(
     query: Tensor, matrices: Sequence[Tensor], shares: Tensor, eps: float | None, spans: Spans = (),
-    pointwise: Pointwise = PLAIN,
+    pointwise: Pointwise = PLAIN, passes: KeptPasses = TORCH,
 ) -> Tensor:  # fmt: skip
     """Return the sum of what kept networks answer, times their shares.
 
@@ -44,59 +124,15 @@ def kept_networks(
         spans: the first token that reads each network, and the first one after it that does not; if not given, all
             tokens read all of them.
         pointwise: its functions that are no matrix products, compiled or not.
+        passes: what computes it, and goes back through it.
     Returns: y [B, H, G, T, V].
     """
     groups = query.shape[2]
     # tokens first, so that those from a certain one on stand together: [B, H, R, ...]
     rows, shares = (x.movedim(2, 3).flatten(2, 3) for x in (query, shares))
     reading = [slice(begin * groups, end * groups) for begin, end in spans] or [slice(None)] * shares.shape[-1]
-    made: Tensor = _KeptNetworks.apply(rows, shares, eps, reading, pointwise, *matrices)
+    made: Tensor = _KeptNetworks.apply(passes, rows, shares, eps, reading, pointwise, *matrices)
     return made.unflatten(2, (-1, groups)).movedim(3, 2)
-
-
-class _KeptNetworks(torch.autograd.Function):
-    """The sum over networks; its backward pass computes everything but the inputs anew."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, shares: Tensor, eps: float | None, reading: list[slice], pointwise: Pointwise,
-        *matrices: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Return y [B, H, R, V].
-
-        rows: [B, H, R, D]; shares: [B, H, R, N]; reading: the rows that read each network; matrices: as in
-        `kept_networks`.
-        """
-        ctx.eps, ctx.reading, ctx.pointwise = eps, reading, pointwise
-        ctx.save_for_backward(rows, shares, *matrices)
-        total = shares.new_zeros(*rows.shape[:3], matrices[-1].shape[-1 if len(matrices) == 2 else -2])
-        for n, here in enumerate(reading):
-            own = rows[:, :, here]
-            if own.numel():
-                made = _made(own, _network(matrices, n, rows.dtype))
-                total[:, :, here].add_(pointwise.weighed(made.last, shares[:, :, here, n : n + 1], eps))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, of_total: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows, shares and matrices, from that of y [B, H, R, V]."""
-        rows, shares, *matrices = ctx.saved_tensors
-        # summed over networks, so in the dtype of the shares
-        of_shares, of_rows = torch.zeros_like(shares), torch.zeros_like(rows, dtype=shares.dtype)
-        of_matrices = [matrix.new_empty(matrix.shape) for matrix in matrices]
-        for n, here in enumerate(ctx.reading):
-            if not rows[:, :, here].numel():  # nobody reads it
-                for whole in of_matrices:
-                    whole[:, :, n] = 0.0
-                continue
-            own = _network(matrices, n, rows.dtype)
-            made, share = _made(rows[:, :, here], own), shares[:, :, here, n : n + 1]
-            of_last, of_share = ctx.pointwise.weighed_gradients(of_total[:, :, here], made.last, share, ctx.eps)
-            of_shares[:, :, here, n : n + 1] = of_share
-            of_rows[:, :, here].add_(
-                _gradients(of_last, rows[:, :, here], own, made, [x[:, :, n] for x in of_matrices])
-            )
-        return of_rows.to(rows.dtype), of_shares, None, None, None, *of_matrices
 
 
 def _network(matrices: Sequence[Tensor], n: int, dtype: torch.dtype) -> list[Tensor]:

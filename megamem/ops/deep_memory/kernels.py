@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megamem.errors import ConfigError
+from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
+from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
 
 Kernel = Literal["torch", "triton"]
@@ -26,6 +29,19 @@ def passes_of(kernel: Kernel, precision: Precision, key: Tensor, matrices: int) 
     from megamem.ops.deep_memory.triton.launch import passes
 
     return passes(precision)
+
+
+def kept_passes_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: Sequence[Tensor]) -> KeptPasses:
+    """Return both passes of kept networks: by the kernel where it has a part in them, else by torch.
+
+    query: [B, H, ..., D]; matrices: [B, H, N, ...] each.
+    """
+    wide = matrices[-1].shape[-1] != query.shape[-1]
+    if kernel == "torch" or len(matrices) != 2 or wide or not query.is_cuda or query.dtype == torch.float64:
+        return kept_networks.TORCH
+    from megamem.ops.deep_memory.triton.launch_kept import kept_passes
+
+    return kept_passes(precision)
 
 
 def check_kernel(kernel: Kernel) -> None:

@@ -1,0 +1,168 @@
+"""The kernels of deep memories in the eyes of a ledger: what each computes and moves, with torch's results.
+
+A kernel does the arithmetic of torch's products, of blocks that are filled up to powers of two. What it is given and
+what it returns goes through the device's memory once; what it reads again lies in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megamem.ops.deep_memory import kept_networks
+from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses, ReadGradients, Reads, WriteGradients
+from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
+from megamem.ops.deep_memory.kept_networks import KeptPasses
+from megamem.ops.deep_memory.network import Precision, Weights
+from megamem.ops.deep_memory.pointwise import Pointwise
+from megamem.planning.ledger import joined_as
+from megamem.planning.operations import Kind, Operation, touched
+from megamem.planning.tensors import tensors_in
+
+KEPT_ROWS = 128
+"""Rows that a program of the kernels of kept networks answers: `ROWS` of `triton/launch_kept.py`."""
+_PRODUCTS = {"tf32": (Kind.MATMUL_TF32, 1), "tf32x3": (Kind.MATMUL_TF32, 3), "ieee": (Kind.MATMUL_FP32, 1)}
+"""How FP32 numbers are multiplied: by which unit, and how many products stand for one."""
+
+
+def planned_passes(precision: Precision) -> GroupPasses:
+    """Return both passes of a group of inner chunks by torch, as one kernel each in the eyes of a ledger."""
+    kind, products = _PRODUCTS[precision]
+
+    def as_kernel(blocks: Tensor, per_head: bool, read: object, function: Callable[..., Any], *given: object) -> Any:
+        """Return what a function returns that a kernel computes.
+
+        blocks: [B, H, N, T, D], filled up; a program is for each of them, or if `per_head` for all N. read: what the
+        kernel reads.
+        """
+        filled = products * math.prod(2 ** (size - 1).bit_length() / size for size in blocks.shape[-2:])
+        programs = math.prod(blocks.shape[: 2 if per_head else 3])
+
+        def kernel(steps: Sequence[Operation], out: object) -> Operation:
+            """Return the kernel that does the work of these steps."""
+            return Operation(kind, filled * sum(step.flops for step in steps), _moved(read, out), programs)
+
+        return joined_as(kernel, function, *given)
+
+    def write(
+        network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, first: Weights, momentum: Weights
+    ) -> tuple[Written, Weights, Weights]:
+        """See `write` [B, H, ...]."""
+        read = tokens.value, shares[OF_QUERIES:], weight, first, momentum
+        given = network, tokens, shares, weight, first, momentum
+        return cast("tuple[Written, Weights, Weights]", as_kernel(tokens.key, True, read, TORCH.write, *given))
+
+    def read(network: Network, query: Tensor, shares: Shares, written: Written) -> Tensor:
+        """See `read` [B, H, ...]."""
+        moved = query, shares[:OF_QUERIES], _of_reads(written)
+        given = network, query, shares, written
+        return cast(Tensor, as_kernel(_blocks(query, written), False, moved, TORCH.read, *given))
+
+    def through_reads(
+        network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written, out: Tensor
+    ) -> ReadGradients:
+        """See `through_reads` [B, H, ...]."""
+        norm, of_weight = network.norm(weight), None
+        if norm is not None:
+            out, of_weight = network.pointwise.norm_gradients(out, read(network, query, shares, written), norm)
+        moved = query, shares[:OF_QUERIES], _of_reads(written), out
+        given = network._replace(eps=None), query, shares, None, written, out
+        found = as_kernel(_blocks(query, written), False, moved, TORCH.through_reads, *given)
+        return cast(ReadGradients, found._replace(weight=of_weight))
+
+    def through_writes(
+        network: Network, tokens: Tokens, shares: Shares, weight: Tensor | None, written: Written,
+        reads: Sequence[Reads], of_weights: Weights, of_momentum: Weights,
+    ) -> WriteGradients:  # fmt: skip
+        """See `through_writes` [B, H, ...]."""
+        read = tokens.value, shares[OF_QUERIES:], weight, written, reads, of_weights, of_momentum
+        given = network, tokens, shares, weight, written, reads, of_weights, of_momentum
+        return cast(WriteGradients, as_kernel(tokens.key, True, read, TORCH.through_writes, *given))
+
+    return GroupPasses(write, read, through_reads, through_writes)
+
+
+def planned_kept_passes(precision: Precision) -> KeptPasses:
+    """Return both passes of kept networks by torch, as one kernel forward and two backward in the eyes of a ledger."""
+
+    def kernel(rows: Tensor, reading: Sequence[slice], products: int, programs: float, *moved: object) -> Operation:
+        """Return a kernel of so many products of each pair of a row and a network with a matrix.
+
+        rows: [B, H, R, D], read by networks in blocks.
+        """
+        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else _PRODUCTS[precision]
+        return Operation(kind, float(times * products * _pairs(rows, reading)), _moved(*moved), programs)
+
+    def answer(
+        rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
+        matrices: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """See `answer` of `kept_networks.py` [B, H, ...]."""
+        heads, inner = rows.shape[:2].numel(), matrices[0].shape[-2]
+        programs = heads * math.ceil(rows.shape[2] / KEPT_ROWS)
+
+        def as_one(steps: Sequence[Operation], out: Tensor) -> Operation:
+            """Return the kernel: U q, and what V makes of it."""
+            return kernel(rows, reading, 2 * inner, programs, rows, shares, matrices, out)
+
+        return joined_as(as_one, kept_networks.TORCH.answer, rows, shares, eps, reading, pointwise, matrices)
+
+    def gradients(
+        of_total: Tensor, rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice],
+        pointwise: Pointwise, matrices: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        """See `gradients` of `kept_networks.py` [B, H, ...]."""
+        heads, (count, inner) = rows.shape[:2].numel(), matrices[0].shape[2:4]
+        programs, networks = heads * math.ceil(rows.shape[2] / KEPT_ROWS), heads * count * math.ceil(inner / 64)
+        # what the first kernel leaves for the second
+        of_made = rows.new_empty(*rows.shape[:2], count, *rows.shape[2:])
+
+        def through_rows(steps: Sequence[Operation], out: tuple[Tensor, Tensor, list[Tensor]]) -> Operation:
+            """Return the kernel of rows: m anew, z again, V _m and U^T _z."""
+            return kernel(rows, reading, 5 * inner, programs, of_total, rows, shares, matrices, out[:2], of_made)
+
+        def through_matrices(steps: Sequence[Operation], out: None) -> Operation:
+            """Return the kernel of matrices: z once more, V _m, _V and _U."""
+            return kernel(rows, reading, 4 * inner, networks, rows, of_made, matrices, matrices)
+
+        given = of_total, rows, shares, eps, reading, pointwise, matrices
+        found = joined_as(through_rows, kept_networks.TORCH.gradients, *given)
+        joined_as(through_matrices, lambda: None)
+        return found
+
+    return KeptPasses(answer, gradients)
+
+
+def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:
+    """Return the FLOPs of a product of a vector for each inner unit, of all pairs of rows [B, H, R, D] and networks.
+
+    Blocks of rows are whole, and channels are filled up to a power of two.
+    """
+    blocks = 0
+    for each in reading:
+        begin, end, _ = each.indices(rows.shape[2])
+        blocks += max(0, math.ceil(end / KEPT_ROWS) - begin // KEPT_ROWS) if begin < end else 0
+    return 2.0 * rows.shape[:2].numel() * blocks * KEPT_ROWS * 2 ** (rows.shape[-1] - 1).bit_length()
+
+
+def _moved(*of: object) -> float:
+    """Return the bytes of all tensors in some values, each once."""
+    return float(sum({id(x): touched(x) for x in tensors_in(of)}.values()))
+
+
+def _of_reads(written: Written) -> object:
+    """Return what reads need of what has been written."""
+    return written.weights, written.momentum, written.changes, written.inputs
+
+
+def _blocks(query: Tensor, written: Written) -> Tensor:
+    """Return queries [B, H, N, G T, D] by the heads that ask, [B, H, N G, T, D]."""
+    return query.unflatten(3, (-1, written.inputs[0].shape[-2])).flatten(2, 3)
+
+
+OF_QUERIES = 3
+"""Of the fields of `Shares`, those that only reads need; they come first."""
