@@ -19,6 +19,7 @@ from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Writt
 from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.pointwise import Pointwise
+from megamem.ops.deep_memory.selected_networks import Pairs, SelectedPasses
 from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Kind, Operation, touched
 from megamem.planning.tensors import tensors_in
@@ -135,6 +136,53 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
         return found
 
     return KeptPasses(answer, gradients)
+
+
+def planned_selected_passes(precision: Precision) -> SelectedPasses:
+    """Return both passes of selected networks, which compute nothing, as one kernel forward and two backward."""
+
+    def kernel(rows: Tensor, pairs: Pairs, products: int, programs: float, *moved: object) -> Operation:
+        """Return a kernel of so many products of each pair with a matrix; a network's last block is half full."""
+        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else _PRODUCTS[precision]
+        networks = rows.shape[:2].numel() * (pairs.begins.shape[-1] - 1)
+        filled = (pairs.order.numel() + networks * KEPT_ROWS / 2) * 2 ** (rows.shape[-1] - 1).bit_length()
+        return Operation(kind, 2.0 * times * products * filled, _moved(*moved), programs)
+
+    def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]) -> Tensor:
+        """See `SelectedPasses` [B, H, ...]."""
+        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / KEPT_ROWS
+
+        def as_one(steps: Sequence[Operation], out: Tensor) -> Operation:
+            """Return the kernel: U q, and what V makes of it, of gathered rows."""
+            return kernel(rows, pairs, 2 * inner, blocks, out, out, shares, pairs, matrices)
+
+        return joined_as(as_one, shares.new_zeros, *_by_pair(rows, pairs))
+
+    def gradients(
+        of_total: Tensor, rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """See `SelectedPasses` [B, H, ...]."""
+        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / KEPT_ROWS
+        programs = rows.shape[:2].numel() * shares.shape[-1] * math.ceil(inner / 64)
+        of_made = rows.new_empty(_by_pair(rows, pairs))
+
+        def of_rows(steps: Sequence[Operation], out: Tensor) -> Operation:
+            """Return the kernel of pairs: m anew, z again, V _m and U^T _z, of gathered rows and gradients."""
+            return kernel(rows, pairs, 5 * inner, blocks, out, out, of_made, of_made, shares, shares, pairs, matrices)
+
+        def of_matrices(steps: Sequence[Operation], out: list[Tensor]) -> Operation:
+            """Return the kernel of matrices: z once more, V _m, _V and _U."""
+            return kernel(rows, pairs, 4 * inner, programs, of_made, of_made, pairs, matrices, out)
+
+        found = joined_as(of_rows, shares.new_zeros, *_by_pair(rows, pairs))
+        return found, torch.zeros_like(shares), joined_as(of_matrices, lambda: [torch.empty_like(x) for x in matrices])
+
+    return SelectedPasses(answer, gradients)
+
+
+def _by_pair(rows: Tensor, pairs: Pairs) -> tuple[int, ...]:
+    """Return the shape of vectors of each row's pairs, [B, H, R, K, D], for rows [B, H, R, D]."""
+    return *rows.shape[:3], pairs.order.shape[-1] // rows.shape[2], rows.shape[-1]
 
 
 def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:

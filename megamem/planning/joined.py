@@ -22,7 +22,7 @@ from megamem.model.kernels import OPERATIONS
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
 from megamem.ops.linear_recurrence.fla import fla_recurrence
-from megamem.planning.deep_memory_kernels import planned_kept_passes, planned_passes
+from megamem.planning.deep_memory_kernels import planned_kept_passes, planned_passes, planned_selected_passes
 from megamem.planning.fla_kernels import PLANNED
 from megamem.planning.ledger import joined
 from megamem.planning.tensors import tensors_in
@@ -43,6 +43,7 @@ def join_kernels(
         if isinstance(module, DeepMemory) and module.kernel == "triton" and len(module.names) == 2:
             module.passes = partial(as_given, planned_passes(module.precision))
             module.kept_passes = partial(as_given, planned_kept_passes(module.precision))
+            module.selected_passes = partial(as_given, planned_selected_passes(module.precision))
 
 
 def as_given(made: T, *_: object) -> T:

@@ -46,7 +46,7 @@ from megamem.memory.composite.logarithmic_segments import LogarithmicSegments
 from megamem.memory.composite.memory_caching_settings import MemoryCachingSettings
 from megamem.memory.composite.segments import Ended, Gating, KeptSegments, Segments, SegmentSlice, gate_shares, pool
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer
-from megamem.ops.deep_memory.kept import Copies, selected_answer
+from megamem.ops.deep_memory.kept import Copies
 from megamem.parallel.linears import Linears, normal
 
 
@@ -226,9 +226,8 @@ class MemoryCaching(Mixer):
         if not kept:
             return inputs.query.new_zeros(())
         if self.config.combine == "ssc":
-            weights, width, far = [part.weights for part in kept], inputs.value.shape[-1], [part.far for part in kept]
-            made = selected_answer(self.memory.answer_rows, inputs.query, weights, shares, width, copies, far)
-            return self.memory.answered(made, inputs, torch.cat(shares, dim=-1).sum(-1, keepdim=True))
+            weights, far = [part.weights for part in kept], [part.far for part in kept]
+            return self.memory.answer_selected(inputs, weights, shares, self.config.top_k, copies, far)
         answers = (
             self.memory.answer(inputs, part.weights, share, part.spans)
             for part, share in zip(kept, shares, strict=True)

@@ -28,7 +28,7 @@ from megamem.config.model import MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.recurrent.head_norm import HeadNorm
 from megamem.memory.recurrent.short_convolution import ShortConvolution
-from megamem.ops.deep_memory.kept import Matrix, Rows
+from megamem.ops.deep_memory.kept import Copies, Matrix, Rows, selected_answer
 from megamem.ops.deep_memory.kept_networks import Spans
 from megamem.ops.deep_memory.network import Join
 from megamem.ops.unit import unit
@@ -300,6 +300,24 @@ class RecurrentMixer(Mixer):
 
         x: [rows, D]; kept: the matrices of `snapshot`, each as lists of memories; rows: which memory a row reads.
         """
+
+    def answer_selected(
+        self, inputs: Inputs, kept: Sequence[Sequence[Tensor]], shares: Sequence[Tensor], most: int,
+        copies: Copies | None = None, far: Sequence[bool] = (),
+    ) -> Tensor:  # fmt: skip
+        """Return sum_n shares_n M_n(q) of kept memories, computing no answer whose share is 0: [B, H, G, T, V].
+
+        Args:
+            inputs: of the tokens that ask.
+            kept: for each list of memories, the matrices of `snapshot`, [B, H, N, ...].
+            shares: for each list, [B, H, G, T, N].
+            most: how many of a query's shares are not 0 at most.
+            copies: those made so far, if memories may lie elsewhere than the queries.
+            far: for each list, whether its memories do.
+        """
+        width = inputs.value.shape[-1]
+        made = selected_answer(self.answer_rows, inputs.query, kept, shares, width, copies, far)
+        return self.answered(made, inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
 
     def answered(self, made: Tensor, inputs: Inputs, total: Tensor) -> Tensor:
         """Return sum_n shares_n M_n(q), given the same sum of what `answer_rows` returns for each memory.

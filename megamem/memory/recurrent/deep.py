@@ -31,11 +31,12 @@ from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import GroupPasses
-from megamem.ops.deep_memory.kept import Matrix, Rows, shared_product
+from megamem.ops.deep_memory.kept import Copies, Matrix, Rows, shared_product
 from megamem.ops.deep_memory.kept_networks import KeptPasses, Spans, kept_networks
-from megamem.ops.deep_memory.kernels import kept_passes_of, passes_of
+from megamem.ops.deep_memory.kernels import kept_passes_of, passes_of, selected_passes_of
 from megamem.ops.deep_memory.network import InnerRates, Join, Weights, deep_memory
 from megamem.ops.deep_memory.pointwise import PLAIN
+from megamem.ops.deep_memory.selected_networks import SelectedPasses, selected_networks
 from megamem.parallel.linears import Linears
 
 
@@ -91,6 +92,9 @@ class DeepMemory(RecurrentMixer):
         self.passes: Callable[[Tensor, int], GroupPasses] = partial(passes_of, self.kernel, self.precision)
         self.kept_passes: Callable[[Tensor, Sequence[Tensor]], KeptPasses] = partial(
             kept_passes_of, self.kernel, self.precision
+        )
+        self.selected_passes: Callable[[Tensor, Sequence[Tensor]], SelectedPasses | None] = partial(
+            selected_passes_of, self.kernel, self.precision
         )
 
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
@@ -217,6 +221,22 @@ class DeepMemory(RecurrentMixer):
         query = self._asked(inputs.query, kept[0])
         made = kept_networks(query, kept, shares, eps, spans, self.pointwise, self.kept_passes(query, kept))
         return self.answered(made, inputs, shares.sum(-1, keepdim=True))
+
+    def answer_selected(
+        self, inputs: Inputs, kept: Sequence[Sequence[Tensor]], shares: Sequence[Tensor], most: int,
+        copies: Copies | None = None, far: Sequence[bool] = (),
+    ) -> Tensor:  # fmt: skip
+        """See `RecurrentMixer.answer_selected` ([B, H, G, T, V])."""
+        query = self._asked(inputs.query, kept[0][0])
+        passes = None if any(far) else self.selected_passes(query, kept[0])
+        if passes is None:
+            return super().answer_selected(inputs, kept, shares, most, copies, far)
+        eps = self.norm_eps if self.config.layer_norm else None
+        made = sum(
+            (selected_networks(query, own, share, most, eps, passes) for own, share in zip(kept, shares, strict=True)),
+            shares[0].new_zeros(()),
+        )
+        return self.answered(made, inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
 
     def _asked(self, query: Tensor, kept: Tensor) -> Tensor:
         """Return queries [..., D] in the dtype of the products with kept matrices [..., D]."""

@@ -14,6 +14,7 @@ from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
+from megamem.ops.deep_memory.selected_networks import SelectedPasses
 
 Kernel = Literal["torch", "triton"]
 
@@ -36,12 +37,31 @@ def kept_passes_of(kernel: Kernel, precision: Precision, query: Tensor, matrices
 
     query: [B, H, ..., D]; matrices: [B, H, N, ...] each.
     """
-    wide = matrices[-1].shape[-1] != query.shape[-1]
-    if kernel == "torch" or len(matrices) != 2 or wide or not query.is_cuda or query.dtype == torch.float64:
+    if not _reads_kept(kernel, query, matrices):
         return kept_networks.TORCH
     from megamem.ops.deep_memory.triton.launch_kept import kept_passes
 
     return kept_passes(precision)
+
+
+def selected_passes_of(
+    kernel: Kernel, precision: Precision, query: Tensor, matrices: Sequence[Tensor]
+) -> SelectedPasses | None:
+    """Return both passes of selected networks by the kernel, or None where it has no part in them.
+
+    query: [B, H, ..., D]; matrices: [B, H, N, ...] each.
+    """
+    if not _reads_kept(kernel, query, matrices):
+        return None
+    from megamem.ops.deep_memory.triton.launch_selected import selected_passes
+
+    return selected_passes(precision)
+
+
+def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bool:
+    """Return whether the kernel reads kept networks: of two matrices, as wide as their queries, not in float64."""
+    as_wide = len(matrices) == 2 and matrices[-1].shape[-1] == query.shape[-1]
+    return kernel == "triton" and as_wide and query.is_cuda and query.dtype != torch.float64
 
 
 def check_kernel(kernel: Kernel) -> None:

@@ -73,12 +73,17 @@ def _given(
 ) -> tuple[kept.Given, kept.Sizes]:  # fmt: skip
     """Return what the kernels read, and their constants."""
     up, down = matrices
-    height, width = rows.shape[2:]
-    spans = _spans(tuple(each.indices(height)[:2] for each in reading), rows.device)
+    spans = _spans(tuple(each.indices(rows.shape[2])[:2] for each in reading), rows.device)
     given = kept.Given(rows.contiguous(), shares.contiguous(), up.contiguous(), down.contiguous(), spans)
+    return given, kept_sizes(precision, up, eps)
+
+
+def kept_sizes(precision: Precision, up: Tensor, eps: float | None) -> kept.Sizes:
+    """Return the constants of kernels for networks whose first matrices are [B, H, N, I, D]."""
+    width, inner = up.shape[-1], up.shape[-2]
     block = max(LEAST, triton.next_power_of_2(width))
-    constants: tuple[Any, ...] = width, up.shape[-2], ROWS, block, _block(UNITS, up.shape[-2]), eps, precision
-    return given, kept.Sizes(*(None if each is None else tl.constexpr(each) for each in constants))
+    constants: tuple[Any, ...] = width, inner, ROWS, block, _block(UNITS, inner), eps, precision
+    return kept.Sizes(*(None if each is None else tl.constexpr(each) for each in constants))
 
 
 def _block(most: int, size: int) -> int:

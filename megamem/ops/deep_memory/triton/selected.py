@@ -1,0 +1,153 @@
+"""Kernels of kept networks of which each row reads a few: what the chosen ones answer, and the gradients.
+
+The equations are those of `kept_networks.py`. Pairs of a row and a network that it reads stand in the order of the
+networks (`selected_networks.py`). A program takes a block of one network's pairs, of which it gathers the rows:
+
+    answer_pairs           w LN(m) of each pair, to a place of its own: nothing is added up by several programs
+    through_pairs          m anew, then _w, _m and _q of each pair; leaves _m in the device's memory
+    through_pair_matrices  a block of a network's inner units: over all of its pairs, _U and _V
+
+How many pairs a network has is known to the device alone. There are programs for as many as there may be, of which
+those without pairs end at once: the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamem.ops.deep_memory.triton.blocks import add_product, below, density, load_block, store_block, unit_and_inverse
+from megamem.ops.deep_memory.triton.kept import answer, through_network
+
+
+class Given(NamedTuple):
+    """What the kernels read. P: pairs that there may be, R times K networks that a row reads at most."""
+
+    rows: Tensor
+    """q [B, H, R, D], in the dtype of products."""
+    shares: Tensor
+    """w [B, H, R, N], in the dtype of sums."""
+    up: Tensor
+    """U [B, H, N, I, D]"""
+    down: Tensor
+    """V [B, H, N, I, D]"""
+    order: Tensor
+    """Pairs by network, [B, H, P]: each is its row times K plus which of the row's networks it is."""
+    begins: Tensor
+    """Where the pairs of each network begin, and where those of the last one end, [B, H, N + 1]."""
+
+
+class Found(NamedTuple):
+    """What the backward kernels write."""
+
+    rows: Tensor
+    """By pair of each row, [B, H, R, K, D]."""
+    shares: Tensor
+    """[B, H, R, N]; what no row reads is left as it is."""
+    made: Tensor
+    """Of m, by pair in the order of networks, [B, H, P, D], in the dtype of products."""
+    up: Tensor
+    """[B, H, N, I, D], as `down`."""
+    down: Tensor
+
+
+@triton.jit
+def answer_pairs_kernel(given: Given, parts, height, count, each: tl.constexpr, sizes):
+    """Write what each pair adds to its row's answer to `parts` [B, H, R, K, D]. height: R; count: N; each: K."""
+    head, n, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, sizes.channel_block)
+    first, last = span(given, head, n, count)
+    begin = first + tl.program_id(2) * sizes.row_block
+    if begin < last:
+        at = begin + tl.arange(0, sizes.row_block)
+        pair, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
+        share = tl.load(given.shares + (head * height + pair // each) * count + n, mask=at < last, other=0.0)
+        of_matrix = (head * count + n) * sizes.inner * sizes.width
+        sums = tl.zeros((sizes.row_block, sizes.channel_block), given.shares.dtype.element_ty)
+        made = answer(given, rows, of_matrix, channels, sums, sizes)
+        if sizes.eps is not None:
+            made, _ = unit_and_inverse(made, (channels < sizes.width)[None, :], sizes)
+        store_pairs(parts, share[:, None] * made, head, pair, at < last, channels, height, each, sizes)
+
+
+@triton.jit
+def through_pairs_kernel(given: Given, of_total, found: Found, height, count, each: tl.constexpr, sizes):
+    """Fill `found` but for the matrices, given the gradient of the sum of each row's answers [B, H, R, D]."""
+    head, n, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, sizes.channel_block)
+    first, last = span(given, head, n, count)
+    begin = first + tl.program_id(2) * sizes.row_block
+    if begin < last:
+        at, inside = begin + tl.arange(0, sizes.row_block), (channels < sizes.width)[None, :]
+        pair, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
+        _, of_sum = load_pairs(of_total, given, head, at, last, channels, height, each, sizes)
+        of_share = (head * height + pair // each) * count + n
+        share = tl.load(given.shares + of_share, mask=at < last, other=0.0)
+        of_matrix = (head * count + n) * sizes.inner * sizes.width
+        of_rows = tl.zeros((sizes.row_block, sizes.channel_block), of_sum.dtype)
+        made = answer(given, rows, of_matrix, channels, of_rows, sizes)
+        of_made = share[:, None] * of_sum
+        if sizes.eps is not None:
+            made, inverse = unit_and_inverse(made, inside, sizes)
+            mean, along = tl.sum(of_made, 1, keep_dims=True), tl.sum(of_made * made, 1, keep_dims=True)
+            of_made = tl.where(inside, inverse * (of_made - (mean + along * made) / sizes.width), 0.0)
+        tl.store(found.shares + of_share, tl.sum(of_sum * made, 1), mask=at < last)
+        of_made = of_made.to(rows.dtype)
+        places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
+        tl.store(found.made + places, of_made, mask=(at < last)[:, None] & inside)
+        of_rows = through_network(given, rows, of_made, of_rows, of_matrix, channels, sizes)
+        store_pairs(found.rows, of_rows, head, pair, at < last, channels, height, each, sizes)
+
+
+@triton.jit
+def through_pair_matrices_kernel(given: Given, found: Found, height, count, each: tl.constexpr, sizes):
+    """Fill the gradients of the matrices, given those of m that `through_pairs_kernel` has written."""
+    head, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    units = tl.program_id(2) * sizes.unit_block + tl.arange(0, sizes.unit_block)
+    channels = tl.arange(0, sizes.channel_block)
+    of_matrix = (head * count + n) * sizes.inner * sizes.width
+    first, last = span(given, head, n, count)
+    up = load_block(given.up + of_matrix, units, channels, sizes.inner, sizes.width)
+    down = load_block(given.down + of_matrix, units, channels, sizes.inner, sizes.width)
+    of_up = tl.zeros((sizes.unit_block, sizes.channel_block), given.shares.dtype.element_ty)
+    of_down = tl.zeros_like(of_up)
+    up, down = up.to(given.rows.dtype.element_ty), down.to(given.rows.dtype.element_ty)
+    for begin in range(first, last, sizes.row_block):
+        at = begin + tl.arange(0, sizes.row_block)
+        _, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
+        places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
+        inside = (at < last)[:, None] & (channels < sizes.width)[None, :]
+        of_made = tl.load(found.made + places, mask=inside, other=0.0)
+        hidden = tl.dot(rows, tl.trans(up), input_precision=sizes.precision, out_dtype=of_up.dtype)
+        probability = below(hidden)
+        active = (hidden * probability).to(rows.dtype)
+        of_down = add_product(of_down, tl.trans(active), of_made, sizes.precision)
+        of_hidden = tl.dot(of_made, tl.trans(down), input_precision=sizes.precision, out_dtype=of_up.dtype)
+        of_hidden *= probability + hidden * density(hidden)
+        of_up = add_product(of_up, tl.trans(of_hidden.to(rows.dtype)), rows, sizes.precision)
+    store_block(found.up + of_matrix, of_up, units, channels, sizes.inner, sizes.width)
+    store_block(found.down + of_matrix, of_down, units, channels, sizes.inner, sizes.width)
+
+
+@triton.jit
+def span(given, head, n, count):
+    """Return where the pairs of a network begin and end among those of its head."""
+    begins = given.begins + head * (count + 1) + n
+    return tl.load(begins), tl.load(begins + 1)
+
+
+@triton.jit
+def load_pairs(pointer, given, head, at, last, channels, height, each: tl.constexpr, sizes):
+    """Return pairs [R] and the rows of theirs in [B, H, R, D], [R, D]; zeros beyond the last one."""
+    pair = tl.load(given.order + head * height * each + at, mask=at < last, other=0)
+    places = (head * height + pair // each)[:, None] * sizes.width + channels[None, :]
+    inside = (at < last)[:, None] & (channels < sizes.width)[None, :]
+    return pair, tl.load(pointer + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_pairs(pointer, block, head, pair, inside, channels, height, each: tl.constexpr, sizes):
+    """Write a block [R, D] to the places of its pairs in [B, H, R, K, D]."""
+    places = (head * height * each + pair)[:, None] * sizes.width + channels[None, :]
+    tl.store(pointer + places, block, mask=inside[:, None] & (channels < sizes.width)[None, :])
