@@ -64,14 +64,15 @@ def planned_passes(precision: Precision) -> GroupPasses:
         return cast(Tensor, as_kernel(_blocks(query, written), False, moved, TORCH.read, *given))
 
     def through_reads(
-        network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written, out: Tensor
-    ) -> ReadGradients:
+        network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written,
+        answered: Tensor | None, out: Tensor,
+    ) -> ReadGradients:  # fmt: skip
         """See `through_reads` [B, H, ...]."""
         norm, of_weight = network.norm(weight), None
-        if norm is not None:
-            out, of_weight = network.pointwise.norm_gradients(out, read(network, query, shares, written), norm)
+        if norm is not None and answered is not None:
+            out, of_weight = network.pointwise.norm_gradients(out, answered, norm)
         moved = query, shares[:OF_QUERIES], _of_reads(written), out
-        given = network._replace(eps=None), query, shares, None, written, out
+        given = network._replace(eps=None), query, shares, None, written, None, out
         found = as_kernel(_blocks(query, written), False, moved, TORCH.through_reads, *given)
         return cast(ReadGradients, found._replace(weight=of_weight))
 
@@ -131,9 +132,9 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
             return kernel(rows, reading, 4 * inner, networks, rows, of_made, matrices, matrices)
 
         given = of_total, rows, shares, eps, reading, pointwise, matrices
-        found = joined_as(through_rows, kept_networks.TORCH.gradients, *given)
+        _, of_shares, of_matrices = joined_as(through_rows, kept_networks.TORCH.gradients, *given)
         joined_as(through_matrices, lambda: None)
-        return found
+        return torch.empty_like(rows), of_shares, of_matrices
 
     return KeptPasses(answer, gradients)
 
@@ -174,7 +175,7 @@ def planned_selected_passes(precision: Precision) -> SelectedPasses:
             """Return the kernel of matrices: z once more, V _m, _V and _U."""
             return kernel(rows, pairs, 4 * inner, programs, of_made, of_made, pairs, matrices, out)
 
-        found = joined_as(of_rows, shares.new_zeros, *_by_pair(rows, pairs))
+        found = joined_as(of_rows, rows.new_zeros, *_by_pair(rows, pairs))
         return found, torch.zeros_like(shares), joined_as(of_matrices, lambda: [torch.empty_like(x) for x in matrices])
 
     return SelectedPasses(answer, gradients)

@@ -262,9 +262,11 @@ class DeepMemory(RecurrentMixer):
 
     def answered(self, made: Tensor, inputs: Inputs, total: Tensor) -> Tensor:
         """See `RecurrentMixer.answered` ([B, H, G, T, D]): the norm's weight, and the query itself."""
-        norm = self.output_norm(inputs.parameters)
-        made = made if norm is None else norm.weighted(made)
-        return made + total * inputs.query.to(made.dtype) if self.config.residual else made
+        norm, query = self.output_norm(inputs.parameters), inputs.query if self.config.residual else None
+        if norm is None and query is None:
+            return made
+        answered: Tensor = self.pointwise.kept_answer(made, None if norm is None else norm.weight, total, query)
+        return answered
 
     def product(self, matrix: int, x: Tensor, kept: Sequence[Tensor], shares: Tensor) -> Tensor:
         """See `RecurrentMixer.product`."""

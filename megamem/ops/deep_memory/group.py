@@ -121,26 +121,30 @@ class _Group(torch.autograd.Function):
 
         given: the fields of `Tokens` and `Shares`, the norm's weight, start (if any), added and momentum (if any).
         """
-        ctx.network, ctx.passes, ctx.matrices = network, passes, matrices
-        ctx.save_for_backward(*given)
         tokens, shares, weight, start, added, momentum = _parted(given, matrices)
         first = _first(start, added)
         written, last, last_momentum = passes.write(network, tokens, shares, weight, first, momentum)
         made = passes.read(network, tokens.query, shares, written)
         norm = network.norm(weight)
+        ctx.network, ctx.passes, ctx.matrices = network, passes, matrices
+        # what the norm has read is little beside what a network makes of the tokens: it is kept
+        ctx.save_for_backward(*given, None if norm is None else made)
         made = made if norm is None else norm(made)
         # the change of W is added to what has been added: both are small beside W itself
-        after = [a + (w - f) for a, w, f in zip(added, last, first, strict=True)] if start else last
+        changed = network.pointwise.changed
+        after = [changed(a, f, w) for a, f, w in zip(added, first, last, strict=True)] if start else last
         return tokens.query + made if network.residual else made, *after, *last_momentum
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Gradient, ...]:
         """Return the gradients of what `forward` was given."""
         network, passes, matrices = ctx.network, ctx.passes, ctx.matrices
-        tokens, shares, weight, start, added, momentum = _parted(ctx.saved_tensors, matrices)
+        *given, answered = ctx.saved_tensors
+        tokens, shares, weight, start, added, momentum = _parted(given, matrices)
         written, _, _ = passes.write(network, tokens, shares, weight, _first(start, added), momentum)
         of_read, of_after, of_last_momentum = gradients[0], gradients[1 : 1 + matrices], gradients[1 + matrices :]
-        reads = passes.through_reads(network, tokens.query, shares, weight, written, of_read.contiguous())
+        of_read = of_read.contiguous()
+        reads = passes.through_reads(network, tokens.query, shares, weight, written, answered, of_read)
         writes = passes.through_writes(
             network, tokens, shares, weight, written, reads.matrices, of_after, of_last_momentum
         )
@@ -148,7 +152,12 @@ class _Group(torch.autograd.Function):
         of_weight = sum_of_gradients([reads.weight, writes.weight])
         # W as the group starts is start + added; it is subtracted again from W as the group ends
         of_start = (
-            [(of - of_last).sum(0) for of, of_last in zip(writes.weights, of_after, strict=True)] if start else []
+            [
+                network.pointwise.start_gradient(of, of_last)
+                for of, of_last in zip(writes.weights, of_after, strict=True)
+            ]
+            if start
+            else []
         )
         of_tokens, of_shares = (of_query, writes.key, writes.value), (*reads.shares, *writes.shares)
         return None, None, None, *of_tokens, *of_shares, of_weight, *of_start, *writes.weights, *writes.momentum

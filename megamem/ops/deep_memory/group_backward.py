@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megamem.ops.deep_memory.group_forward import (
     Network,
-    Product,
     Shares,
     Tokens,
     Written,
@@ -54,11 +53,11 @@ class ProductGradients(NamedTuple):
 
 
 def product_gradients(
-    network: Network, out: Tensor, x: Tensor, shares: Shares, written: Written, i: int, made: Product
+    network: Network, out: Tensor, x: Tensor, shares: Shares, written: Written, i: int, scores: Tensor
 ) -> ProductGradients:
-    """Return the gradients of `product`, which made `made`, from that of its result.
+    """Return the gradients of `product` with matrix i, from that of its result.
 
-    out: [B, H, N, Q, out]; x: [B, H, N, Q, in].
+    out: [B, H, N, Q, out]; x: [B, H, N, Q, in]; scores: [B, H, N, Q, T], as `product` made them.
     """
     inputs, change = written.inputs[i], written.changes[i]
     of_x, first, carried, momentum = out @ written.weights[i], None, None, None
@@ -70,9 +69,9 @@ def product_gradients(
     of_scores = out @ change.mT
     rated = shares.rated * of_scores
     flat_view(of_x, 0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
-    of_change = _negative_product((made.scores * shares.rated).mT, out)
+    of_change = _negative_product((scores * shares.rated).mT, out)
     return ProductGradients(
-        of_x, weights, momentum, _negative_product(rated.mT, x), of_change, -(made.scores * of_scores), first, carried
+        of_x, weights, momentum, _negative_product(rated.mT, x), of_change, -(scores * of_scores), first, carried
     )
 
 
@@ -130,29 +129,32 @@ class ReadGradients(NamedTuple):
 
 
 def through_reads(
-    network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written, out: Tensor
-) -> ReadGradients:
+    network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written, answered: Tensor | None,
+    out: Tensor,
+) -> ReadGradients:  # fmt: skip
     """Go back through what queries have read, through the network and its norm.
 
     Args:
         query: [B, H, N, Q, D].
         weight: of the norm, [H, D].
         written: what `write` has made.
+        answered: what `read` has returned, [B, H, N, Q, D]; None if there is no norm.
         out: the gradient of the network's answers, [B, H, N, Q, D].
     """
     pointwise, norm, of_weight = network.pointwise, network.norm(weight), None
     networks = len(written.weights) == 2
-    # what the matrices have answered, anew
-    made, last_inputs = [product(network, query, shares, written, 0)], query
+    last_inputs = query
     if networks:
-        last_inputs, slope = F.gelu(made[0].out), pointwise.gelu_slope(made[0].out)
-        made.append(product(network, last_inputs, shares, written, 1))
-    if norm is not None:
-        out, of_weight = pointwise.norm_gradients(out, made[-1].out, norm)
-    found = [product_gradients(network, out, last_inputs, shares, written, networks, made[-1])]
+        # what the first matrix has answered, anew
+        hidden = product(network, query, shares, written, 0)
+        last_inputs, slope = F.gelu(hidden.out), pointwise.gelu_slope(hidden.out)
+    if norm is not None and answered is not None:
+        out, of_weight = pointwise.norm_gradients(out, answered, norm)
+    scores = last_inputs @ written.inputs[-1].mT
+    found = [product_gradients(network, out, last_inputs, shares, written, len(written.weights) - 1, scores)]
     if networks:
         of_hidden = found[0].x * slope
-        found.insert(0, product_gradients(network, of_hidden, query, shares, written, 0, made[0]))
+        found.insert(0, product_gradients(network, of_hidden, query, shares, written, 0, hidden.scores))
     of_shares = (sum_of_gradients([getattr(each, name) for each in found]) for name in ("rated", "first", "carried"))
     matrices = (Reads(each.weights, each.momentum, each.inputs, each.change) for each in found)
     return ReadGradients(found[0].x, tuple(of_shares), of_weight, tuple(matrices))

@@ -87,7 +87,7 @@ def gradients(
     of_total: Tensor, rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
     matrices: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return the gradients of rows and shares, both in the dtype of the shares, and of the matrices.
+    """Return the gradients of rows, shares and matrices; that of rows may have the dtype of the shares.
 
     of_total: that of y [B, H, R, V]; the rest as in `answer`.
     """

@@ -156,6 +156,29 @@ def weighed_gradients(of_out: Tensor, made: Tensor, share: Tensor, eps: float | 
     return of_made.to(made.dtype), (of_out * normed).sum(-1, keepdim=True)
 
 
+def kept_answer(made: Tensor, weight: Tensor | None, total: Tensor, query: Tensor | None) -> Tensor:
+    """Return g m + w q: what kept networks answer, given the sum m of what each makes times its share.
+
+    Args:
+        made: m [B, H, G, T, D].
+        weight: that of the norm, g [H, D]; None: there is no norm.
+        total: the sum of the shares, w [B, H, G, T, 1].
+        query: [B, H, G, T, D]; None: networks have no term x.
+    """
+    weighted = made if weight is None else made * weight[:, None, None]
+    return weighted if query is None else torch.addcmul(weighted, total, query.to(made.dtype))
+
+
+def changed(added: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Return what has been added to a matrix whose values went from `first` to `last`; all [B, H, out, in]."""
+    return added + (last - first)
+
+
+def start_gradient(of_first: Tensor, of_last: Tensor) -> Tensor:
+    """Return the gradient of the start [H, out, in], which `changed` subtracts again; both [B, H, out, in]."""
+    return (of_first - of_last).sum(0)
+
+
 def simplex(logs: Tensor, scale: float) -> Tensor:
     """Return c softmax(L) of logarithms L [..., out, in]; scale: c."""
     return scale * logs.softmax(-1)
@@ -184,6 +207,9 @@ class Pointwise(NamedTuple):
     norm_gradients: Callable[..., Any] = norm_gradients
     weighed: Callable[..., Any] = weighed
     weighed_gradients: Callable[..., Any] = weighed_gradients
+    kept_answer: Callable[..., Any] = kept_answer
+    changed: Callable[..., Any] = changed
+    start_gradient: Callable[..., Any] = start_gradient
     simplex: Callable[..., Any] = simplex
     distribution: Callable[..., Any] = distribution
 

@@ -66,7 +66,7 @@ class Found(NamedTuple):
     """What the backward kernels write."""
 
     rows: Tensor
-    """[B, H, R, D], in the dtype of sums."""
+    """[B, H, R, D], in the dtype of products."""
     shares: Tensor
     """[B, H, R, N]; what is outside of the spans is left as it is."""
     made: Tensor

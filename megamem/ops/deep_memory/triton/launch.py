@@ -73,12 +73,11 @@ def read(precision: Precision, network: Network, query: Tensor, shares: Shares, 
 
 def through_reads(
     precision: Precision, network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written,
-    out: Tensor,
+    answered: Tensor | None, out: Tensor,
 ) -> ReadGradients:  # fmt: skip
     """See `through_reads` of `group_backward.py`."""
     norm, of_weight = network.norm(weight), None
-    if norm is not None:
-        answered = read(precision, network, query, shares, written)
+    if norm is not None and answered is not None:
         out, of_weight = network.pointwise.norm_gradients(out, answered, norm)
     grid, sizes, given = _reading(precision, network, query, shares, written)
     out, query, shares = out.contiguous(), given.query, given.shares

@@ -50,7 +50,7 @@ def gradients(
     count, height = shares.shape[-1], rows.shape[2]
     up, down = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in matrices)
     found = kept.Found(
-        shares.new_empty(rows.shape), torch.zeros_like(given.shares), room_of_made(rows, count), up, down
+        torch.empty_like(given.rows), torch.zeros_like(given.shares), room_of_made(rows, count), up, down
     )  # fmt: skip
     heads = rows.shape[0] * rows.shape[1]
     kept.through_rows_kernel[(heads, triton.cdiv(height, ROWS))](

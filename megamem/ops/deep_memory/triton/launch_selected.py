@@ -46,7 +46,7 @@ def gradients(
     each = pairs.order.shape[-1] // height
     up, down = (torch.empty_like(matrix, memory_format=torch.contiguous_format) for matrix in matrices)
     found = selected.Found(
-        shares.new_zeros(*rows.shape[:3], each, width), torch.zeros_like(given.shares),
+        rows.new_zeros(*rows.shape[:3], each, width), torch.zeros_like(given.shares),
         rows.new_empty(*rows.shape[:2], height * each, width), up, down,
     )  # fmt: skip
     selected.through_pairs_kernel[_grid(rows, shares, sizes)](

@@ -44,7 +44,7 @@ class Found(NamedTuple):
     """What the backward kernels write."""
 
     rows: Tensor
-    """By pair of each row, [B, H, R, K, D]."""
+    """By pair of each row, [B, H, R, K, D], in the dtype of products."""
     shares: Tensor
     """[B, H, R, N]; what no row reads is left as it is."""
     made: Tensor
