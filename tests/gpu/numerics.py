@@ -11,10 +11,12 @@ from torch import Tensor
 from megamem.memory.base import States, map_state, state_tensors
 from megamem.model.stage import Stage
 from megamem.ops.attention.softmax import Past, attention
+from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
-from megamem.ops.deep_memory.network import InnerRates
+from megamem.ops.deep_memory.network import InnerRates, Precision
+from megamem.ops.deep_memory.selected_networks import selected_networks
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.case import CHUNK, Case
@@ -239,3 +241,44 @@ def deep_memory_errors(
     pairs = zip(run(passes, device, torch.float32), run(TORCH, CPU, torch.float64), strict=True)
     found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
     return dict(zip(("output", "state", "gradient"), found, strict=True))
+
+
+def kept_network_errors(
+    precision: Precision, dtype: torch.dtype, selected: bool, width: int, device: torch.device
+) -> dict[str, float]:
+    """Relative errors of what kept networks answer by Triton to queries of a dtype, against torch's in float64.
+
+    selected: whether each query reads two of them.
+    """
+    from megamem.ops.deep_memory.triton.launch_kept import kept_passes
+    from megamem.ops.deep_memory.triton.launch_selected import selected_passes
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rows, heads, groups, tokens, count = 2, 3, 2, 300, 5
+    query, shares = normal(rows, heads, groups, tokens, width), normal(rows, heads, groups, tokens, count).softmax(-1)
+    if selected:
+        shares = shares.masked_fill(shares < shares.topk(2).values[..., 1:], 0.0)
+    inner = 4 * width
+    given = [query.to(dtype).float(), shares]
+    given += [normal(rows, heads, count, inner, width) / size**0.5 for size in (width, inner)]
+    weigh = normal(rows, heads, groups, tokens, width)
+
+    def run(kernels: bool, where: torch.device, exact: torch.dtype) -> list[list[Tensor]]:
+        asked, share, *matrices = (x.to(where, exact, copy=True).requires_grad_() for x in given)
+        asks = asked.to(dtype) if kernels else asked
+        if kernels and selected:
+            made = selected_networks(asks, matrices, share, 2, 1e-5, selected_passes(precision))
+        else:
+            by = kept_passes(precision) if kernels else kept_networks.TORCH
+            made = kept_networks.kept_networks(asks, matrices, share, 1e-5, passes=by)
+        found = torch.autograd.grad((made * weigh.to(where, exact)).sum(), [asked, share, *matrices])
+        of_share = found[1].masked_fill(share == 0.0, 0.0)
+        return [[x.detach().to(CPU, torch.float64) for x in part] for part in ([made], [found[0], of_share, *found[2:]])]
+
+    pairs = zip(run(True, device, torch.float32), run(False, CPU, torch.float64), strict=True)
+    found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
+    return dict(zip(("output", "gradient"), found, strict=True))

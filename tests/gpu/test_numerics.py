@@ -13,7 +13,14 @@ from megamem.ops.linear_recurrence.torch import linear_recurrence
 from tests.contract.case import CHUNK
 from tests.contract.cases import CASES
 from tests.contract.driver import LAYOUTS
-from tests.gpu.numerics import attention_errors, deep_memory_errors, error, mixer_errors, recurrence_errors
+from tests.gpu.numerics import (
+    attention_errors,
+    deep_memory_errors,
+    error,
+    kept_network_errors,
+    mixer_errors,
+    recurrence_errors,
+)
 
 # relative errors. float32: 2^-24 = 6e-8 per rounding, sums over a few hundred terms in other orders than the CPU's.
 # bfloat16: 2^-9 = 2e-3 per rounding of query, key, value, weights and output; a gradient passes twice as many
@@ -152,3 +159,15 @@ def test_deep_memory_kernels(precision, much, momentum, tokens, width, device):
 
     errors = deep_memory_errors(passes(precision), device, momentum, tokens, width)
     assert all(errors[what] <= much * TOLERANCES[torch.float32][what] for what in errors), errors
+
+
+@pytest.mark.parametrize("width", [96, 64])
+@pytest.mark.parametrize("selected", [False, True], ids=["all", "selected"])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "much"),
+    [(torch.float32, "ieee", 1), (torch.float32, "tf32x3", 2), (torch.float32, "tf32", 200), (torch.bfloat16, "tf32", 1)],
+)
+def test_kept_network_kernels(dtype, precision, much, selected, width, device):
+    """Triton's against float64, as above; queries in BF16 round each factor of a product to 2^-9."""
+    errors = kept_network_errors(precision, dtype, selected, width, device)
+    assert all(errors[what] <= much * TOLERANCES[dtype][what] for what in errors), errors

@@ -20,6 +20,19 @@ class Form(NamedTuple):
         return " ".join((self.loss, *(name for name in self._fields[1:] if getattr(self, name))))
 
 
+class KeptForm(NamedTuple):
+    """How kept networks are read."""
+
+    name: str
+    selected: bool = False
+    """Whether a query reads two of them."""
+    eps: float | None = 1e-3
+    spans: tuple[tuple[int, int], ...] = ()
+    products: str = "float64"
+    exact: str = "float64"
+    """The dtype of shares, matrices and sums."""
+
+
 FORMS = (
     Form("l2", True, True, True, True),  # Titans
     Form("dot", True, True, False, False),  # DLA
@@ -27,4 +40,15 @@ FORMS = (
     Form("l2", True, False, False, False),
     Form("l2", False, True, False, True),
     Form("dot", True, False, True, True),
+)
+KEPT_FORMS = (
+    KeptForm("kept"),
+    KeptForm("kept, no norm", eps=None),
+    # of one nobody reads
+    KeptForm("kept, in turn", spans=((0, 21), (5, 21), (9, 9), (3, 17))),
+    KeptForm("selected", selected=True),
+    KeptForm("selected, no norm", selected=True, eps=None),
+    # the interpreter does not multiply BF16 numbers
+    KeptForm("kept, in half precision", products="float16", exact="float32"),
+    KeptForm("selected, in half precision", selected=True, products="float16", exact="float32"),
 )

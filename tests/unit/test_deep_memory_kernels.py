@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from megamem.errors import ConfigError
+from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH
-from megamem.ops.deep_memory.kernels import check_kernel, passes_of
-from tests.unit.deep_memory_forms import FORMS
+from megamem.ops.deep_memory.kernels import check_kernel, kept_passes_of, passes_of, selected_passes_of
+from megamem.ops.deep_memory.selected_networks import pairs_of
+from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, KeptForm
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,23 @@ def test_kernels_compute_what_torch_does(name: str, differences: dict[str, float
     assert differences[name] < 1e-11
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
+@pytest.mark.parametrize("form", KEPT_FORMS, ids=[form.name for form in KEPT_FORMS])
+def test_kept_networks_answer_as_in_torch(form: KeptForm, differences: dict[str, float]) -> None:
+    """float64: sums of 40 units in other orders. float16: torch rounds z to 2^-11, the kernels do not."""
+    assert differences[form.name] < (1e-14 if form.products == "float64" else 2**-9)
+
+
+def test_pairs_stand_in_the_order_of_networks() -> None:
+    """By hand: three rows, which read networks 2 and 0, none, and 2."""
+    pairs = pairs_of(torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.3]])[None, None], 2)
+    assert pairs.begins[0, 0].tolist() == [0, 1, 1, 3]
+    rows_of = (pairs.order[0, 0] // 2).tolist()
+    assert rows_of[:1] == [0]
+    assert rows_of[1:3] == [0, 2]
+    assert sorted(pairs.order[0, 0].tolist()) == list(range(6))
+
+
 def test_kernels_compute_networks_of_float32_on_cuda_alone() -> None:
     """No such device is here: torch computes all others, also where Triton is chosen."""
     for kernel, matrices, dtype in (
@@ -40,7 +59,11 @@ def test_kernels_compute_networks_of_float32_on_cuda_alone() -> None:
         ("triton", 1, torch.float32),
         ("triton", 2, torch.float32),
     ):
-        assert passes_of(kernel, "tf32", torch.ones(1, dtype=dtype), matrices) is TORCH
+        query = torch.ones(1, 1, 1, 1, 3, dtype=dtype)
+        kept = [torch.ones(1, 1, 1, 5, 3)] * matrices
+        assert passes_of(kernel, "tf32", query, matrices) is TORCH
+        assert kept_passes_of(kernel, "tf32", query, kept) is kept_networks.TORCH
+        assert selected_passes_of(kernel, "tf32", query, kept) is None
 
 
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

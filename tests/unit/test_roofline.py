@@ -94,9 +94,9 @@ class TestOperations:
         Products T D I: to write z, W1 h, W1^T r, and the outer products of W's and S's two matrices; back through
         that, of W and S each, four through the outer products and two that the reads hand on, then through the tokens
         W1 _back, W1^T _y, W2^T _z and an outer product for each. To read, one with each matrix of W and S; back through
-        that these anew, and two more of each in which the other factor has the gradient. Among the tokens of an inner
-        chunk, reading takes T T (D + I) for each matrix, and three times as much on the way back. 24 channels are
-        filled up to 32.
+        that z anew, and one more with each. Products T T among the tokens of an inner chunk: to read D + I with each
+        matrix, on the way back those of z anew, I for h h_i, and two of D + I for each matrix. 24 channels are filled
+        up to 32.
         """
         model = ModelConfig.model_validate(
             {
@@ -107,17 +107,43 @@ class TestOperations:
         )  # fmt: skip
         (found,) = measure_part(Part(model, torch.float32, range(1), None, "cuda"), 1, False, Share(2, 1))
         rows_heads, chunks = 2 * 2, 16
-        product, scores = 16 * 24 * 96, 2 * 16 * 16 * (24 + 96)
-        write, read, back = 7 * product, 4 * product + scores, 8 * product + 3 * scores
+        product, scores = 16 * 24 * 96, 16 * 16
+        write, read = 7 * product, 4 * product + scores * 2 * (24 + 96)
+        back = 6 * product + scores * (5 * 24 + 6 * 96)
         for work, kernels in (
             (found.work.forward, [(write, 1), (read, chunks)]),
-            (found.work.backward, [(write, 1), (read, chunks), (back, chunks), (18 * product, 1)]),
+            (found.work.backward, [(write, 1), (back, chunks), (18 * product, 1)]),
         ):
             ours = work.programs > 0
             assert set(work.kinds[ours]) == {kind}
             assert list(work.programs[ours]) == [rows_heads * many for _, many in kernels]
             one = 2 * times * 32 / 24 * rows_heads * chunks
             assert list(work.flops[ours] / one) == pytest.approx([each for each, _ in kernels])
+
+    @pytest.mark.parametrize(("products", "kind"), [("bf16", Kind.MATMUL_BF16_BLOCKS), ("fp32", Kind.MATMUL_TF32)])
+    @pytest.mark.parametrize("combine", ["grm", "ssc"])
+    def test_kept_networks_by_kernels(self, combine, products, kind):
+        """Of each pair of a query and a kept network two products of D I to answer, five and four on the way back.
+
+        Four segments of 128 tokens are written and read at the same time; segment i reads the i before it: 0 + 1 + 2
+        + 3 blocks of queries. With `ssc` there is room for one network of each query, and half a block of
+        each of the four networks. 24 channels are filled up to 32, I = 96.
+        """
+        dtype = torch.bfloat16 if products == "bf16" else torch.float32
+        memory = {"kind": "dla", "inner_chunk": 16}
+        model = ModelConfig.model_validate(
+            {
+                "layers": 1, "hidden_size": 48, "heads": 2, "vocab_size": 32, "chunk_size": 512,
+                "mixer": {"kind": "memory_caching", "memory": memory, "segment": 128, "combine": combine, "top_k": 1},
+                "deep_memory_kernel": "triton",
+            }
+        )  # fmt: skip
+        (found,) = measure_part(Part(model, dtype, range(1), None, "cuda"), 1, False, Share(2, 1))
+        queries = (0 + 1 + 2 + 3) * 128 if combine == "grm" else 512 + 4 * 128 / 2
+        one = 2 * 2 * 2 * queries * 32 * 96
+        for work, expected in ((found.work.forward, [2]), (found.work.backward, [5, 4])):
+            ours = (work.kinds == kind) & np.isin(np.round(work.flops / one, 6), [2, 4, 5])
+            assert list(work.flops[ours] / one) == pytest.approx(expected)
 
     def test_gradients_of_joined_kernels_are_the_functions(self):
         x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
