@@ -277,7 +277,8 @@ def kept_network_errors(
             made = kept_networks.kept_networks(asks, matrices, share, 1e-5, passes=by)
         found = torch.autograd.grad((made * weigh.to(where, exact)).sum(), [asked, share, *matrices])
         of_share = found[1].masked_fill(share == 0.0, 0.0)
-        return [[x.detach().to(CPU, torch.float64) for x in part] for part in ([made], [found[0], of_share, *found[2:]])]
+        parts = [[made], [found[0], of_share, *found[2:]]]
+        return [[x.detach().to(CPU, torch.float64) for x in part] for part in parts]
 
     pairs = zip(run(True, device, torch.float32), run(False, CPU, torch.float64), strict=True)
     found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]

@@ -165,7 +165,12 @@ def test_deep_memory_kernels(precision, much, momentum, tokens, width, device):
 @pytest.mark.parametrize("selected", [False, True], ids=["all", "selected"])
 @pytest.mark.parametrize(
     ("dtype", "precision", "much"),
-    [(torch.float32, "ieee", 1), (torch.float32, "tf32x3", 2), (torch.float32, "tf32", 200), (torch.bfloat16, "tf32", 1)],
+    [
+        (torch.float32, "ieee", 1),
+        (torch.float32, "tf32x3", 2),
+        (torch.float32, "tf32", 200),
+        (torch.bfloat16, "tf32", 1),
+    ],
 )
 def test_kept_network_kernels(dtype, precision, much, selected, width, device):
     """Triton's against float64, as above; queries in BF16 round each factor of a product to 2^-9."""
