@@ -31,6 +31,7 @@ inner chunk so far, Q the last tokens of them, which have queries, D width of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -124,8 +125,9 @@ def simplex_memory_chunks(
     """
     dtype, reads = logs[0].dtype, []
     query, key, value = query.movedim(2, 3).to(dtype), key.to(dtype), value.to(dtype)
-    for begin in range(0, key.shape[2], group):
-        of_group = [None if x is None else x[:, :, begin : begin + group] for x in (query, key, value, *rates[:2])]
+    # split and not sliced: the gradient of a slice is as large as what it was taken from
+    parts = [repeat(None) if x is None else x.split(group, dim=2) for x in (query, key, value, *rates[:2])]
+    for of_group in zip(*parts, strict=False):
         read, *after = checkpoint(
             _read_group, network, *of_group, *logs, use_reentrant=False, preserve_rng_state=False
         )  # fmt: skip
@@ -222,7 +224,8 @@ def _read(
     own = Gradient(*(tuple(map(of_first_token, factors)) for factors in gradient))
     decay = None if rates.log_decay is None else of_first_token(rates.log_decay)[..., 0, :].exp()
     steps = _rated(of_first_token(rates.rate), own)
-    after_first = on_simplex(_subtracted(_faded(logs, decay), steps), network.scale)
+    moved = _subtracted(_faded(logs, decay), steps)
+    after_first = [network.pointwise.simplex(matrix, _row_sum(matrix, network.scale)) for matrix in moved]
     # the steps that W_1 moves by: those of every token but the first
     is_later = torch.arange(tokens, device=query.device)[:, None] != (0 if first is None else first)
     rated = _rated(is_later * rates.rate, gradient)
