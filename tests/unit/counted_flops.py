@@ -64,7 +64,7 @@ def counted(
 
 
 def networks_in_turn(
-    query: Tensor, matrices: Sequence[Tensor], shares: Tensor, eps: float | None, spans: Spans, _: object
+    query: Tensor, matrices: Sequence[Tensor], shares: Tensor, eps: float | None, spans: Spans, *_: object
 ) -> Tensor:
     """What `kept_networks` returns, with the backward pass of autograd, which keeps everything."""
     out: list[Tensor] = []

@@ -107,7 +107,7 @@ class Reads(NamedTuple):
     """What the reads of one matrix hand on to its writes: gradients that are added there."""
 
     weights: Factors
-    """Of W as each inner chunk starts, [B, H, N, Q, ...]."""
+    """Gradient of W as each inner chunk starts, [B, H, N, Q, ...]."""
     momentum: Factors | None
     inputs: Tensor
     """[B, H, N, T, in]; may be overwritten, as `change`."""
@@ -121,7 +121,7 @@ class ReadGradients(NamedTuple):
     query: Tensor
     """[B, H, N, Q, D]"""
     shares: tuple[Gradient, ...]
-    """Of `rated`, `first` and `carried`."""
+    """Gradients of `rated`, `first` and `carried`."""
     weight: Gradient
     """That of the norm's weight, [H, D]."""
     matrices: tuple[Reads, ...]

@@ -59,7 +59,10 @@ def selected_passes_of(
 
 
 def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bool:
-    """Return whether the kernel reads kept networks: of two matrices, as wide as their queries, not in float64."""
+    """Return whether the kernel reads kept networks: of two matrices, as wide as their queries, not in float64.
+
+    query: [B, H, ..., D]; matrices: [B, H, N, ...] each.
+    """
     as_wide = len(matrices) == 2 and matrices[-1].shape[-1] == query.shape[-1]
     return kernel == "triton" and as_wide and query.is_cuda and query.dtype != torch.float64
 

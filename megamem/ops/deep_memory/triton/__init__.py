@@ -1,4 +1,4 @@
-"""Writing the inner chunks of deep memories by kernels in Triton, one kernel for a group of inner chunks.
+"""Deep memories by kernels in Triton: a group of inner chunks written and read, and what kept networks answer.
 
 Nothing is imported from here unless it is chosen: all files need the package triton.
 """

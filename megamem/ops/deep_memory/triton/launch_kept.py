@@ -71,7 +71,7 @@ def _given(
     precision: Precision, rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice],
     matrices: Sequence[Tensor],
 ) -> tuple[kept.Given, kept.Sizes]:  # fmt: skip
-    """Return what the kernels read, and their constants."""
+    """Return what the kernels read, and their constants; tensors [B, H, ...] as in `kept_networks.py`."""
     up, down = matrices
     spans = _spans(tuple(each.indices(rows.shape[2])[:2] for each in reading), rows.device)
     given = kept.Given(rows.contiguous(), shares.contiguous(), up.contiguous(), down.contiguous(), spans)

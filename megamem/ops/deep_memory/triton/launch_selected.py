@@ -67,7 +67,7 @@ def _grid(rows: Tensor, shares: Tensor, sizes: Sizes) -> tuple[int, int, int]:
 def _given(
     precision: Precision, rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]
 ) -> tuple[selected.Given, Sizes]:
-    """Return what the kernels read, and their constants."""
+    """Return what the kernels read, and their constants; tensors [B, H, ...] as in `SelectedPasses`."""
     up, down = (matrix.contiguous() for matrix in matrices)
     given = selected.Given(rows.contiguous(), shares.contiguous(), up, down, *map(Tensor.contiguous, pairs))
     return given, kept_sizes(precision, up, eps)

@@ -44,11 +44,11 @@ class Found(NamedTuple):
     """What the backward kernels write."""
 
     rows: Tensor
-    """By pair of each row, [B, H, R, K, D], in the dtype of products."""
+    """Gradients of rows by pair, [B, H, R, K, D], in the dtype of products."""
     shares: Tensor
     """[B, H, R, N]; what no row reads is left as it is."""
     made: Tensor
-    """Of m, by pair in the order of networks, [B, H, P, D], in the dtype of products."""
+    """Gradients of m by pair in the order of networks, [B, H, P, D], in the dtype of products."""
     up: Tensor
     """[B, H, N, I, D], as `down`."""
     down: Tensor
