@@ -31,22 +31,40 @@ from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.kept_networks import kept_networks
 from megamem.ops.deep_memory.network import InnerRates
-from megamem.ops.deep_memory.triton import launch, launch_kept
+from megamem.ops.deep_memory.selected_networks import selected_networks
+from megamem.ops.deep_memory.simplex import SimplexNetwork
+from megamem.ops.deep_memory.triton import launch, launch_kept, launch_selected, launch_simplex
 from megamem.ops.deep_memory.triton.kept import answer_kernel, through_matrices_kernel, through_rows_kernel
 from megamem.ops.deep_memory.triton.reads import read_kernel, through_reads_kernel
+from megamem.ops.deep_memory.triton.selected import (
+    answer_pairs_kernel,
+    through_pair_matrices_kernel,
+    through_pairs_kernel,
+)
+from megamem.ops.deep_memory.triton.simplex_reads import read_simplex_kernel, through_simplex_reads_kernel
+from megamem.ops.deep_memory.triton.simplex_writes import write_simplex_kernel
+from megamem.ops.deep_memory.triton.simplex_writes_backward import through_simplex_writes_kernel
 from megamem.ops.deep_memory.triton.writes import write_kernel
 from megamem.ops.deep_memory.triton.writes_backward import through_writes_kernel
 
 ROWS, HEADS, COUNT, TOKENS, WIDTH, INNER = 4, 16, 16, 64, 96, 384
 CAPABILITY = 90
+MODELS = ["dla", "titans", "memora", "kept"]
 KERNELS = {
     "write": write_kernel,
     "read": read_kernel,
     "through_reads": through_reads_kernel,
     "through_writes": through_writes_kernel,
+    "write_simplex": write_simplex_kernel,
+    "read_simplex": read_simplex_kernel,
+    "through_simplex_reads": through_simplex_reads_kernel,
+    "through_simplex_writes": through_simplex_writes_kernel,
     "answer": answer_kernel,
     "through_rows": through_rows_kernel,
     "through_matrices": through_matrices_kernel,
+    "answer_pairs": answer_pairs_kernel,
+    "through_pairs": through_pairs_kernel,
+    "through_pair_matrices": through_pair_matrices_kernel,
 }
 
 
@@ -93,6 +111,19 @@ def read_kept(precision: launch.Precision) -> None:
     matrices = [torch.empty(ROWS, HEADS, kept, INNER, WIDTH, device="meta", requires_grad=True) for _ in range(2)]
     made = kept_networks(query, matrices, shares, 1e-5, passes=launch_kept.kept_passes(precision))
     made.sum().backward()
+    made = selected_networks(query, matrices, shares, 2, 1e-5, launch_selected.selected_passes(precision))
+    made.sum().backward()
+
+
+def train_memora(precision: launch.Precision) -> None:
+    """Call Memora's kernels as training does, with tensors that have no values."""
+    network = SimplexNetwork(None, True, OutputNorm(torch.empty(HEADS, WIDTH, device="meta", requires_grad=True), 1e-5))
+    tokens = [torch.empty(ROWS, HEADS, COUNT, TOKENS, WIDTH, device="meta", requires_grad=True) for _ in range(5)]
+    logs = [
+        torch.empty(ROWS, HEADS, *size, device="meta", requires_grad=True) for size in ((INNER, WIDTH), (WIDTH, INNER))
+    ]
+    read, *_ = launch_simplex.read_group_by(precision)(network, tokens[0][:, :, :, None], *tokens[1:], *logs)
+    read.sum().backward()
 
 
 def compiled(call: Callable[[], None]) -> dict[str, Any]:
@@ -139,7 +170,7 @@ def taken(kernel: Any) -> dict[str, int]:
 def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("dla", "titans", "kept"), default=["dla", "titans", "kept"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--units", nargs="+", type=int, default=[0])
     parser.add_argument("--warps", nargs="+", type=int, default=[0])
     parser.add_argument("--stages", nargs="+", type=int, default=[launch.STAGES])
@@ -153,7 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
         launch.STAGES = launch_kept.STAGES = stages
         of_model = launch_kept if model == "kept" else launch
         of_model.UNITS, of_model.WARPS = units or of_model.UNITS, warps or of_model.WARPS
-        call = partial(read_kept, precision) if model == "kept" else partial(train, model, precision)
+        calls = {"kept": read_kept, "memora": train_memora}
+        call = partial(calls.get(model, partial(train, model)), precision)
         for name, kernel in compiled(call).items():
             setting = {
                 "kernel": f"{name}, {model}",

@@ -26,13 +26,13 @@ from megamem.planning.tensors import tensors_in
 
 KEPT_ROWS = 128
 """Rows that a program of the kernels of kept networks answers: `ROWS` of `triton/launch_kept.py`."""
-_PRODUCTS = {"tf32": (Kind.MATMUL_TF32, 1), "tf32x3": (Kind.MATMUL_TF32, 3), "ieee": (Kind.MATMUL_FP32, 1)}
+PRODUCTS = {"tf32": (Kind.MATMUL_TF32, 1), "tf32x3": (Kind.MATMUL_TF32, 3), "ieee": (Kind.MATMUL_FP32, 1)}
 """How FP32 numbers are multiplied: by which unit, and how many products stand for one."""
 
 
 def planned_passes(precision: Precision) -> GroupPasses:
     """Return both passes of a group of inner chunks by torch, as one kernel each in the eyes of a ledger."""
-    kind, products = _PRODUCTS[precision]
+    kind, products = PRODUCTS[precision]
 
     def as_kernel(blocks: Tensor, per_head: bool, read: object, function: Callable[..., Any], *given: object) -> Any:
         """Return what a function returns that a kernel computes.
@@ -45,7 +45,7 @@ def planned_passes(precision: Precision) -> GroupPasses:
 
         def kernel(steps: Sequence[Operation], out: object) -> Operation:
             """Return the kernel that does the work of these steps."""
-            return Operation(kind, filled * sum(step.flops for step in steps), _moved(read, out), programs)
+            return Operation(kind, filled * sum(step.flops for step in steps), bytes_moved(read, out), programs)
 
         return joined_as(kernel, function, *given)
 
@@ -96,8 +96,8 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
 
         rows: [B, H, R, D], read by networks in blocks.
         """
-        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else _PRODUCTS[precision]
-        return Operation(kind, float(times * products * _pairs(rows, reading)), _moved(*moved), programs)
+        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else PRODUCTS[precision]
+        return Operation(kind, float(times * products * _pairs(rows, reading)), bytes_moved(*moved), programs)
 
     def answer(
         rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
@@ -144,10 +144,10 @@ def planned_selected_passes(precision: Precision) -> SelectedPasses:
 
     def kernel(rows: Tensor, pairs: Pairs, products: int, programs: float, *moved: object) -> Operation:
         """Return a kernel of so many products of each pair with a matrix; a network's last block is half full."""
-        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else _PRODUCTS[precision]
+        kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else PRODUCTS[precision]
         networks = rows.shape[:2].numel() * (pairs.begins.shape[-1] - 1)
         filled = (pairs.order.numel() + networks * KEPT_ROWS / 2) * 2 ** (rows.shape[-1] - 1).bit_length()
-        return Operation(kind, 2.0 * times * products * filled, _moved(*moved), programs)
+        return Operation(kind, 2.0 * times * products * filled, bytes_moved(*moved), programs)
 
     def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]) -> Tensor:
         """See `SelectedPasses` [B, H, ...]."""
@@ -198,7 +198,7 @@ def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:
     return 2.0 * rows.shape[:2].numel() * blocks * KEPT_ROWS * 2 ** (rows.shape[-1] - 1).bit_length()
 
 
-def _moved(*of: object) -> float:
+def bytes_moved(*of: object) -> float:
     """Return the bytes of all tensors in some values, each once."""
     return float(sum({id(x): touched(x) for x in tensors_in(of)}.values()))
 

@@ -17,14 +17,17 @@ from torch import Tensor
 
 from megamem.memory.recurrent.deep import DeepMemory
 from megamem.memory.recurrent.matrix import MatrixMixer
+from megamem.memory.recurrent.memora import Memora
 from megamem.model.compiled import use_pointwise
 from megamem.model.kernels import OPERATIONS
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
+from megamem.ops.deep_memory.simplex import ReadGroup
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.planning.deep_memory_kernels import planned_kept_passes, planned_passes, planned_selected_passes
 from megamem.planning.fla_kernels import PLANNED
 from megamem.planning.ledger import joined
+from megamem.planning.memora_kernels import planned_read_group
 from megamem.planning.tensors import tensors_in
 
 T = TypeVar("T")
@@ -40,6 +43,8 @@ def join_kernels(
     for module in stage.modules():
         if isinstance(module, MatrixMixer) and recurrence == "fla":
             module.recurrence = partial(fla_recurrence, kernels=PLANNED)
+        if isinstance(module, Memora) and module.kernel == "triton":
+            module.read_group = partial(_planned_read_group, planned_read_group(module.precision))
         if isinstance(module, DeepMemory) and module.kernel == "triton" and len(module.names) == 2:
             module.passes = partial(as_given, planned_passes(module.precision))
             module.kept_passes = partial(as_given, planned_kept_passes(module.precision))
@@ -49,6 +54,11 @@ def join_kernels(
 def as_given(made: T, *_: object) -> T:
     """Return what is given, whatever is asked."""
     return made
+
+
+def _planned_read_group(planned: ReadGroup, query: Tensor, matrices: int) -> ReadGroup | None:
+    """Return the planned kernels where Memora's have a part: one head [B, H, 1, ...] asks networks of two matrices."""
+    return planned if matrices == 2 and query.shape[2] == 1 else None
 
 
 def as_one(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,23 @@ FORMS = (
     Form("l2", False, True, False, True),
     Form("dot", True, False, True, True),
 )
+class MemoraForm(NamedTuple):
+    """What a network of distributions is."""
+
+    name: str
+    decay: bool = True
+    norm: bool = True
+    residual: bool = True
+    scale: float | None = None
+
+
+MEMORA_FORMS = (
+    MemoraForm("memora"),
+    MemoraForm("memora, rows of another sum", scale=2.0, residual=False),
+    MemoraForm("memora, decays alone", norm=False, residual=False),
+    MemoraForm("memora, norm alone", decay=False, residual=False),
+    MemoraForm("memora, neither", decay=False, norm=False),
+)
 KEPT_FORMS = (
     KeptForm("kept"),
     KeptForm("kept, no norm", eps=None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,31 @@ import torch
 from megamem.errors import ConfigError
 from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH
-from megamem.ops.deep_memory.kernels import check_kernel, kept_passes_of, passes_of, selected_passes_of
+from megamem.ops.deep_memory.kernels import check_kernel, kept_passes_of, passes_of, read_group_of, selected_passes_of
 from megamem.ops.deep_memory.selected_networks import pairs_of
-from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, KeptForm
+from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, MEMORA_FORMS, KeptForm
 
 
 @pytest.fixture(scope="module")
-def differences() -> dict[str, float]:
-    """The largest differences by form, of which Triton's interpreter is told in a process of its own."""
+def interpreted() -> dict[str, Any]:
+    """What Triton's interpreter finds, in a process of its own: see `triton_interpreter.py`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.triton_interpreter"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def differences(interpreted: dict[str, Any]) -> dict[str, float]:
+    """The largest differences of results and gradients, by form."""
+    found: dict[str, float] = interpreted["differences"]
     return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
-@pytest.mark.parametrize("name", [form.name for form in FORMS])
+@pytest.mark.parametrize("name", [form.name for form in (*FORMS, *MEMORA_FORMS)])
 def test_kernels_compute_what_torch_does(name: str, differences: dict[str, float]) -> None:
     """1e-11: float64, products summed in other orders, through three inner chunks and back."""
     assert differences[name] < 1e-11
@@ -40,6 +48,14 @@ def test_kernels_compute_what_torch_does(name: str, differences: dict[str, float
 def test_kept_networks_answer_as_in_torch(form: KeptForm, differences: dict[str, float]) -> None:
     """float64: sums of 40 units in other orders. float16: torch rounds z to 2^-11, the kernels do not."""
     assert differences[form.name] < (1e-14 if form.products == "float64" else 2**-9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
+@pytest.mark.parametrize("memory", ["titans", "memora", "kept"])
+def test_plans_count_the_products_of_the_kernels(memory: str, interpreted: dict[str, Any]) -> None:
+    """Exactly: the interpreter multiplies block by block, and all blocks are full."""
+    computed, planned = interpreted["flops"][memory]
+    assert computed == planned > 0
 
 
 def test_pairs_stand_in_the_order_of_networks() -> None:
@@ -64,6 +80,7 @@ def test_kernels_compute_networks_of_float32_on_cuda_alone() -> None:
         assert passes_of(kernel, "tf32", query, matrices) is TORCH
         assert kept_passes_of(kernel, "tf32", query, kept) is kept_networks.TORCH
         assert selected_passes_of(kernel, "tf32", query, kept) is None
+        assert read_group_of(kernel, "tf32", query, matrices) is None
 
 
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
+from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.deep_memory.selected_networks import selected_networks
-from megamem.ops.deep_memory.triton import launch_kept
+from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, read_group
+from megamem.ops.deep_memory.triton import launch, launch_kept
 from megamem.ops.deep_memory.triton.launch import passes
 from megamem.ops.deep_memory.triton.launch_kept import kept_passes
 from megamem.ops.deep_memory.triton.launch_selected import selected_passes
+from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+from megamem.planning import deep_memory_kernels, memora_kernels
+from megamem.planning.ledger import Ledger
 from tests.unit import test_deep_memory_groups as groups
-from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, Form, KeptForm
+from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, MEMORA_FORMS, Form, KeptForm, MemoraForm
 
 # more inner units than a block has, and a last block that is not full; groups of two inner chunks and of one
 groups.ROWS, groups.HEADS, groups.CHUNKS, groups.INNER = 1, 2, 3, 40
@@ -92,6 +99,93 @@ def kept_results(form: KeptForm, kernels: bool) -> list[torch.Tensor]:
     return [answered.detach(), gradients[0], of_shares, *gradients[2:]]
 
 
+def memora_results(form: MemoraForm, kernels: bool) -> list[torch.Tensor]:
+    """Answers of Memora's networks, their logarithms, and the gradients of a weighted sum of them."""
+    generator = torch.Generator().manual_seed(1)
+    rows, heads, chunks, tokens, width, inner = 1, 2, 2, 4, 3, 40
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    query, key, value, rate = (normal(rows, heads, chunks, tokens, width) for _ in range(4))
+    given = [query, torch.nn.functional.normalize(key, dim=-1), value, 0.3 * rate.sigmoid()]
+    given += [normal(rows, heads, inner, width), normal(rows, heads, width, inner), 1 + 0.3 * normal(heads, width)]
+    given += [torch.nn.functional.logsigmoid(2 + normal(rows, heads, chunks, tokens, width))]
+    query, key, value, rate, up, down, gain, decay = (x.requires_grad_() for x in given)
+    network = SimplexNetwork(form.scale, form.residual, OutputNorm(gain, 1e-3) if form.norm else None)
+    read = read_group_by("ieee") if kernels else read_group
+    found = read(network, query[:, :, :, None], key, value, rate, decay if form.decay else None, up, down)
+    total = sum((x * normal(*x.shape)).sum() for x in found)
+    leaves = [query, key, value, rate, up, down, *([gain] if form.norm else []), *([decay] if form.decay else [])]
+    return [*found, *torch.autograd.grad(total, leaves)]
+
+
+def flops_of(call: Callable[[], None]) -> float:
+    """The FLOPs of all products that the kernels of a call compute in the interpreter."""
+    found = 0.0
+    dot = InterpreterBuilder.create_dot
+
+    def counted(builder, a, b, *others):
+        """Multiply, and count."""
+        nonlocal found
+        found += 2 * a.data.shape[-2] * a.data.shape[-1] * b.data.shape[-1]
+        return dot(builder, a, b, *others)
+
+    InterpreterBuilder.create_dot = counted
+    call()
+    InterpreterBuilder.create_dot = dot
+    return found
+
+
+def flops_of_kernels() -> dict[str, tuple[float, float]]:
+    """The FLOPs that the kernels of each kind of memory compute, all blocks full, and those that the planner says."""
+    rows, heads, chunks, tokens, width, inner = 1, 1, 2, 16, 16, 64
+    launch.UNITS = launch_kept.UNITS = 32
+    launch_kept.ROWS = deep_memory_kernels.KEPT_ROWS = 16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def vectors() -> list[torch.Tensor]:
+        return [normal(rows, heads, chunks, tokens, width) for _ in range(3)]
+
+    def titans(by: GroupPasses) -> None:
+        """All passes of a group of inner chunks."""
+        gates = normal(rows, heads, chunks, tokens), *(-normal(rows, heads, chunks, tokens) for _ in range(2))
+        query, key, value = vectors()
+        added, momentum = ([normal(rows, heads, inner, width), normal(rows, heads, width, inner)] for _ in range(2))
+        found, *_ = deep_memory_chunks(
+            query[:, :, None], key, value, None, tuple(added), tuple(momentum), InnerRates(*gates), "l2", True, None,
+            passes=by,
+        )  # fmt: skip
+        found.sum().backward()
+
+    def memora(read: ReadGroup) -> None:
+        """All passes of a group of Memora's inner chunks."""
+        query, key, value = vectors()
+        logs = normal(rows, heads, inner, width), normal(rows, heads, width, inner)
+        found, *_ = read(SimplexNetwork(None), query[:, :, :, None], key, value, key, -value, *logs)
+        found.sum().backward()
+
+    def kept(by: kept_networks.KeptPasses) -> None:
+        """Both passes of kept networks that all queries read."""
+        query, shares = normal(rows, heads, 1, 3 * tokens, width), normal(rows, heads, 1, 3 * tokens, 2)
+        matrices = [normal(rows, heads, 2, inner, width) for _ in range(2)]
+        kept_networks.kept_networks(query, matrices, shares, None, passes=by).sum().backward()
+
+    found = {}
+    for call, kernels, plan in (
+        (titans, passes("ieee"), deep_memory_kernels.planned_passes("ieee")),
+        (memora, read_group_by("ieee"), memora_kernels.planned_read_group("ieee")),
+        (kept, kept_passes("ieee"), deep_memory_kernels.planned_kept_passes("ieee")),
+    ):
+        with Ledger() as ledger:
+            call(plan)
+        planned = sum(step.flops for step in ledger.operations if step.programs)
+        found[call.__name__] = flops_of(partial(call, kernels)), planned
+    return found
+
+
 def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference of tensors, over the largest number of each."""
     assert [x.dtype for x in ours] == [x.dtype for x in theirs]
@@ -105,7 +199,9 @@ def main() -> None:
     launch_kept.ROWS = launch_kept.UNITS = 16
     for form in KEPT_FORMS:
         worst[form.name] = largest_difference(kept_results(form, True), kept_results(form, False))
-    print(json.dumps(worst))
+    for form in MEMORA_FORMS:
+        worst[form.name] = largest_difference(memora_results(form, True), memora_results(form, False))
+    print(json.dumps({"differences": worst, "flops": flops_of_kernels()}))
 
 
 if __name__ == "__main__":

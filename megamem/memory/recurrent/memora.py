@@ -8,7 +8,8 @@ what has been added to the logarithms that every document starts from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -22,9 +23,11 @@ from megamem.memory.recurrent.base import Inputs
 from megamem.memory.recurrent.deep import DeepMemory, InnerChunk
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.ops.deep_memory.error import Loss
+from megamem.ops.deep_memory.kernels import read_group_of
 from megamem.ops.deep_memory.network import Join, Weights
 from megamem.ops.deep_memory.simplex import (
     ChannelRates,
+    ReadGroup,
     SimplexNetwork,
     on_simplex,
     simplex_memory,
@@ -115,6 +118,10 @@ class Memora(DeepMemory):
 
     config: MemoraConfig
 
+    def __init__(self, config: MemoraConfig, model: ModelConfig, linears: Linears) -> None:
+        super().__init__(config, model, linears)
+        self.read_group: Callable[[Tensor, int], ReadGroup | None] = partial(read_group_of, self.kernel, self.precision)
+
     def make_gate(self, model: ModelConfig, linears: Linears, start: float) -> nn.Module:
         """See `DeepMemory.make_gate`."""
         assert isinstance(self.config, MemoraConfig)
@@ -125,7 +132,9 @@ class Memora(DeepMemory):
         query, key, value, gates = self.in_inner_chunks(inputs)
         logs = self.learned(memory, inputs.parameters)
         rates = ChannelRates(gates["rate"], gates.get("log_decay"))
-        read, after = simplex_memory_chunks(query, key, value, logs, rates, self.network(inputs.parameters))
+        read, after = simplex_memory_chunks(
+            query, key, value, logs, rates, self.network(inputs.parameters), read=self.read_group(query, len(logs))
+        )
         return read.flatten(3, 4), {**memory, **self.added(memory, logs, after)}
 
     def network(self, parameters: Mapping[str, Tensor]) -> SimplexNetwork:

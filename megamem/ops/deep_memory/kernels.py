@@ -15,6 +15,7 @@ from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.selected_networks import SelectedPasses
+from megamem.ops.deep_memory.simplex import ReadGroup
 
 Kernel = Literal["torch", "triton"]
 
@@ -56,6 +57,19 @@ def selected_passes_of(
     from megamem.ops.deep_memory.triton.launch_selected import selected_passes
 
     return selected_passes(precision)
+
+
+def read_group_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: int) -> ReadGroup | None:
+    """Return a group of Memora's inner chunks by the kernel, or None where it has no part in it.
+
+    query: [B, H, G, N, T, D], which one head may ask; matrices: of a network.
+    """
+    alone = query.shape[2] == 1 and matrices == 2
+    if kernel == "torch" or not alone or not query.is_cuda or query.dtype == torch.float64:
+        return None
+    from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+
+    return read_group_by(precision)
 
 
 def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bool:

@@ -30,7 +30,7 @@ inner chunk so far, Q the last tokens of them, which have queries, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -45,6 +45,8 @@ from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise, simplex
 
 GROUP = 8
 """Inner chunks that the backward pass computes anew at a time."""
+ReadGroup = Callable[..., tuple[Tensor, ...]]
+"""See `read_group`."""
 
 
 class ChannelRates(NamedTuple):
@@ -76,10 +78,10 @@ def on_simplex(logs: Weights, scale: float | None) -> Weights:
 
     scale: c; the square root of the number of inputs if None.
     """
-    return tuple(simplex(matrix, _row_sum(matrix, scale)) for matrix in logs)
+    return tuple(simplex(matrix, row_sum(matrix, scale)) for matrix in logs)
 
 
-def _row_sum(matrix: Tensor, scale: float | None) -> float:
+def row_sum(matrix: Tensor, scale: float | None) -> float:
     """Return c of a matrix [..., out, in]."""
     return matrix.shape[-1] ** 0.5 if scale is None else scale
 
@@ -99,16 +101,16 @@ def simplex_memory(
     Returns: y [B, H, G, Q, D]; L after the last token.
     """
     query, key, value = (x.to(logs[0].dtype) for x in (query, key, value))
-    fading = _fading(rates)
+    faded = fading(rates)
     start = _start(network, logs, rates)
     gradient = _gradient(network, start, key, value)
     read = _read(network, query, start.logs, gradient, rates, join)
-    return read, _after(network, start, gradient, rates, fading)
+    return read, _after(network, start, gradient, rates, faded)
 
 
 def simplex_memory_chunks(
     query: Tensor, key: Tensor, value: Tensor, logs: Weights, rates: ChannelRates, network: SimplexNetwork,
-    group: int = GROUP,
+    group: int = GROUP, read: ReadGroup | None = None,
 ) -> tuple[Tensor, Weights]:  # fmt: skip
     """Read and write the tokens of whole inner chunks, in the dtype of `logs`.
 
@@ -121,6 +123,7 @@ def simplex_memory_chunks(
         logs: L of the first inner chunk, see `simplex_memory`.
         rates: [B, H, N, T, D] each.
         group: inner chunks that the backward pass computes anew at a time.
+        read: what computes a group, and goes back through it; `read_group` with autograd if not given.
     Returns: y [B, H, G, N, T, D]; L after the last token.
     """
     dtype, reads = logs[0].dtype, []
@@ -128,15 +131,19 @@ def simplex_memory_chunks(
     # split and not sliced: the gradient of a slice is as large as what it was taken from
     parts = [repeat(None) if x is None else x.split(group, dim=2) for x in (query, key, value, *rates[:2])]
     for of_group in zip(*parts, strict=False):
-        read, *after = checkpoint(
-            _read_group, network, *of_group, *logs, use_reentrant=False, preserve_rng_state=False
-        )  # fmt: skip
+        answered, *after = (read or _anew)(network, *of_group, *logs)
         logs = tuple(after)
-        reads.append(read)
+        reads.append(answered)
     return torch.cat(reads, dim=2).movedim(2, 3) if len(reads) > 1 else reads[0].movedim(2, 3), logs
 
 
-def _read_group(
+def _anew(*given: object) -> tuple[Tensor, ...]:
+    """Return what `read_group` does; its backward pass keeps nothing and computes the group anew."""
+    found: tuple[Tensor, ...] = checkpoint(read_group, *given, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def read_group(
     network: SimplexNetwork,
     query: Tensor,
     key: Tensor,
@@ -150,15 +157,15 @@ def _read_group(
     query: [B, H, N, G, T, D]; key, value, rate and log_decay: [B, H, N, T, D]; logs: L of the first inner chunk.
     """
     rates = ChannelRates(rate, log_decay)
-    fading = _fading(rates)
+    faded = fading(rates)
     starts, gradients, now = [], [], logs
     # parted once: the gradient of a slice would be a tensor of zeros as large as all inner chunks together
-    parted = ([None] * key.shape[2] if x is None else x.unbind(2) for x in (key, value, *rates[:2], *fading))
-    for own_key, own_value, own_rate, own_decay, *faded in zip(*parted, strict=True):
+    parted = ([None] * key.shape[2] if x is None else x.unbind(2) for x in (key, value, *rates[:2], *faded))
+    for own_key, own_value, own_rate, own_decay, *own_faded in zip(*parted, strict=True):
         own = ChannelRates(own_rate, own_decay)
         start = _start(network, now, own)
         gradient = _gradient(network, start, own_key, own_value)
-        now = _after(network, start, gradient, own, Fading(*faded))
+        now = _after(network, start, gradient, own, Fading(*own_faded))
         starts.append(start.logs)
         gradients.append((*gradient.changes, *gradient.inputs[1:]))
     matrices = len(logs)
@@ -183,8 +190,8 @@ def _start(network: SimplexNetwork, logs: Weights, rates: ChannelRates) -> Start
     """Return the memory whose logarithms are L [..., out, in]."""
     if len(logs) == 1 or rates.log_decay is None:
         return Start(logs, on_simplex(logs, network.scale), None)
-    exact, weights, *shifting = network.pointwise.distribution(logs[0], _row_sum(logs[0], network.scale))
-    last = network.pointwise.simplex(logs[1], _row_sum(logs[1], network.scale))
+    exact, weights, *shifting = network.pointwise.distribution(logs[0], row_sum(logs[0], network.scale))
+    last = network.pointwise.simplex(logs[1], row_sum(logs[1], network.scale))
     return Start((exact, logs[1]), (weights, last), (shifting[0], shifting[1]))
 
 
@@ -225,7 +232,7 @@ def _read(
     decay = None if rates.log_decay is None else of_first_token(rates.log_decay)[..., 0, :].exp()
     steps = _rated(of_first_token(rates.rate), own)
     moved = _subtracted(_faded(logs, decay), steps)
-    after_first = [network.pointwise.simplex(matrix, _row_sum(matrix, network.scale)) for matrix in moved]
+    after_first = [network.pointwise.simplex(matrix, row_sum(matrix, network.scale)) for matrix in moved]
     # the steps that W_1 moves by: those of every token but the first
     is_later = torch.arange(tokens, device=query.device)[:, None] != (0 if first is None else first)
     rated = _rated(is_later * rates.rate, gradient)
@@ -253,7 +260,7 @@ class Fading(NamedTuple):
     """The product of those after each token, [..., T, D]."""
 
 
-def _fading(rates: ChannelRates) -> Fading:
+def fading(rates: ChannelRates) -> Fading:
     """Return what decays [..., T, D] come to."""
     if rates.log_decay is None:
         return Fading(None, None)
@@ -261,17 +268,17 @@ def _fading(rates: ChannelRates) -> Fading:
     return Fading(total[..., -1, :].exp(), (total[..., -1:, :] - total).exp())
 
 
-def _after(network: SimplexNetwork, start: Start, gradient: Gradient, rates: ChannelRates, fading: Fading) -> Weights:
+def _after(network: SimplexNetwork, start: Start, gradient: Gradient, rates: ChannelRates, faded: Fading) -> Weights:
     """Return L after the last token, [..., out, in] each: each step fades by the decays of the tokens after it."""
-    if fading.after is None:
+    if faded.after is None:
         return _subtracted(start.logs, _rated(rates.rate, gradient))
-    steps = _rated(fading.after * rates.rate, gradient)
+    steps = _rated(faded.after * rates.rate, gradient)
     if start.shifting is not None and rates.log_decay is not None:
         # z_t, by which a token's step moves the logarithm of each row's sum, to first order at W_0
         z = _row_shifts(*start.shifting, rates.log_decay, gradient.changes[0], rates.rate * gradient.inputs[0])
         change, read = steps[0]
-        steps[0] = torch.cat((change, z), -2), torch.cat((read, fading.after), -2)
-    return _subtracted(_faded(start.logs, fading.whole), steps)
+        steps[0] = torch.cat((change, z), -2), torch.cat((read, faded.after), -2)
+    return _subtracted(_faded(start.logs, faded.whole), steps)
 
 
 def _row_shifts(shares: Tensor, entropies: Tensor, log_decay: Tensor, change: Tensor, rated: Tensor) -> Tensor:

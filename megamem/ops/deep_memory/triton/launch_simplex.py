@@ -1,0 +1,178 @@
+"""The kernels of Memora's networks as a function of tensors: a group of whole inner chunks, and back through it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamem.ops.deep_memory.network import Precision
+from megamem.ops.deep_memory.simplex import ChannelRates, SimplexNetwork, fading, row_sum
+from megamem.ops.deep_memory.triton import launch
+from megamem.ops.deep_memory.triton.launch import LEAST
+from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Tokens, Written
+from megamem.ops.deep_memory.triton.simplex_reads import (
+    Answers,
+    Found,
+    read_simplex_kernel,
+    through_simplex_reads_kernel,
+)
+from megamem.ops.deep_memory.triton.simplex_writes import Last, write_simplex_kernel
+from megamem.ops.deep_memory.triton.simplex_writes_backward import Found as Gradients
+from megamem.ops.deep_memory.triton.simplex_writes_backward import through_simplex_writes_kernel
+
+
+def read_group_by(precision: Precision) -> Callable[..., tuple[Tensor, ...]]:
+    """Return `read_group` of `simplex.py` by the kernels."""
+    return partial(read_group, precision)
+
+
+def read_group(
+    precision: Precision, network: SimplexNetwork, query: Tensor, key: Tensor, value: Tensor, rate: Tensor,
+    log_decay: Tensor | None, *logs: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `read_group` of `simplex.py`; one head reads each memory: query [B, H, N, 1, T, D]."""
+    faded = fading(ChannelRates(rate, log_decay))
+    weight = None if network.norm is None else network.norm.weight
+    given = query[:, :, :, 0], key, value, rate, log_decay, *faded, weight, *logs
+    read, *after = _Group.apply(precision, network, *given)
+    return read[:, :, :, None], *after
+
+
+class _Group(torch.autograd.Function):
+    """A group of inner chunks. Its backward pass computes everything but its inputs anew."""
+
+    @staticmethod
+    def forward(ctx: Any, precision: Precision, network: SimplexNetwork, *given: Tensor | None) -> tuple[Tensor, ...]:
+        """Return y [B, H, N, T, D] and L after the last inner chunk.
+
+        given: query, key, value, rate, log_decay [B, H, N, T, D], what decays come to, the norm's weight, and L.
+        """
+        ctx.precision, ctx.network = precision, network
+        ctx.save_for_backward(*given)
+        query, tokens, logs = _parted(given)
+        sizes = _sizes(network, tokens, logs, precision)
+        written, last = _write(tokens, logs, sizes)
+        made = _read(query, tokens, written, sizes).answered
+        made = made if network.norm is None else network.norm(made)
+        return query + made if network.residual else made, *last
+
+    @staticmethod
+    def backward(ctx: Any, of_read: Tensor, *of_last: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of what `forward` was given."""
+        network = ctx.network
+        query, tokens, logs = _parted(ctx.saved_tensors)
+        sizes = _sizes(network, tokens, logs, ctx.precision)
+        written, _ = _write(tokens, logs, sizes)
+        answers = _read(query, tokens, written, sizes)
+        of_read, of_weight = of_read.contiguous(), None
+        out = of_read
+        if network.norm is not None:
+            out, of_weight = network.pointwise.norm_gradients(of_read, answers.answered, network.norm)
+        reads = _through_reads(query, tokens, written, answers, out.contiguous(), sizes)
+        found = _through_writes(tokens, written, reads, of_last, sizes)
+        of_query = of_read + reads.query if network.residual else reads.query
+        if of_weight is not None and found.weight is not None:
+            of_weight = of_weight + found.weight.sum(0)
+        of_tokens = found.key, found.value, found.rate, found.log_decay, found.fade, found.after
+        return None, None, of_query, *of_tokens, of_weight, found.up, found.down
+
+
+def _parted(given: Sequence[Any]) -> tuple[Any, Tokens, tuple[Any, Any]]:
+    """Return queries, the tokens and L from what `_Group` is given, [...] each, in the order of their memory."""
+    parts: list[Any] = [None if x is None else x.contiguous() for x in given]
+    query, *of_tokens, up, down = parts
+    return query, Tokens(*of_tokens), (up, down)
+
+
+def _sizes(network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, Tensor], precision: Precision) -> Sizes:
+    """Return the constants of kernels for tokens [B, H, N, T, D] and networks of L [B, H, out, in]."""
+    (count, width), inner = tokens.key.shape[-2:], logs[0].shape[-2]
+
+    def block(size: int) -> int:
+        """Return the power of two that holds so many."""
+        return max(LEAST, triton.next_power_of_2(size))
+
+    sums = [row_sum(matrix, network.scale) for matrix in logs]
+    found: tuple[Any, ...] = (
+        count, width, inner, block(count), block(width), min(launch.UNITS, block(inner)), True, network.residual,
+        None if network.norm is None else network.norm.eps, precision, *sums, *map(math.log, sums),
+        tokens.log_decay is not None,
+    )  # fmt: skip
+    return Sizes(*(None if each is None else tl.constexpr(each) for each in found))
+
+
+def _write(tokens: Tokens, logs: tuple[Tensor, Tensor], sizes: Sizes) -> tuple[Written, Last]:
+    """Write inner chunks [B, H, N, ...] one after the other, from L [B, H, out, in]."""
+    key, (rows, heads, count) = tokens.key, tokens.key.shape[:3]
+
+    def series(x: Tensor) -> Tensor:
+        """Return room for a matrix [B, H, out, in] as each inner chunk starts, the first one in place."""
+        made = x.new_empty(rows, heads, count, *x.shape[2:])
+        made[:, :, 0] = x
+        return made
+
+    hidden, active, back, change = (key.new_empty(*key.shape[:-1], logs[0].shape[-2]) for _ in range(4))
+    written = Written(
+        series(logs[0]), series(logs[1]), hidden, active, back, change, torch.empty_like(key), torch.empty_like(key)
+    )
+    last = Last(torch.empty_like(logs[0]), torch.empty_like(logs[1]))
+    write_simplex_kernel[(rows * heads,)](
+        tokens, written, last, heads, count, sizes, num_warps=launch.WARPS, num_stages=launch.STAGES
+    )  # fmt: skip
+    return written, last
+
+
+def _read(query: Tensor, tokens: Tokens, written: Written, sizes: Sizes) -> Answers:
+    """Return what queries [B, H, N, T, D] are answered."""
+    sums = query.new_empty(*query.shape[:3], query.shape[-1])
+    answers = Answers(torch.empty_like(query), torch.empty_like(query), sums)
+    read_simplex_kernel[(query.shape[:3].numel(),)](
+        tokens, query, written, answers, sizes, num_warps=launch.WARPS, num_stages=launch.STAGES
+    )  # fmt: skip
+    return answers
+
+
+def _through_reads(
+    query: Tensor, tokens: Tokens, written: Written, answers: Answers, out: Tensor, sizes: Sizes
+) -> Found:
+    """Return the gradients through what is read, from that of what the last matrix makes [B, H, N, T, D]."""
+    of_query, of_key, of_wrong, of_rate = (torch.empty_like(query) for _ in range(4))
+    of_decay = None if tokens.log_decay is None else query.new_empty(*query.shape[:3], query.shape[-1])
+    found = Found(
+        of_query, of_key, of_wrong, of_rate, of_decay, torch.empty_like(written.change),
+        torch.empty_like(written.active), torch.empty_like(written.up), torch.empty_like(written.down),
+    )  # fmt: skip
+    through_simplex_reads_kernel[(query.shape[:3].numel(),)](
+        tokens, query, written, answers, out, found, sizes, num_warps=launch.WARPS, num_stages=launch.STAGES
+    )
+    return found
+
+
+def _through_writes(
+    tokens: Tokens, written: Written, reads: Found, of_last: tuple[Tensor, ...], sizes: Sizes
+) -> Gradients:
+    """Return the gradients of tokens [B, H, N, ...] and L, from those of L after the group [B, H, out, in]."""
+    rows, heads, count = tokens.key.shape[:3]
+
+    def room(x: Tensor | None) -> Tensor | None:
+        """Return room for the gradient of x [...], if it has one."""
+        return None if x is None else torch.empty_like(x)
+
+    # what is added to: the gradients that were given are somebody else's
+    up, down = (x.clone(memory_format=torch.contiguous_format) for x in of_last)
+    of_weight = None if tokens.weight is None else tokens.weight.new_empty(rows, *tokens.weight.shape)
+    found = Gradients(
+        up, down, torch.empty_like(tokens.key), torch.empty_like(tokens.value), torch.empty_like(tokens.rate),
+        room(tokens.log_decay), room(tokens.fade), room(tokens.after), of_weight,
+    )  # fmt: skip
+    through_simplex_writes_kernel[(rows * heads,)](
+        tokens, written, reads, found, heads, count, sizes, num_warps=launch.WARPS, num_stages=launch.STAGES
+    )
+    return found
