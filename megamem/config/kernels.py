@@ -17,9 +17,9 @@ class KernelsConfig(ConfigModel):
     BF16 on CUDA; everything else torch computes all the same. `auto` is `fla` in runs that could use it where it is \
     installed and near enough to exact results on random operands, tried at the start."""
     deep_memory_kernel: Literal["torch", "triton"] = "torch"
-    """What computes the networks of dla and titans. `triton` writes and reads a group of inner chunks in one kernel \
-    each on CUDA, and what kept networks answer together, and needs the package; single matrices, and calls of fewer \
-    inner chunks than a group has, torch computes all the same."""
+    """What computes the networks of dla, titans and memora. `triton` writes and reads a group of inner chunks in one \
+    kernel each on CUDA, and what kept networks answer together, and needs the package; what does not fit (single \
+    matrices and inner chunks, heads wider than 128) torch computes all the same."""
     deep_memory_precision: Literal["tf32", "tf32x3", "ieee"] = "tf32"
     """How the kernel `triton` multiplies FP32 numbers: with 10 bits of their mantissas, with three products of such \
     numbers, which come near to FP32, or without tensor cores. Sums and what is kept are FP32 always."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses, ReadGradients, Reads, WriteGradients
 from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
-from megamem.ops.deep_memory.kept_networks import KeptPasses
+from megamem.ops.deep_memory.kept_networks import PROGRAM_ROWS, KeptPasses
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.pointwise import Pointwise
 from megamem.ops.deep_memory.selected_networks import Pairs, SelectedPasses
@@ -24,8 +24,6 @@ from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Kind, Operation, touched
 from megamem.planning.tensors import tensors_in
 
-KEPT_ROWS = 128
-"""Rows that a program of the kernels of kept networks answers: `ROWS` of `triton/launch_kept.py`."""
 PRODUCTS = {"tf32": (Kind.MATMUL_TF32, 1), "tf32x3": (Kind.MATMUL_TF32, 3), "ieee": (Kind.MATMUL_FP32, 1)}
 """How FP32 numbers are multiplied: by which unit, and how many products stand for one."""
 
@@ -91,25 +89,29 @@ def planned_passes(precision: Precision) -> GroupPasses:
 def planned_kept_passes(precision: Precision) -> KeptPasses:
     """Return both passes of kept networks by torch, as one kernel forward and two backward in the eyes of a ledger."""
 
-    def kernel(rows: Tensor, reading: Sequence[slice], products: int, programs: float, *moved: object) -> Operation:
+    def kernel(
+        rows: Tensor, reading: Sequence[slice], products: int, programs: float, read: object, written: object
+    ) -> Operation:
         """Return a kernel of so many products of each pair of a row and a network with a matrix.
 
-        rows: [B, H, R, D], read by networks in blocks.
+        rows: [B, H, R, D], read by networks in blocks; read, written: what goes through the device's memory.
         """
         kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else PRODUCTS[precision]
-        return Operation(kind, float(times * products * _pairs(rows, reading)), bytes_moved(*moved), programs)
+        bytes_ = bytes_moved(read) + bytes_moved(written)
+        return Operation(kind, float(times * products * _pairs(rows, reading)), bytes_, programs)
 
     def answer(
         rows: Tensor, shares: Tensor, eps: float | None, reading: Sequence[slice], pointwise: Pointwise,
         matrices: Sequence[Tensor],
     ) -> Tensor:  # fmt: skip
         """See `answer` of `kept_networks.py` [B, H, ...]."""
+        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
         heads, inner = rows.shape[:2].numel(), matrices[0].shape[-2]
-        programs = heads * math.ceil(rows.shape[2] / KEPT_ROWS)
+        programs = heads * math.ceil(rows.shape[2] / PROGRAM_ROWS[rows.itemsize])
 
         def as_one(steps: Sequence[Operation], out: Tensor) -> Operation:
             """Return the kernel: U q, and what V makes of it."""
-            return kernel(rows, reading, 2 * inner, programs, rows, shares, matrices, out)
+            return kernel(rows, reading, 2 * inner, programs, (rows, shares, matrices), out)
 
         return joined_as(as_one, kept_networks.TORCH.answer, rows, shares, eps, reading, pointwise, matrices)
 
@@ -118,18 +120,23 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
         pointwise: Pointwise, matrices: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
         """See `gradients` of `kept_networks.py` [B, H, ...]."""
+        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
         heads, (count, inner) = rows.shape[:2].numel(), matrices[0].shape[2:4]
-        programs, networks = heads * math.ceil(rows.shape[2] / KEPT_ROWS), heads * count * math.ceil(inner / 64)
+        programs, networks = (
+            heads * math.ceil(rows.shape[2] / PROGRAM_ROWS[rows.itemsize]),
+            heads * count * math.ceil(inner / 64),
+        )
         # what the first kernel leaves for the second
         of_made = rows.new_empty(*rows.shape[:2], count, *rows.shape[2:])
 
         def through_rows(steps: Sequence[Operation], out: tuple[Tensor, Tensor, list[Tensor]]) -> Operation:
             """Return the kernel of rows: m anew, z again, V _m and U^T _z."""
-            return kernel(rows, reading, 5 * inner, programs, of_total, rows, shares, matrices, out[:2], of_made)
+            written = rows, out[1], of_made
+            return kernel(rows, reading, 5 * inner, programs, (of_total, rows, shares, matrices), written)
 
         def through_matrices(steps: Sequence[Operation], out: None) -> Operation:
             """Return the kernel of matrices: z once more, V _m, _V and _U."""
-            return kernel(rows, reading, 4 * inner, networks, rows, of_made, matrices, matrices)
+            return kernel(rows, reading, 4 * inner, networks, (rows, of_made, matrices), matrices)
 
         given = of_total, rows, shares, eps, reading, pointwise, matrices
         _, of_shares, of_matrices = joined_as(through_rows, kept_networks.TORCH.gradients, *given)
@@ -142,43 +149,60 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
 def planned_selected_passes(precision: Precision) -> SelectedPasses:
     """Return both passes of selected networks, which compute nothing, as one kernel forward and two backward."""
 
-    def kernel(rows: Tensor, pairs: Pairs, products: int, programs: float, *moved: object) -> Operation:
-        """Return a kernel of so many products of each pair with a matrix; a network's last block is half full."""
+    def kernel(
+        rows: Tensor, pairs: Pairs, products: int, programs: float, read: Sequence[object], written: object
+    ) -> Operation:
+        """Return a kernel of so many products of each pair with a matrix; a network's last block is half full.
+
+        rows: [B, H, R, D]; read: what goes through the device's memory, each; written: what is made.
+        """
         kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else PRODUCTS[precision]
         networks = rows.shape[:2].numel() * (pairs.begins.shape[-1] - 1)
-        filled = (pairs.order.numel() + networks * KEPT_ROWS / 2) * 2 ** (rows.shape[-1] - 1).bit_length()
-        return Operation(kind, 2.0 * times * products * filled, bytes_moved(*moved), programs)
+        filled = (pairs.order.numel() + networks * PROGRAM_ROWS[rows.itemsize] / 2) * 2 ** (
+            rows.shape[-1] - 1
+        ).bit_length()
+        bytes_ = sum(map(bytes_moved, read)) + bytes_moved(written)
+        return Operation(kind, 2.0 * times * products * filled, bytes_, programs)
 
     def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]) -> Tensor:
         """See `SelectedPasses` [B, H, ...]."""
-        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / KEPT_ROWS
+        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
+        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / PROGRAM_ROWS[rows.itemsize]
 
         def as_one(steps: Sequence[Operation], out: Tensor) -> Operation:
             """Return the kernel: U q, and what V makes of it, of gathered rows."""
-            return kernel(rows, pairs, 2 * inner, blocks, out, out, shares, pairs, matrices)
+            return kernel(rows, pairs, 2 * inner, blocks, (out, shares, pairs, matrices), out)
 
-        return joined_as(as_one, shares.new_zeros, *_by_pair(rows, pairs))
+        parts = shares.new_zeros(_by_pair(rows, pairs))
+        return joined_as(as_one, lambda: parts)
 
     def gradients(
         of_total: Tensor, rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """See `SelectedPasses` [B, H, ...]."""
-        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / KEPT_ROWS
+        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
+        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / PROGRAM_ROWS[rows.itemsize]
         programs = rows.shape[:2].numel() * shares.shape[-1] * math.ceil(inner / 64)
         of_made = rows.new_empty(_by_pair(rows, pairs))
 
         def of_rows(steps: Sequence[Operation], out: Tensor) -> Operation:
             """Return the kernel of pairs: m anew, z again, V _m and U^T _z, of gathered rows and gradients."""
-            return kernel(rows, pairs, 5 * inner, blocks, out, out, of_made, of_made, shares, shares, pairs, matrices)
+            return kernel(rows, pairs, 5 * inner, blocks, (out, out, shares, pairs, matrices), (out, of_made, shares))
 
         def of_matrices(steps: Sequence[Operation], out: list[Tensor]) -> Operation:
             """Return the kernel of matrices: z once more, V _m, _V and _U."""
-            return kernel(rows, pairs, 4 * inner, programs, of_made, of_made, pairs, matrices, out)
+            return kernel(rows, pairs, 4 * inner, programs, (of_made, of_made, pairs, matrices), out)
 
-        found = joined_as(of_rows, rows.new_zeros, *_by_pair(rows, pairs))
+        parts = rows.new_zeros(_by_pair(rows, pairs))
+        found = joined_as(of_rows, lambda: parts)
         return found, torch.zeros_like(shares), joined_as(of_matrices, lambda: [torch.empty_like(x) for x in matrices])
 
     return SelectedPasses(answer, gradients)
+
+
+def _contiguous(*given: Tensor) -> list[Tensor]:
+    """Return tensors [...] in the order of their memory, as the kernels take them: others are copied."""
+    return [x.contiguous() for x in given]
 
 
 def _by_pair(rows: Tensor, pairs: Pairs) -> tuple[int, ...]:
@@ -191,11 +215,11 @@ def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:
 
     Blocks of rows are whole, and channels are filled up to a power of two.
     """
-    blocks = 0
+    blocks, size = 0, PROGRAM_ROWS[rows.itemsize]
     for each in reading:
         begin, end, _ = each.indices(rows.shape[2])
-        blocks += max(0, math.ceil(end / KEPT_ROWS) - begin // KEPT_ROWS) if begin < end else 0
-    return 2.0 * rows.shape[:2].numel() * blocks * KEPT_ROWS * 2 ** (rows.shape[-1] - 1).bit_length()
+        blocks += max(0, math.ceil(end / size) - begin // size) if begin < end else 0
+    return 2.0 * rows.shape[:2].numel() * blocks * size * 2 ** (rows.shape[-1] - 1).bit_length()
 
 
 def bytes_moved(*of: object) -> float:

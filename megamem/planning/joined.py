@@ -22,6 +22,7 @@ from megamem.model.compiled import use_pointwise
 from megamem.model.kernels import OPERATIONS
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
+from megamem.ops.deep_memory.kernels import LONGEST, WIDEST, fitting
 from megamem.ops.deep_memory.simplex import ReadGroup
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.planning.deep_memory_kernels import planned_kept_passes, planned_passes, planned_selected_passes
@@ -43,10 +44,12 @@ def join_kernels(
     for module in stage.modules():
         if isinstance(module, MatrixMixer) and recurrence == "fla":
             module.recurrence = partial(fla_recurrence, kernels=PLANNED)
-        if isinstance(module, Memora) and module.kernel == "triton":
-            module.read_group = partial(_planned_read_group, planned_read_group(module.precision))
         if isinstance(module, DeepMemory) and module.kernel == "triton" and len(module.names) == 2:
-            module.passes = partial(as_given, planned_passes(module.precision))
+            if module.widths["key"] > WIDEST:
+                continue
+            if isinstance(module, Memora):
+                module.read_group = partial(_planned_read_group, planned_read_group(module.precision))
+            module.passes = partial(as_given, fitting(planned_passes(module.precision), module.config.inner_chunk))
             module.kept_passes = partial(as_given, planned_kept_passes(module.precision))
             module.selected_passes = partial(as_given, planned_selected_passes(module.precision))
 
@@ -57,8 +60,8 @@ def as_given(made: T, *_: object) -> T:
 
 
 def _planned_read_group(planned: ReadGroup, query: Tensor, matrices: int) -> ReadGroup | None:
-    """Return the planned kernels where Memora's have a part: one head [B, H, 1, ...] asks networks of two matrices."""
-    return planned if matrices == 2 and query.shape[2] == 1 else None
+    """Return the planned kernels where Memora's have a part: one head asks each network, [B, H, 1, N, T, D]."""
+    return planned if matrices == 2 and query.shape[2] == 1 and query.shape[-2] <= LONGEST else None
 
 
 def as_one(function: Callable[..., Any]) -> Callable[..., Any]:

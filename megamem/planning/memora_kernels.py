@@ -90,7 +90,10 @@ class _Kernels:
         self._shifting = self._tokens[3] is not None
 
     def _run(self, products: int, among: int, programs: int, read: object, made: list[Tensor]) -> list[Tensor]:
-        """Enter a kernel of products T D I and products T T of so many vectors, by inner chunk; return its results."""
+        """Enter a kernel of products T D I and products T T of so many vectors, by inner chunk.
+
+        read: what goes through the device's memory; made: its results, [B, H, ...], which are returned.
+        """
         tokens, width = self._shape[-2:]
         flops = 2.0 * tokens * (products * width * self._inner + among * tokens) * self._heads * self._count
 
@@ -116,14 +119,20 @@ class _Kernels:
         return made, last
 
     def read(self, written: list[Tensor]) -> list[Tensor]:
-        """Return what queries are answered, a part of it, and sums of rows."""
+        """Return what queries are answered, a part of it, and sums of rows.
+
+        written: as `write` returns it, [B, H, ...].
+        """
         made = [*self._room(self.query, self.query), self.query.new_empty(*self._shape[:3], self._shape[-1])]
         up, down, _, active, _, change, _, wrong = written
         read = self.query, self._tokens[0], self._tokens[2], up, down, active, change, wrong
         return self._run(READ, 2 * (self._shape[-1] + self._inner), self._heads * self._count, read, made)
 
     def through_reads(self, written: list[Tensor], others: list[Tensor], out: Tensor) -> list[Tensor]:
-        """Return the gradients of queries, keys, r and rates, d, h and the logarithms, through the reads."""
+        """Return the gradients of queries, keys, r and rates, d, h and the logarithms, through the reads.
+
+        written: as `write` returns it, [B, H, ...]; others: of what `read` returns; out: the gradient of that.
+        """
         up, down, _, active, _, change, _, wrong = written
         made = self._room(self.query, self.query, wrong, self.query, change, active, up, down)
         read = self.query, self._tokens[0], self._tokens[2], up, down, active, change, wrong, others, out
@@ -131,7 +140,10 @@ class _Kernels:
         return self._run(THROUGH_READS, among, self._heads * self._count, read, made)
 
     def through_writes(self, written: list[Tensor], reads: list[Tensor], of_last: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the tokens' fields and of L as the group starts."""
+        """Return the gradients of the tokens' fields and of L as the group starts.
+
+        written, reads: as `write` and `through_reads` return them, [B, H, ...]; of_last: of L after the group.
+        """
         products = THROUGH_WRITES + THROUGH_WRITES_SHIFTS * self._shifting
         made = self._room(*self._tokens, *self._logs)
         found = [x for x in made if x is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.network import InnerRates, Precision
 from megamem.ops.deep_memory.selected_networks import selected_networks
+from megamem.ops.deep_memory.simplex import SimplexNetwork, read_group
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from tests.contract.case import CHUNK, Case
@@ -204,6 +205,11 @@ def recurrence_errors(
     return {"output": found[0], "state": found[1], "gradient": max(found[2:])}
 
 
+def largest(errors: Iterable[float]) -> float:
+    """The largest error, or NaN where one is no number, which `max` would pass over."""
+    return float(torch.tensor(list(errors)).max())
+
+
 def deep_memory_errors(
     passes: GroupPasses, device: torch.device, momentum: bool, tokens: int = 64, width: int = 96
 ) -> dict[str, float]:
@@ -239,7 +245,7 @@ def deep_memory_errors(
         return [[x.detach().to(CPU, torch.float64) for x in part] for part in parts]
 
     pairs = zip(run(passes, device, torch.float32), run(TORCH, CPU, torch.float64), strict=True)
-    found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
+    found = [largest(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
     return dict(zip(("output", "state", "gradient"), found, strict=True))
 
 
@@ -281,5 +287,38 @@ def kept_network_errors(
         return [[x.detach().to(CPU, torch.float64) for x in part] for part in parts]
 
     pairs = zip(run(True, device, torch.float32), run(False, CPU, torch.float64), strict=True)
-    found = [max(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
+    found = [largest(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
     return dict(zip(("output", "gradient"), found, strict=True))
+
+
+def memora_errors(precision: Precision, decay: bool, tokens: int, width: int, device: torch.device) -> dict[str, float]:
+    """Relative errors of Memora's networks by Triton, in float32, against torch's in float64."""
+    from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rows, heads, chunks = 2, 3, 5
+    gate, inner = (rows, heads, chunks, tokens, width), 4 * width
+    given = [normal(*gate), torch.nn.functional.normalize(normal(*gate), dim=-1), normal(*gate)]
+    given += [
+        0.5 / width * normal(*gate).sigmoid(),
+        normal(rows, heads, inner, width),
+        normal(rows, heads, width, inner),
+    ]
+    given += [1 + 0.3 * normal(heads, width), torch.nn.functional.logsigmoid(4.6 + normal(*gate))]
+
+    def run(kernels: bool, where: torch.device, exact: torch.dtype) -> list[list[Tensor]]:
+        leaves = [x.to(where, exact, copy=True).requires_grad_() for x in given[: 7 + decay]]
+        query, key, value, rate, up, down, gain, *log_decay = leaves
+        read = read_group_by(precision) if kernels else read_group
+        network = SimplexNetwork(None, True, OutputNorm(gain, 1e-5))
+        answered, *after = read(network, query[:, :, :, None], key, value, rate, *(log_decay or [None]), up, down)
+        found = torch.autograd.grad(sum(x.square().sum() for x in (answered, *after)), leaves)
+        return [[x.detach().to(CPU, torch.float64) for x in part] for part in ([answered], after, found)]
+
+    pairs = zip(run(True, device, torch.float32), run(False, CPU, torch.float64), strict=True)
+    found = [largest(error(a, b) for a, b in zip(ours, theirs, strict=True)) for ours, theirs in pairs]
+    return dict(zip(("output", "state", "gradient"), found, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Form(NamedTuple):
@@ -41,6 +41,8 @@ FORMS = (
     Form("l2", False, True, False, True),
     Form("dot", True, False, True, True),
 )
+
+
 class MemoraForm(NamedTuple):
     """What a network of distributions is."""
 
@@ -69,3 +71,11 @@ KEPT_FORMS = (
     KeptForm("kept, in half precision", products="float16", exact="float32"),
     KeptForm("selected, in half precision", selected=True, products="float16", exact="float32"),
 )
+_CACHING = {"kind": "memory_caching", "memory": {"kind": "dla", "inner_chunk": 4, "expansion": 2}, "segment": 8}
+LAYERS: dict[str, dict[str, Any]] = {
+    "a layer of titans": {"kind": "titans", "inner_chunk": 4, "expansion": 2},
+    "a layer of memora": {"kind": "memora", "inner_chunk": 4, "expansion": 2},
+    "a layer of gated caching": {**_CACHING, "combine": "grm"},
+    "a layer of selected caching": {**_CACHING, "combine": "ssc", "top_k": 2},
+}
+"""Whole layers, of which the kernels compute what they have a part in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH
 from megamem.ops.deep_memory.kernels import check_kernel, kept_passes_of, passes_of, read_group_of, selected_passes_of
 from megamem.ops.deep_memory.selected_networks import pairs_of
-from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, MEMORA_FORMS, KeptForm
+from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, LAYERS, MEMORA_FORMS, KeptForm
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def differences(interpreted: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
-@pytest.mark.parametrize("name", [form.name for form in (*FORMS, *MEMORA_FORMS)])
+@pytest.mark.parametrize("name", [*(form.name for form in (*FORMS, *MEMORA_FORMS)), *LAYERS])
 def test_kernels_compute_what_torch_does(name: str, differences: dict[str, float]) -> None:
-    """1e-11: float64, products summed in other orders, through three inner chunks and back."""
+    """1e-11: float64, products summed in other orders, through some inner chunks and back."""
     assert differences[name] < 1e-11
 
 
@@ -68,19 +69,38 @@ def test_pairs_stand_in_the_order_of_networks() -> None:
     assert sorted(pairs.order[0, 0].tolist()) == list(range(6))
 
 
-def test_kernels_compute_networks_of_float32_on_cuda_alone() -> None:
-    """No such device is here: torch computes all others, also where Triton is chosen."""
-    for kernel, matrices, dtype in (
-        ("torch", 2, torch.float32),
-        ("triton", 1, torch.float32),
-        ("triton", 2, torch.float32),
-    ):
-        query = torch.ones(1, 1, 1, 1, 3, dtype=dtype)
-        kept = [torch.ones(1, 1, 1, 5, 3)] * matrices
-        assert passes_of(kernel, "tf32", query, matrices) is TORCH
-        assert kept_passes_of(kernel, "tf32", query, kept) is kept_networks.TORCH
-        assert selected_passes_of(kernel, "tf32", query, kept) is None
-        assert read_group_of(kernel, "tf32", query, matrices) is None
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
+@pytest.mark.parametrize(
+    ("change", "by_torch"),
+    [
+        ({}, ""),
+        ({"kernel": "torch"}, "write read kept group"),
+        ({"matrices": 1}, "write read kept group"),
+        ({"is_cuda": False}, "write read kept group"),
+        ({"dtype": torch.float64}, "write read kept group"),
+        ({"width": 192}, "write read kept group"),
+        ({"inner_chunk": 128}, "read group"),
+        ({"inner_chunk": 256}, "write read group"),
+        ({"kept_width": 64}, "kept"),
+        ({"heads": 2}, "group"),
+    ],
+)
+def test_torch_computes_what_kernels_have_no_part_in(change: dict[str, Any], by_torch: str) -> None:
+    """A stand-in for a tensor on a device, as none is here."""
+    of = {"kernel": "triton", "matrices": 2, "is_cuda": True, "dtype": torch.float32, "width": 96, "inner_chunk": 64}
+    of |= {"heads": 1, "kept_width": change.get("width", 96), **change}
+    shape = (1, 1, of["heads"], 4, of["inner_chunk"], of["width"])
+    query: Any = SimpleNamespace(is_cuda=of["is_cuda"], dtype=of["dtype"], shape=shape)
+    kept = [torch.ones(1, 1, 1, 5, of["kept_width"])] * of["matrices"]
+    passes = passes_of(of["kernel"], "tf32", of["inner_chunk"], query, of["matrices"])
+    found = {
+        "write": passes.write is TORCH.write and passes.through_writes is TORCH.through_writes,
+        "read": passes.read is TORCH.read and passes.through_reads is TORCH.through_reads,
+        "kept": kept_passes_of(of["kernel"], "tf32", query, kept) is kept_networks.TORCH,
+        "group": read_group_of(of["kernel"], "tf32", query, of["matrices"]) is None,
+    }
+    assert [name for name, torchs in found.items() if torchs] == by_torch.split()
+    assert (selected_passes_of(of["kernel"], "tf32", query, kept) is None) == found["kept"]
 
 
 def test_what_cannot_run_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk, state_tensors
 from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
@@ -30,16 +33,30 @@ from megamem.ops.deep_memory.triton.launch import passes
 from megamem.ops.deep_memory.triton.launch_kept import kept_passes
 from megamem.ops.deep_memory.triton.launch_selected import selected_passes
 from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.planning import deep_memory_kernels, memora_kernels
 from megamem.planning.ledger import Ledger
 from tests.unit import test_deep_memory_groups as groups
-from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, MEMORA_FORMS, Form, KeptForm, MemoraForm
+from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, LAYERS, MEMORA_FORMS, Form, KeptForm, MemoraForm
 
 # more inner units than a block has, and a last block that is not full; groups of two inner chunks and of one
 groups.ROWS, groups.HEADS, groups.CHUNKS, groups.INNER = 1, 2, 3, 40
 # Triton looks through the modules that a function uses at each call of it: once for each kernel is enough
 _seen: set[str] = set()
 _call, _run = InterpretedFunction.__call__, InterpretedFunction.run
+
+
+def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What makes room for numbers, with NaN in the place of whatever is there: nobody may read what is not written."""
+
+    def made(*given, **named):
+        found = make(*given, **named)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    return made
+
+
+torch.empty_like, torch.Tensor.new_empty = filled(torch.empty_like), filled(torch.Tensor.new_empty)
 
 
 def call(self, *given, **named):
@@ -141,7 +158,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
     """The FLOPs that the kernels of each kind of memory compute, all blocks full, and those that the planner says."""
     rows, heads, chunks, tokens, width, inner = 1, 1, 2, 16, 16, 64
     launch.UNITS = launch_kept.UNITS = 32
-    launch_kept.ROWS = deep_memory_kernels.KEPT_ROWS = 16
+    launch_kept.PROGRAM_ROWS = deep_memory_kernels.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -186,21 +203,53 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
     return found
 
 
+def layer_results(mixer: dict[str, Any], kernels: bool) -> list[torch.Tensor]:
+    """What a layer of a memory makes of two chunks, its state, and the gradients of a weighted sum of them."""
+    size = {"layers": 1, "hidden_size": 16, "heads": 2, "vocab_size": 32, "chunk_size": 16}
+    model = ModelConfig.model_validate(size | {"mixer": mixer})
+    layer = model.mixer_at(0).build(model, PlainLinears(), 0).double()
+    initialize_parameters(layer, seed=1)
+    memory = getattr(layer, "memory", layer)
+    if kernels:
+        memory.passes = lambda *_: passes("ieee")
+        memory.kept_passes = lambda *_: kept_passes("ieee")
+        memory.selected_passes = lambda *_: selected_passes("ieee")
+        memory.read_group = lambda *_: read_group_by("ieee")
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(32, 1, 16, dtype=torch.float64, generator=generator).requires_grad_()
+    state, found = layer.initial_state(1, hidden.device, hidden.dtype), []
+    for begin in (0, 16):
+        read, state, _ = layer(hidden[begin : begin + 16], state, Chunk((begin,)))
+        found.append(read)
+    found += [x for x in state_tensors(state) if x.requires_grad and x.numel()]
+    total = sum((x * torch.randn(x.shape, dtype=x.dtype, generator=generator)).sum() for x in found)
+    return [
+        *found,
+        *torch.autograd.grad(total, [hidden, *layer.parameters()], allow_unused=True, materialize_grads=True),
+    ]
+
+
 def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference of tensors, over the largest number of each."""
     assert [x.dtype for x in ours] == [x.dtype for x in theirs]
-    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(ours, theirs, strict=True))
+    pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True)]
+    found = [(a - b).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in pairs]
+    # `max` would pass over what is not a number
+    return float(torch.stack([x.double() for x in found]).max())
 
 
 def main() -> None:
     """Compare all forms."""
     worst = {form.name: largest_difference(results(form, passes("ieee")), results(form, TORCH)) for form in FORMS}
     # more rows and inner units than a block has
-    launch_kept.ROWS = launch_kept.UNITS = 16
+    launch_kept.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
+    launch_kept.UNITS = 16
     for form in KEPT_FORMS:
         worst[form.name] = largest_difference(kept_results(form, True), kept_results(form, False))
     for form in MEMORA_FORMS:
         worst[form.name] = largest_difference(memora_results(form, True), memora_results(form, False))
+    for name, mixer in LAYERS.items():
+        worst[name] = largest_difference(layer_results(mixer, True), layer_results(mixer, False))
     print(json.dumps({"differences": worst, "flops": flops_of_kernels()}))
 
 

@@ -164,7 +164,8 @@ class MemoryCaching(Mixer):
             return x.unflatten(0, (rows, count))
 
         ended = Ended(
-            tuple(apart(x).movedim(1, 2) for x in self.memory.snapshot(memory, inputs.parameters)),
+            # copied once: whoever reads them would copy them each time
+            tuple(apart(x).movedim(1, 2).contiguous() for x in self.memory.snapshot(memory, inputs.parameters)),
             apart(key_sums[:, :, -1]).movedim(1, 2),
             None if log_kept is None else apart(log_kept).movedim(1, 2),
         )

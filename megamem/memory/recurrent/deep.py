@@ -89,7 +89,9 @@ class DeepMemory(RecurrentMixer):
         self.norm_eps = model.norm_eps
         self.pointwise = PLAIN
         self.kernel, self.precision = model.deep_memory_kernel, model.deep_memory_precision
-        self.passes: Callable[[Tensor, int], GroupPasses] = partial(passes_of, self.kernel, self.precision)
+        self.passes: Callable[[Tensor, int], GroupPasses] = partial(
+            passes_of, self.kernel, self.precision, config.inner_chunk
+        )
         self.kept_passes: Callable[[Tensor, Sequence[Tensor]], KeptPasses] = partial(
             kept_passes_of, self.kernel, self.precision
         )

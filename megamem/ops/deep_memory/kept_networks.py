@@ -26,6 +26,8 @@ from torch import Tensor
 from megamem.ops.deep_memory.group_forward import product_into
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
 
+PROGRAM_ROWS = {2: 128, 4: 64, 8: 64}
+"""Rows of queries that a program of the kernels answers, by the bytes of a number: more do not fit on an H100."""
 Spans = Sequence[tuple[int, int]]
 """For each of some memories the first token that reads it, and the first one after it that does not."""
 

@@ -18,19 +18,42 @@ from megamem.ops.deep_memory.selected_networks import SelectedPasses
 from megamem.ops.deep_memory.simplex import ReadGroup
 
 Kernel = Literal["torch", "triton"]
+WIDEST = 128
+"""Channels of the widest heads that the kernels have room for on an H100's multiprocessors."""
+LONGEST = 64
+"""Tokens of the longest inner chunks that they have room to read, or of Memora's to read and write."""
+LONGEST_WRITTEN = 128
+"""Tokens of the longest inner chunks that they have room to write."""
 
 
-def passes_of(kernel: Kernel, precision: Precision, key: Tensor, matrices: int) -> GroupPasses:
+def passes_of(kernel: Kernel, precision: Precision, inner_chunk: int, key: Tensor, matrices: int) -> GroupPasses:
     """Return both passes of groups of inner chunks: by the kernel where it has a part in them, else by torch.
 
-    key: [B, H, ...], which says where is computed; matrices: of a network.
+    key: [B, H, ..., D], which says where is computed; matrices: of a network.
     """
-    # float64, in which mechanisms are checked against loops, is torch's
-    if kernel == "torch" or matrices != 2 or not key.is_cuda or key.dtype == torch.float64:
+    if not _computes(kernel, key, matrices):
         return TORCH
     from megamem.ops.deep_memory.triton.launch import passes
 
-    return passes(precision)
+    return fitting(passes(precision), inner_chunk)
+
+
+def fitting(passes: GroupPasses, inner_chunk: int) -> GroupPasses:
+    """Return passes by kernels, or torch's instead of those for which so many tokens do not fit on a multiprocessor."""
+    if inner_chunk <= LONGEST:
+        return passes
+    if inner_chunk > LONGEST_WRITTEN:
+        return TORCH
+    return passes._replace(read=TORCH.read, through_reads=TORCH.through_reads)
+
+
+def _computes(kernel: Kernel, x: Tensor, matrices: int) -> bool:
+    """Return whether the kernel computes networks of so many matrices; x: [..., D], of a head's width.
+
+    float64, in which mechanisms are checked against loops, is torch's.
+    """
+    fits = matrices == 2 and x.shape[-1] <= WIDEST
+    return kernel == "triton" and fits and x.is_cuda and x.dtype != torch.float64
 
 
 def kept_passes_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: Sequence[Tensor]) -> KeptPasses:
@@ -64,8 +87,8 @@ def read_group_of(kernel: Kernel, precision: Precision, query: Tensor, matrices:
 
     query: [B, H, G, N, T, D], which one head may ask; matrices: of a network.
     """
-    alone = query.shape[2] == 1 and matrices == 2
-    if kernel == "torch" or not alone or not query.is_cuda or query.dtype == torch.float64:
+    alone = query.shape[2] == 1 and query.shape[-2] <= LONGEST
+    if not alone or not _computes(kernel, query, matrices):
         return None
     from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
 
@@ -77,8 +100,7 @@ def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bo
 
     query: [B, H, ..., D]; matrices: [B, H, N, ...] each.
     """
-    as_wide = len(matrices) == 2 and matrices[-1].shape[-1] == query.shape[-1]
-    return kernel == "triton" and as_wide and query.is_cuda and query.dtype != torch.float64
+    return matrices[-1].shape[-1] == query.shape[-1] and _computes(kernel, query, len(matrices))
 
 
 def check_kernel(kernel: Kernel) -> None:

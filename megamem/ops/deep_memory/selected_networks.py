@@ -43,7 +43,7 @@ def pairs_of(shares: Tensor, most: int) -> Pairs:
     count = shares.shape[-1]
     share, network = shares.detach().abs().topk(min(most, count), dim=-1)
     # what is not read stands behind the last network
-    owners = torch.where(share > 0, network, count).flatten(2)
+    owners = torch.where(share != 0, network, count).flatten(2)
     sorted_owners, order = owners.sort(dim=-1, stable=True)
     numbers = torch.arange(count + 1, device=shares.device).expand(*shares.shape[:2], -1).contiguous()
     return Pairs(order.int(), torch.searchsorted(sorted_owners, numbers).int())

@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.kept_networks import KeptPasses
+from megamem.ops.deep_memory.kept_networks import PROGRAM_ROWS, KeptPasses
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.pointwise import Pointwise
 from megamem.ops.deep_memory.triton import kept
 from megamem.ops.deep_memory.triton.launch import LEAST, STAGES
 
-ROWS = 128
-"""Rows that a program answers."""
 UNITS = 64
 """Inner units that are on the chip at a time."""
 WARPS = 8
@@ -36,7 +34,7 @@ def answer(
     """See `answer` of `kept_networks.py`; the kernel has its own functions of numbers."""
     given, sizes = _given(precision, rows, shares, eps, reading, matrices)
     total = shares.new_empty(rows.shape)
-    grid = rows.shape[0] * rows.shape[1], triton.cdiv(rows.shape[2], ROWS)
+    grid = rows.shape[0] * rows.shape[1], triton.cdiv(rows.shape[2], int(sizes.row_block))
     kept.answer_kernel[grid](given, total, rows.shape[2], shares.shape[-1], sizes, num_warps=WARPS, num_stages=STAGES)
     return total
 
@@ -53,7 +51,7 @@ def gradients(
         torch.empty_like(given.rows), torch.zeros_like(given.shares), room_of_made(rows, count), up, down
     )  # fmt: skip
     heads = rows.shape[0] * rows.shape[1]
-    kept.through_rows_kernel[(heads, triton.cdiv(height, ROWS))](
+    kept.through_rows_kernel[(heads, triton.cdiv(height, int(sizes.row_block)))](
         given, of_total.contiguous(), found, height, count, sizes, num_warps=WARPS, num_stages=STAGES
     )
     kept.through_matrices_kernel[(heads, count, triton.cdiv(up.shape[-2], _block(UNITS, up.shape[-2])))](
@@ -75,14 +73,14 @@ def _given(
     up, down = matrices
     spans = _spans(tuple(each.indices(rows.shape[2])[:2] for each in reading), rows.device)
     given = kept.Given(rows.contiguous(), shares.contiguous(), up.contiguous(), down.contiguous(), spans)
-    return given, kept_sizes(precision, up, eps)
+    return given, kept_sizes(precision, rows, up, eps)
 
 
-def kept_sizes(precision: Precision, up: Tensor, eps: float | None) -> kept.Sizes:
-    """Return the constants of kernels for networks whose first matrices are [B, H, N, I, D]."""
+def kept_sizes(precision: Precision, rows: Tensor, up: Tensor, eps: float | None) -> kept.Sizes:
+    """Return the constants of kernels for rows [B, H, R, D] and networks whose first matrices are [B, H, N, I, D]."""
     width, inner = up.shape[-1], up.shape[-2]
     block = max(LEAST, triton.next_power_of_2(width))
-    constants: tuple[Any, ...] = width, inner, ROWS, block, _block(UNITS, inner), eps, precision
+    constants: tuple[Any, ...] = width, inner, PROGRAM_ROWS[rows.itemsize], block, _block(UNITS, inner), eps, precision
     return kept.Sizes(*(None if each is None else tl.constexpr(each) for each in constants))
 
 
@@ -93,6 +91,6 @@ def _block(most: int, size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _spans(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Return rows that read each network [N, 2] on a device; chunk after chunk asks for the same."""
-    found = torch.tensor(spans, dtype=torch.int32)
+    """Return rows that read each network [N, 2] on a device; chunk after chunk asks for the same, on one stream."""
+    found = torch.tensor(spans, dtype=torch.int32, device="cpu")
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)

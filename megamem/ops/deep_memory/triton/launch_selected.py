@@ -70,4 +70,4 @@ def _given(
     """Return what the kernels read, and their constants; tensors [B, H, ...] as in `SelectedPasses`."""
     up, down = (matrix.contiguous() for matrix in matrices)
     given = selected.Given(rows.contiguous(), shares.contiguous(), up, down, *map(Tensor.contiguous, pairs))
-    return given, kept_sizes(precision, up, eps)
+    return given, kept_sizes(precision, rows, up, eps)
