@@ -49,7 +49,7 @@ from megamem.ops.deep_memory.triton.writes_backward import through_writes_kernel
 
 ROWS, HEADS, COUNT, TOKENS, WIDTH, INNER = 4, 16, 16, 64, 96, 384
 CAPABILITY = 90
-MODELS = ["dla", "titans", "memora", "kept"]
+MODELS = ["dla", "titans", "memora", "kept", "kept in fp32"]
 KERNELS = {
     "write": write_kernel,
     "read": read_kernel,
@@ -103,10 +103,10 @@ def train(model: str, precision: launch.Precision) -> None:
     read.sum().backward()
 
 
-def read_kept(precision: launch.Precision) -> None:
-    """Call the kernels of kept networks as training in BF16 does, with tensors that have no values."""
+def read_kept(dtype: torch.dtype, precision: launch.Precision) -> None:
+    """Call the kernels of kept networks as training in a dtype does, with tensors that have no values."""
     kept = 8
-    query = torch.empty(ROWS, HEADS, 1, COUNT * TOKENS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    query = torch.empty(ROWS, HEADS, 1, COUNT * TOKENS, WIDTH, device="meta", dtype=dtype, requires_grad=True)
     shares = torch.empty(*query.shape[:-1], kept, device="meta", requires_grad=True)
     matrices = [torch.empty(ROWS, HEADS, kept, INNER, WIDTH, device="meta", requires_grad=True) for _ in range(2)]
     made = kept_networks(query, matrices, shares, 1e-5, passes=launch_kept.kept_passes(precision))
@@ -182,9 +182,13 @@ def main(arguments: list[str] | None = None) -> None:
     choices = product(options.models, options.units, options.warps, options.stages, options.precision)
     for model, units, warps, stages, precision in choices:
         launch.STAGES = launch_kept.STAGES = stages
-        of_model = launch_kept if model == "kept" else launch
+        of_model = launch_kept if model.startswith("kept") else launch
         of_model.UNITS, of_model.WARPS = units or of_model.UNITS, warps or of_model.WARPS
-        calls = {"kept": read_kept, "memora": train_memora}
+        calls = {
+            "kept": partial(read_kept, torch.bfloat16),
+            "kept in fp32": partial(read_kept, torch.float32),
+            "memora": train_memora,
+        }
         call = partial(calls.get(model, partial(train, model)), precision)
         for name, kernel in compiled(call).items():
             setting = {

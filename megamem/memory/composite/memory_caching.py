@@ -182,7 +182,8 @@ class MemoryCaching(Mixer):
             part = slice(i * together, (i + 1) * together)
             asked = router_query[..., part, :].to(pools.dtype)
             own, shares = gate_shares(asked, pools[..., part, :], kept, self.gating)
-            reads.append(own * answered[..., part, :] + self._answers(inputs.part(part), kept, shares, copies))
+            answers = self._answers(inputs.part(part), kept, shares, copies)
+            reads.append(torch.addcmul(answers, own, answered[..., part, :]))
         return (torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0]), state
 
     def _read(
@@ -229,11 +230,11 @@ class MemoryCaching(Mixer):
         if self.config.combine == "ssc":
             weights, far = [part.weights for part in kept], [part.far for part in kept]
             return self.memory.answer_selected(inputs, weights, shares, self.config.top_k, copies, far)
-        answers = (
+        answers = [
             self.memory.answer(inputs, part.weights, share, part.spans)
             for part, share in zip(kept, shares, strict=True)
-        )
-        return sum(answers, shares[0].new_zeros(()))
+        ]
+        return sum(answers[1:], answers[0])
 
     def _close(self, state: State, parameters: Mapping[str, Tensor], block_slice: SegmentSlice) -> State:
         """Keep the memory [B, H, ...] of rows whose segment ends, begin their next one. parameters: see `Inputs`."""

@@ -234,11 +234,10 @@ class DeepMemory(RecurrentMixer):
         if passes is None:
             return super().answer_selected(inputs, kept, shares, most, copies, far)
         eps = self.norm_eps if self.config.layer_norm else None
-        made = sum(
-            (selected_networks(query, own, share, most, eps, passes) for own, share in zip(kept, shares, strict=True)),
-            shares[0].new_zeros(()),
-        )
-        return self.answered(made, inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
+        parts = [
+            selected_networks(query, own, share, most, eps, passes) for own, share in zip(kept, shares, strict=True)
+        ]
+        return self.answered(sum(parts[1:], parts[0]), inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
 
     def _asked(self, query: Tensor, kept: Tensor) -> Tensor:
         """Return queries [..., D] in the dtype of the products with kept matrices [..., D]."""

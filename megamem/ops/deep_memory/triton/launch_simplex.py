@@ -65,7 +65,7 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_read: Tensor, *of_last: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what `forward` was given."""
+        """Return the gradients of what `forward` was given, from those of y [B, H, N, T, D] and of L."""
         network = ctx.network
         query, tokens, logs = _parted(ctx.saved_tensors)
         sizes = _sizes(network, tokens, logs, ctx.precision)
