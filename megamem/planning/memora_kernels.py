@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megamem.ops.deep_memory.network import Precision
-from megamem.ops.deep_memory.simplex import ChannelRates, ReadGroup, SimplexNetwork, fading
+from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_one_head
 from megamem.planning.deep_memory_kernels import PRODUCTS, bytes_moved
 from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Operation
@@ -31,20 +31,7 @@ READ, THROUGH_READS = 2, 5
 
 def planned_read_group(precision: Precision) -> ReadGroup:
     """Return `read_group` of `simplex.py` as four kernels in the eyes of a ledger."""
-    return partial(_read_group, precision)
-
-
-def _read_group(
-    precision: Precision, network: SimplexNetwork, query: Tensor, key: Tensor, value: Tensor, rate: Tensor,
-    log_decay: Tensor | None, *logs: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `read_group` of `simplex.py` [B, H, ...]."""
-    faded = fading(ChannelRates(rate, log_decay))
-    weight = None if network.norm is None else network.norm.weight
-    read, *after = _Group.apply(
-        precision, network, query[:, :, :, 0], key, value, rate, log_decay, *faded, weight, *logs
-    )  # fmt: skip
-    return read[:, :, :, None], *after
+    return partial(group_of_one_head, partial(_Group.apply, precision))
 
 
 class _Group(torch.autograd.Function):

@@ -64,8 +64,8 @@ def product_gradients(
     if shares.first is not None or shares.carried is not None:
         by_momentum = None if shares.carried is None else out @ written.momentum[i]
         of_x, first, carried = network.pointwise.shared_gradients(x, of_x, shares.first, by_momentum, shares.carried)
-    weights = Factors(out, x) if shares.first is None else _shared(shares.first, out, x)
-    momentum = None if shares.carried is None else _shared(shares.carried, out, x)
+    weights = shared_factors(shares.first, out, x)
+    momentum = None if shares.carried is None else shared_factors(shares.carried, out, x)
     of_scores = out @ change.mT
     rated = shares.rated * of_scores
     flat_view(of_x, 0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
@@ -75,8 +75,10 @@ def product_gradients(
     )
 
 
-def _shared(share: Tensor, out: Tensor, x: Tensor) -> Factors:
-    """Return the factors of sum_t share_t out_t x_t^T; share: [..., Q, 1]; out: [..., Q, out]; x: [..., Q, in]."""
+def shared_factors(share: Tensor | None, out: Tensor, x: Tensor) -> Factors:
+    """Return the factors of sum_t share_t out_t x_t^T; share: [..., Q, 1], None for ones; out, x: [..., Q, ...]."""
+    if share is None:
+        return Factors(out, x)
     # the narrower of the two is the cheaper one to multiply
     return Factors(out, share * x) if x.shape[-1] <= out.shape[-1] else Factors(share * out, x)
 

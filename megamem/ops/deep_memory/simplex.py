@@ -137,6 +137,21 @@ def simplex_memory_chunks(
     return torch.cat(reads, dim=2).movedim(2, 3) if len(reads) > 1 else reads[0].movedim(2, 3), logs
 
 
+def group_of_one_head(
+    apply: Callable[..., tuple[Tensor, ...]], network: SimplexNetwork, query: Tensor, key: Tensor, value: Tensor,
+    rate: Tensor, log_decay: Tensor | None, *logs: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what `read_group` does, by a function of one head's queries, what decays come to and the norm's weight.
+
+    apply: (network, query [B, H, N, T, D], key, value, rate, log_decay, the fields of `Fading`, weight [H, D], *logs).
+    query: [B, H, N, 1, T, D]; the rest as in `read_group`.
+    """
+    faded = fading(ChannelRates(rate, log_decay))
+    weight = None if network.norm is None else network.norm.weight
+    read, *after = apply(network, query[:, :, :, 0], key, value, rate, log_decay, *faded, weight, *logs)
+    return read[:, :, :, None], *after
+
+
 def _anew(*given: object) -> tuple[Tensor, ...]:
     """Return what `read_group` does; its backward pass keeps nothing and computes the group anew."""
     found: tuple[Tensor, ...] = checkpoint(read_group, *given, use_reentrant=False, preserve_rng_state=False)

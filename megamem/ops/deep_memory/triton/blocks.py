@@ -78,6 +78,13 @@ def store_units(pointer, block, units, channels, matrix: tl.constexpr, sizes):
 
 
 @triton.jit
+def following(series, last, row_head, n, count, sizes):
+    """Return where a matrix of the inner chunk after n is: in the series, or in `last` after the group's last one."""
+    size = sizes.inner * sizes.width
+    return tl.where(n + 1 < count, series + (row_head * count + n + 1) * size, last + row_head * size)
+
+
+@triton.jit
 def product(a, b, precision: tl.constexpr):
     """Return a b."""
     return tl.dot(a, b, input_precision=precision, out_dtype=a.dtype)

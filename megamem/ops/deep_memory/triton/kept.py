@@ -111,11 +111,7 @@ def through_rows_kernel(given: Given, of_total, found: Found, height, count, siz
             of_matrix = (head * count + n) * sizes.inner * sizes.width
             made = answer(given, rows, of_matrix, channels, of_rows, sizes)
             share = load_share(given, head, at, n, first, last, height, count)
-            of_made = share * of_sum
-            if sizes.eps is not None:
-                made, inverse = unit_and_inverse(made, inside, sizes)
-                mean, along = tl.sum(of_made, 1, keep_dims=True), tl.sum(of_made * made, 1, keep_dims=True)
-                of_made = tl.where(inside, inverse * (of_made - (mean + along * made) / sizes.width), 0.0)
+            made, of_made = through_norm(made, share * of_sum, inside, sizes)
             reads = (at >= first) & (at < last)
             tl.store(found.shares + (head * height + at) * count + n, tl.sum(of_sum * made, 1), mask=reads)
             of_made = of_made.to(rows.dtype)
@@ -143,13 +139,7 @@ def through_matrices_kernel(given: Given, found: Found, height, count, sizes):
         at = begin + tl.arange(0, sizes.row_block)
         rows = load_rows(given.rows + head * height * sizes.width, at, channels, height, sizes)
         of_made = load_rows(found.made + (head * count + n) * height * sizes.width, at, channels, height, sizes)
-        hidden = tl.dot(rows, tl.trans(up), input_precision=sizes.precision, out_dtype=of_up.dtype)
-        probability = below(hidden)
-        active = (hidden * probability).to(rows.dtype)
-        of_down = add_product(of_down, tl.trans(active), of_made, sizes.precision)
-        of_hidden = tl.dot(of_made, tl.trans(down), input_precision=sizes.precision, out_dtype=of_up.dtype)
-        of_hidden *= probability + hidden * density(hidden)
-        of_up = add_product(of_up, tl.trans(of_hidden.to(rows.dtype)), rows, sizes.precision)
+        of_up, of_down = add_matrix_gradients(of_up, of_down, rows, of_made, up, down, sizes)
     store_block(found.up + of_matrix, of_up, units, channels, sizes.inner, sizes.width)
     store_block(found.down + of_matrix, of_down, units, channels, sizes.inner, sizes.width)
 
@@ -179,6 +169,29 @@ def through_network(given, rows, of_made, of_rows, of_matrix, channels, sizes):
         of_hidden *= below(hidden) + hidden * density(hidden)
         of_rows = add_product(of_rows, of_hidden.to(rows.dtype), up, sizes.precision)
     return of_rows
+
+
+@triton.jit
+def through_norm(made, of_answer, inside, sizes):
+    """Return what a network answers, LN(m), and the gradient of m, from that of the answer; all [R, D]."""
+    if sizes.eps is None:
+        return made, of_answer
+    else:
+        unit, inverse = unit_and_inverse(made, inside, sizes)
+        total, along = tl.sum(of_answer, 1, keep_dims=True), tl.sum(of_answer * unit, 1, keep_dims=True)
+        return unit, tl.where(inside, inverse * (of_answer - (total + along * unit) / sizes.width), 0.0)
+
+
+@triton.jit
+def add_matrix_gradients(of_up, of_down, rows, of_made, up, down, sizes):
+    """Return the gradients of a block of U and V [I, D] with what rows [R, D] add, given those of m [R, D]."""
+    hidden = tl.dot(rows, tl.trans(up), input_precision=sizes.precision, out_dtype=of_up.dtype)
+    probability = below(hidden)
+    active = (hidden * probability).to(rows.dtype)
+    of_down = add_product(of_down, tl.trans(active), of_made, sizes.precision)
+    of_hidden = tl.dot(of_made, tl.trans(down), input_precision=sizes.precision, out_dtype=of_up.dtype)
+    of_hidden *= probability + hidden * density(hidden)
+    return add_product(of_up, tl.trans(of_hidden.to(rows.dtype)), rows, sizes.precision), of_down
 
 
 @triton.jit

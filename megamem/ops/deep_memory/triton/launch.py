@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_backward import Factors, GroupPasses, ReadGradients, Reads, WriteGradients
+from megamem.ops.deep_memory.group_backward import GroupPasses, ReadGradients, Reads, WriteGradients, shared_factors
 from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.triton import reads, writes, writes_backward
@@ -91,12 +91,11 @@ def through_reads(
     )  # fmt: skip
     reads.through_reads_kernel[grid](given, out, found, sizes, num_warps=WARPS, num_stages=STAGES)
     key, change, inputs, wrong = (_of_memory(each, written) for each in (found.key, change, inputs, found.wrong))
-    # the narrower factor takes the share
-    up = Reads(_shared(shares.first, hidden, query, 1), None, key, change)
-    down = Reads(_shared(shares.first, out, active, 0), None, inputs, wrong)
+    up = Reads(shared_factors(shares.first, hidden, query), None, key, change)
+    down = Reads(shared_factors(shares.first, out, active), None, inputs, wrong)
     if shares.carried is not None:
-        up = up._replace(momentum=_shared(shares.carried, hidden, query, 1))
-        down = down._replace(momentum=_shared(shares.carried, out, active, 0))
+        up = up._replace(momentum=shared_factors(shares.carried, hidden, query))
+        down = down._replace(momentum=shared_factors(shares.carried, out, active))
     return ReadGradients(found.query, (found.rated, found.first, found.carried), of_weight, (up, down))
 
 
@@ -113,13 +112,6 @@ def _of_memory(x: Tensor, written: Written) -> Tensor:
     """Return gradients of a token's numbers, [B, H, N, T, ...], from those by head, [B, H, N, Q, ...]."""
     tokens = written.inputs[0].shape[-2]
     return x if x.shape[-2] == tokens else x.unflatten(3, (-1, tokens)).sum(3)
-
-
-def _shared(share: Tensor | None, out: Tensor, inputs: Tensor, narrow: int) -> Factors:
-    """Return the factors of sum_t share_t out_t inputs_t^T, all [B, H, N, Q, ...]; narrow: which takes the share."""
-    if share is None:
-        return Factors(out, inputs)
-    return Factors(out, share * inputs) if narrow else Factors(share * out, inputs)
 
 
 def through_writes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamem.ops.deep_memory.network import Precision
-from megamem.ops.deep_memory.simplex import ChannelRates, SimplexNetwork, fading, row_sum
+from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_one_head, row_sum
 from megamem.ops.deep_memory.triton import launch
 from megamem.ops.deep_memory.triton.launch import LEAST
 from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Tokens, Written
@@ -28,21 +28,9 @@ from megamem.ops.deep_memory.triton.simplex_writes_backward import Found as Grad
 from megamem.ops.deep_memory.triton.simplex_writes_backward import through_simplex_writes_kernel
 
 
-def read_group_by(precision: Precision) -> Callable[..., tuple[Tensor, ...]]:
+def read_group_by(precision: Precision) -> ReadGroup:
     """Return `read_group` of `simplex.py` by the kernels."""
-    return partial(read_group, precision)
-
-
-def read_group(
-    precision: Precision, network: SimplexNetwork, query: Tensor, key: Tensor, value: Tensor, rate: Tensor,
-    log_decay: Tensor | None, *logs: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `read_group` of `simplex.py`; one head reads each memory: query [B, H, N, 1, T, D]."""
-    faded = fading(ChannelRates(rate, log_decay))
-    weight = None if network.norm is None else network.norm.weight
-    given = query[:, :, :, 0], key, value, rate, log_decay, *faded, weight, *logs
-    read, *after = _Group.apply(precision, network, *given)
-    return read[:, :, :, None], *after
+    return partial(group_of_one_head, partial(_Group.apply, precision))
 
 
 class _Group(torch.autograd.Function):

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.triton.blocks import add_product, below, density, load_block, store_block, unit_and_inverse
-from megamem.ops.deep_memory.triton.kept import answer, through_network
+from megamem.ops.deep_memory.triton.blocks import load_block, store_block, unit_and_inverse
+from megamem.ops.deep_memory.triton.kept import add_matrix_gradients, answer, through_network, through_norm
 
 
 class Given(NamedTuple):
@@ -87,11 +87,7 @@ def through_pairs_kernel(given: Given, of_total, found: Found, height, count, ea
         of_matrix = (head * count + n) * sizes.inner * sizes.width
         of_rows = tl.zeros((sizes.row_block, sizes.channel_block), of_sum.dtype)
         made = answer(given, rows, of_matrix, channels, of_rows, sizes)
-        of_made = share[:, None] * of_sum
-        if sizes.eps is not None:
-            made, inverse = unit_and_inverse(made, inside, sizes)
-            mean, along = tl.sum(of_made, 1, keep_dims=True), tl.sum(of_made * made, 1, keep_dims=True)
-            of_made = tl.where(inside, inverse * (of_made - (mean + along * made) / sizes.width), 0.0)
+        made, of_made = through_norm(made, share[:, None] * of_sum, inside, sizes)
         tl.store(found.shares + of_share, tl.sum(of_sum * made, 1), mask=at < last)
         of_made = of_made.to(rows.dtype)
         places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
@@ -119,13 +115,7 @@ def through_pair_matrices_kernel(given: Given, found: Found, height, count, each
         places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
         inside = (at < last)[:, None] & (channels < sizes.width)[None, :]
         of_made = tl.load(found.made + places, mask=inside, other=0.0)
-        hidden = tl.dot(rows, tl.trans(up), input_precision=sizes.precision, out_dtype=of_up.dtype)
-        probability = below(hidden)
-        active = (hidden * probability).to(rows.dtype)
-        of_down = add_product(of_down, tl.trans(active), of_made, sizes.precision)
-        of_hidden = tl.dot(of_made, tl.trans(down), input_precision=sizes.precision, out_dtype=of_up.dtype)
-        of_hidden *= probability + hidden * density(hidden)
-        of_up = add_product(of_up, tl.trans(of_hidden.to(rows.dtype)), rows, sizes.precision)
+        of_up, of_down = add_matrix_gradients(of_up, of_down, rows, of_made, up, down, sizes)
     store_block(found.up + of_matrix, of_up, units, channels, sizes.inner, sizes.width)
     store_block(found.down + of_matrix, of_down, units, channels, sizes.inner, sizes.width)
 

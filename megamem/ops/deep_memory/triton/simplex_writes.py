@@ -17,6 +17,7 @@ from megamem.ops.deep_memory.triton.blocks import (
     add_product,
     below,
     density,
+    following,
     load_block,
     load_numbers,
     output_error,
@@ -126,10 +127,3 @@ def row_shifts(weights, exact, lost, slope, rated, sizes):
     shares = weights / sizes.first_sum
     by_decay = product(lost, tl.trans(shares * exact), sizes.precision)
     return by_decay - slope * product(rated, tl.trans(shares), sizes.precision)
-
-
-@triton.jit
-def following(series, last, row_head, n, count, sizes):
-    """Return where a matrix of the inner chunk after n is: in the series, or in `last` after the group's last one."""
-    size = sizes.inner * sizes.width
-    return tl.where(n + 1 < count, series + (row_head * count + n + 1) * size, last + row_head * size)

@@ -19,6 +19,7 @@ from megamem.ops.deep_memory.triton.blocks import (
     add_product,
     below,
     density,
+    following,
     load_block,
     load_numbers,
     load_units,
@@ -135,10 +136,3 @@ def change_units(
     weights = add_product(weights, tl.trans(wide), -step * narrow, sizes.precision)
     to = following(written.weights[matrix], last.weights[matrix], row_head, n, count, sizes)
     store_units(to, weights, units, channels, matrix, sizes)
-
-
-@triton.jit
-def following(series, last, row_head, n, count, sizes):
-    """Return where a matrix of the inner chunk after n is: in the series, or in `last` after the group's last one."""
-    size = sizes.inner * sizes.width
-    return tl.where(n + 1 < count, series + (row_head * count + n + 1) * size, last + row_head * size)
