@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from benchmarks.common import OUTPUT, publish, table
+from megamem.ops.deep_memory import kernels
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.kept_networks import kept_networks
@@ -111,7 +112,7 @@ def read_kept(dtype: torch.dtype, precision: launch.Precision) -> None:
     matrices = [torch.empty(ROWS, HEADS, kept, INNER, WIDTH, device="meta", requires_grad=True) for _ in range(2)]
     made = kept_networks(query, matrices, shares, 1e-5, passes=launch_kept.kept_passes(precision))
     made.sum().backward()
-    made = selected_networks(query, matrices, shares, 2, 1e-5, launch_selected.selected_passes(precision))
+    made = selected_networks(query, [matrices], [shares], 2, 1e-5, launch_selected.selected_passes(precision))
     made.sum().backward()
 
 
@@ -178,12 +179,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT / "triton_kernels.json")
     options = parser.parse_args(arguments)
     driver.set_active(Absent())
+    # as on a device, where programs that share a head wait for each other
+    launch.programs_run_together = lambda _: True
     found = []
     choices = product(options.models, options.units, options.warps, options.stages, options.precision)
     for model, units, warps, stages, precision in choices:
         launch.STAGES = launch_kept.STAGES = stages
         of_model = launch_kept if model.startswith("kept") else launch
-        of_model.UNITS, of_model.WARPS = units or of_model.UNITS, warps or of_model.WARPS
+        of_units = launch_kept if model.startswith("kept") else kernels
+        of_units.UNITS, of_model.WARPS = units or of_units.UNITS, warps or of_model.WARPS
         calls = {
             "kept": partial(read_kept, torch.bfloat16),
             "kept in fp32": partial(read_kept, torch.float32),
@@ -193,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, kernel in compiled(call).items():
             setting = {
                 "kernel": f"{name}, {model}",
-                "units": of_model.UNITS,
+                "units": of_units.UNITS,
                 "warps": of_model.WARPS,
                 "stages": stages,
                 "precision": precision,

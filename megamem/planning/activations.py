@@ -343,12 +343,12 @@ def _weighted(corners: Sequence[tuple[Work, float]]) -> Work:
     """
     works = [work for work, _ in corners]
     if all(np.array_equal(work.kinds, works[0].kinds) for work in works):
-        numbers = (sum(weight * work[field] for work, weight in corners) for field in (1, 2, 3))
+        numbers = (sum(weight * work[field] for work, weight in corners) for field in range(1, len(Work._fields)))
         return Work(works[0].kinds, *(np.maximum(each, 0) for each in numbers))
     last = works[-1]
     whole = [sum(weight * float(work[field].sum()) for work, weight in corners) for field in (1, 2)]
     flops, moved = (last[field] * whole[field - 1] / max(1.0, float(last[field].sum())) for field in (1, 2))
-    return Work(last.kinds, np.maximum(flops, 0), np.maximum(moved, 0), last.programs)
+    return last._replace(flops=np.maximum(flops, 0), moved=np.maximum(moved, 0))
 
 
 def _grown(last: Work, new: Work, before: Work) -> Work:
@@ -356,7 +356,7 @@ def _grown(last: Work, new: Work, before: Work) -> Work:
     if not np.array_equal(new.kinds, before.kinds):
         return last
     flops, moved = (last[field] + new[field] - before[field] for field in (1, 2))
-    return Work(last.kinds, flops, moved, last.programs)
+    return last._replace(flops=flops, moved=moved)
 
 
 def _extended(measured: Sequence[T], chunks: int, grows_for: int, grown: Callable[[T, T, T], T]) -> list[T]:

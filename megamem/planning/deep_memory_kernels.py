@@ -15,11 +15,12 @@ from torch import Tensor
 
 from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses, ReadGradients, Reads, WriteGradients
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
+from megamem.ops.deep_memory.group_forward import OF_QUERIES, Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.kept_networks import PROGRAM_ROWS, KeptPasses
+from megamem.ops.deep_memory.kernels import UNITS
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.pointwise import Pointwise
-from megamem.ops.deep_memory.selected_networks import Pairs, SelectedPasses
+from megamem.ops.deep_memory.selected_networks import Lists, Pairs, SelectedPasses
 from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Kind, Operation, touched
 from megamem.planning.tensors import tensors_in
@@ -32,18 +33,24 @@ def planned_passes(precision: Precision) -> GroupPasses:
     """Return both passes of a group of inner chunks by torch, as one kernel each in the eyes of a ledger."""
     kind, products = PRODUCTS[precision]
 
-    def as_kernel(blocks: Tensor, per_head: bool, read: object, function: Callable[..., Any], *given: object) -> Any:
+    def as_kernel(
+        blocks: Tensor, units: int, read: object, function: Callable[..., Any], *given: object,
+        terms: Callable[..., object] = lambda out: (),
+    ) -> Any:  # fmt: skip
         """Return what a function returns that a kernel computes.
 
-        blocks: [B, H, N, T, D], filled up; a program is for each of them, or if `per_head` for all N. read: what the
-        kernel reads.
+        blocks: [B, H, N, T, D], filled up; a program is for each of them, or where there are inner `units` to share,
+        for all N, and for some of the units. read: what the kernel reads; terms: results of which it writes terms.
         """
         filled = products * math.prod(2 ** (size - 1).bit_length() / size for size in blocks.shape[-2:])
-        programs = math.prod(blocks.shape[: 2 if per_head else 3])
 
         def kernel(steps: Sequence[Operation], out: object) -> Operation:
             """Return the kernel that does the work of these steps."""
-            return Operation(kind, filled * sum(step.flops for step in steps), bytes_moved(read, out), programs)
+            flops, moved = filled * sum(step.flops for step in steps), bytes_moved(read, out)
+            if not units:
+                return Operation(kind, flops, moved, math.prod(blocks.shape[:3]))
+            heads, divisible = math.prod(blocks.shape[:2]), math.ceil(units / UNITS)
+            return Operation(kind, flops, moved, heads, divisible, blocks.shape[2], bytes_moved(terms(out)))
 
         return joined_as(kernel, function, *given)
 
@@ -53,13 +60,14 @@ def planned_passes(precision: Precision) -> GroupPasses:
         """See `write` [B, H, ...]."""
         read = tokens.value, shares[OF_QUERIES:], weight, first, momentum
         given = network, tokens, shares, weight, first, momentum
-        return cast("tuple[Written, Weights, Weights]", as_kernel(tokens.key, True, read, TORCH.write, *given))
+        units = first[0].shape[-2]
+        return cast("tuple[Written, Weights, Weights]", as_kernel(tokens.key, units, read, TORCH.write, *given))
 
     def read(network: Network, query: Tensor, shares: Shares, written: Written) -> Tensor:
         """See `read` [B, H, ...]."""
         moved = query, shares[:OF_QUERIES], _of_reads(written)
         given = network, query, shares, written
-        return cast(Tensor, as_kernel(_blocks(query, written), False, moved, TORCH.read, *given))
+        return cast(Tensor, as_kernel(_blocks(query, written), 0, moved, TORCH.read, *given))
 
     def through_reads(
         network: Network, query: Tensor, shares: Shares, weight: Tensor | None, written: Written,
@@ -71,7 +79,7 @@ def planned_passes(precision: Precision) -> GroupPasses:
             out, of_weight = network.pointwise.norm_gradients(out, answered, norm)
         moved = query, shares[:OF_QUERIES], _of_reads(written), out
         given = network._replace(eps=None), query, shares, None, written, None, out
-        found = as_kernel(_blocks(query, written), False, moved, TORCH.through_reads, *given)
+        found = as_kernel(_blocks(query, written), 0, moved, TORCH.through_reads, *given)
         return cast(ReadGradients, found._replace(weight=of_weight))
 
     def through_writes(
@@ -81,7 +89,14 @@ def planned_passes(precision: Precision) -> GroupPasses:
         """See `through_writes` [B, H, ...]."""
         read = tokens.value, shares[OF_QUERIES:], weight, written, reads, of_weights, of_momentum
         given = network, tokens, shares, weight, written, reads, of_weights, of_momentum
-        return cast(WriteGradients, as_kernel(tokens.key, True, read, TORCH.through_writes, *given))
+        units = of_weights[0].shape[-2]
+
+        def by_parts(out: WriteGradients) -> object:
+            """Return the gradients to which each part of a head's inner units adds."""
+            return out.key, out.shares
+
+        found = as_kernel(tokens.key, units, read, TORCH.through_writes, *given, terms=by_parts)
+        return cast(WriteGradients, found)
 
     return GroupPasses(write, read, through_reads, through_writes)
 
@@ -147,55 +162,62 @@ def planned_kept_passes(precision: Precision) -> KeptPasses:
 
 
 def planned_selected_passes(precision: Precision) -> SelectedPasses:
-    """Return both passes of selected networks, which compute nothing, as one kernel forward and two backward."""
+    """Return both passes of selected networks, which compute nothing: for each list one kernel forward, two back."""
 
     def kernel(
-        rows: Tensor, pairs: Pairs, products: int, programs: float, read: Sequence[object], written: object
+        rows: Tensor, pairs: Pairs, matrices: Sequence[Tensor], products: int, read: Sequence[object], written: object
     ) -> Operation:
         """Return a kernel of so many products of each pair with a matrix; a network's last block is half full.
 
-        rows: [B, H, R, D]; read: what goes through the device's memory, each; written: what is made.
+        A list is taken to have its share of the pairs. rows: [B, H, R, D]; matrices: of its networks; read: what goes
+        through the device's memory, each, besides the pairs and the matrices; written: what is made.
         """
         kind, times = (Kind.MATMUL_BF16_BLOCKS, 1) if rows.dtype == torch.bfloat16 else PRODUCTS[precision]
-        networks = rows.shape[:2].numel() * (pairs.begins.shape[-1] - 1)
-        filled = (pairs.order.numel() + networks * PROGRAM_ROWS[rows.itemsize] / 2) * 2 ** (
-            rows.shape[-1] - 1
-        ).bit_length()
-        bytes_ = sum(map(bytes_moved, read)) + bytes_moved(written)
-        return Operation(kind, 2.0 * times * products * filled, bytes_, programs)
+        here, inner = matrices[0].shape[2:4]
+        share, block = here / (pairs.begins.shape[-1] - 1), PROGRAM_ROWS[rows.itemsize]
+        filled = pairs.order.numel() * share + rows.shape[:2].numel() * here * block / 2
+        flops = 2.0 * times * products * inner * filled * 2 ** (rows.shape[-1] - 1).bit_length()
+        moved = share * (sum(map(bytes_moved, read)) + bytes_moved(written, pairs)) + bytes_moved(matrices)
+        return Operation(kind, flops, moved, max(1.0, filled / block))
 
-    def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]) -> Tensor:
+    def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, lists: Lists) -> Tensor:
         """See `SelectedPasses` [B, H, ...]."""
-        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
-        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / PROGRAM_ROWS[rows.itemsize]
-
-        def as_one(steps: Sequence[Operation], out: Tensor) -> Operation:
-            """Return the kernel: U q, and what V makes of it, of gathered rows."""
-            return kernel(rows, pairs, 2 * inner, blocks, (out, shares, pairs, matrices), out)
-
+        rows, shares = _contiguous(rows, shares)
         parts = shares.new_zeros(_by_pair(rows, pairs))
-        return joined_as(as_one, lambda: parts)
+        for matrices in lists:
+            own = _contiguous(*matrices)
+
+            def as_one(steps: Sequence[Operation], out: Tensor, own: list[Tensor] = own) -> Operation:
+                """Return the kernel: U q, and what V makes of it, of gathered rows."""
+                return kernel(rows, pairs, own, 2, (out, shares), out)
+
+            joined_as(as_one, lambda: parts)
+        return parts
 
     def gradients(
-        of_total: Tensor, rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, matrices: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        of_total: Tensor, rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, lists: Lists
+    ) -> tuple[Tensor, Tensor, Lists]:
         """See `SelectedPasses` [B, H, ...]."""
-        rows, shares, *matrices = _contiguous(rows, shares, *matrices)
-        inner, blocks = matrices[0].shape[-2], pairs.order.numel() / PROGRAM_ROWS[rows.itemsize]
-        programs = rows.shape[:2].numel() * shares.shape[-1] * math.ceil(inner / 64)
-        of_made = rows.new_empty(_by_pair(rows, pairs))
+        rows, shares = _contiguous(rows, shares)
+        of_parts, of_made, found = rows.new_zeros(_by_pair(rows, pairs)), rows.new_empty(_by_pair(rows, pairs)), []
+        for matrices in lists:
+            own = _contiguous(*matrices)
 
-        def of_rows(steps: Sequence[Operation], out: Tensor) -> Operation:
-            """Return the kernel of pairs: m anew, z again, V _m and U^T _z, of gathered rows and gradients."""
-            return kernel(rows, pairs, 5 * inner, blocks, (out, out, shares, pairs, matrices), (out, of_made, shares))
+            def of_rows(steps: Sequence[Operation], out: Tensor, own: list[Tensor] = own) -> Operation:
+                """Return the kernel of pairs: m anew, z again, V _m and U^T _z, of gathered rows and gradients."""
+                return kernel(rows, pairs, own, 5, (out, out, shares), (out, of_made, shares))
 
-        def of_matrices(steps: Sequence[Operation], out: list[Tensor]) -> Operation:
-            """Return the kernel of matrices: z once more, V _m, _V and _U."""
-            return kernel(rows, pairs, 4 * inner, programs, (of_made, of_made, pairs, matrices), out)
+            def of_matrices(steps: Sequence[Operation], out: list[Tensor], own: list[Tensor] = own) -> Operation:
+                """Return the kernel of matrices: z once more, V _m, _V and _U."""
+                networks = rows.shape[:2].numel() * own[0].shape[2]
+                found = kernel(rows, pairs, own, 4, (of_made, of_made), ())
+                return found._replace(
+                    moved=found.moved + bytes_moved(out), programs=networks * math.ceil(own[0].shape[3] / 64)
+                )  # fmt: skip
 
-        parts = rows.new_zeros(_by_pair(rows, pairs))
-        found = joined_as(of_rows, lambda: parts)
-        return found, torch.zeros_like(shares), joined_as(of_matrices, lambda: [torch.empty_like(x) for x in matrices])
+            joined_as(of_rows, lambda: of_parts)
+            found.append(joined_as(of_matrices, lambda own: [torch.empty_like(x) for x in own], own))
+        return of_parts, torch.zeros_like(shares), found
 
     return SelectedPasses(answer, gradients)
 
@@ -235,7 +257,3 @@ def _of_reads(written: Written) -> object:
 def _blocks(query: Tensor, written: Written) -> Tensor:
     """Return queries [B, H, N, G T, D] by the heads that ask, [B, H, N G, T, D]."""
     return query.unflatten(3, (-1, written.inputs[0].shape[-2])).flatten(2, 3)
-
-
-OF_QUERIES = 3
-"""Of the fields of `Shares`, those that only reads need; they come first."""

@@ -45,6 +45,12 @@ class Operation(NamedTuple):
     """Bytes read and written."""
     programs: float = 0.0
     """Programs of a kernel that has only so many, one on a multiprocessor; 0: as many as the device takes."""
+    divisible: float = 1.0
+    """Blocks of a program's work that several could share, if the device has room for more."""
+    meetings: float = 0.0
+    """How often programs that share one's work wait for each other."""
+    terms: float = 0.0
+    """Bytes of results that each of them writes for itself and that are added up after."""
 
 
 _aten = torch.ops.aten

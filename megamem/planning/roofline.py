@@ -1,8 +1,10 @@
 """The roofline: seconds that operations take on a device, from their arithmetic, their bytes and their number.
 
 An operation takes as long as the slowest of three: its arithmetic at the rate that its kind reaches on the
-multiprocessors that it uses, its bytes at the memory's rate, and the smallest kernel. The host hands one operation
-after the other to a device, which works on them meanwhile: a pass takes as long as the slower of the two.
+multiprocessors that it uses, its bytes at the memory's rate, and the smallest kernel. Where programs share what one
+could do alone, to use more multiprocessors, they take the time of the smallest kernel besides whenever they wait for
+each other, and the time in which what each has found is written and added up. The host hands one operation after the
+other to a device, which works on them meanwhile: a pass takes as long as the slower of the two.
 
     host     |launch|launch|launch|launch|
     device          |op    |op|   |op        |op|
@@ -20,6 +22,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from typing_extensions import TypedDict
 
 from megamem.config.base import ConfigModel
+from megamem.ops.deep_memory.kernels import parts_for
 from megamem.planning.operations import Kind, Operation
 
 Floats = npt.NDArray[np.float64]
@@ -72,6 +75,13 @@ class Rates(ConfigModel):
         turns = np.maximum(1, np.ceil(programs / self.multiprocessors))
         return np.where(programs > 0, programs / (turns * self.multiprocessors), 1.0)
 
+    def parts(self, programs: Floats, divisible: Floats) -> Floats:
+        """Return how many programs share what each of so many could do alone."""
+        found = np.ones_like(programs)
+        for at in np.flatnonzero(divisible > 1):
+            found[at] = parts_for(round(programs[at]), round(divisible[at]), self.multiprocessors)
+        return found
+
 
 class Work(NamedTuple):
     """The operations of a pass, one number for each."""
@@ -83,16 +93,17 @@ class Work(NamedTuple):
     """Bytes read and written."""
     programs: Floats
     """See `Operation`."""
+    divisible: Floats
+    """See `Operation`; so the following ones."""
+    meetings: Floats
+    terms: Floats
 
     @classmethod
     def of(cls, operations: Sequence[Operation]) -> Work:
         """Return operations as numbers."""
-        return cls(
-            np.array([operation.kind for operation in operations], dtype=np.int8),
-            np.array([operation.flops for operation in operations], dtype=np.float64),
-            np.array([operation.moved for operation in operations], dtype=np.float64),
-            np.array([operation.programs for operation in operations], dtype=np.float64),
-        )
+        kinds = np.array([operation.kind for operation in operations], dtype=np.int8)
+        numbers = np.array([operation[1:] for operation in operations], dtype=np.float64).reshape(-1, 6)
+        return cls(kinds, *numbers.T)
 
 
 @dataclass(frozen=True)
@@ -124,8 +135,11 @@ class PassTime:
 
 def pass_time(work: Work, rates: Rates) -> PassTime:
     """Return the time of a pass by the roofline."""
-    arithmetic = work.flops / (rates.flops()[work.kinds] * rates.busy(work.programs))
-    moving = work.moved / rates.memory
+    parts = rates.parts(work.programs, work.divisible)
+    arithmetic = work.flops / (rates.flops()[work.kinds] * rates.busy(work.programs * parts))
+    # terms are written by each part, and read and written as they are added up, where one alone would write its results
+    shared = parts > 1
+    moving = (work.moved + np.where(shared, 2 * parts * work.terms, 0.0)) / rates.memory
     seconds = np.maximum(np.maximum(arithmetic, moving), rates.kernel)
     # each operation's seconds go to what it waits for
     computes = (arithmetic >= moving) & (arithmetic >= rates.kernel)
@@ -133,6 +147,7 @@ def pass_time(work: Work, rates: Rates) -> PassTime:
     attends = work.kinds >= Kind.ATTENTION
     products, attention = float(seconds[computes & ~attends].sum()), float(seconds[computes & attends].sum())
     memory, launches = float(seconds[moves].sum()), float(seconds[~computes & ~moves].sum())
-    host = rates.launch * len(seconds)
-    late = max(0.0, host - float(seconds.sum())) if rates.ahead else host
+    launches += rates.kernel * float(work.meetings[shared].sum())
+    host, device = rates.launch * len(seconds), products + attention + memory + launches
+    late = max(0.0, host - device) if rates.ahead else host
     return PassTime(products, attention, memory, launches + late)

@@ -8,27 +8,37 @@ number of the tensor.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpretedFunction,
+    InterpreterBuilder,
+    _implicit_cvt,
+    _patch_lang,
+    interpreter_builder,
+)
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, state_tensors
-from megamem.ops.deep_memory import kept_networks
+from megamem.ops.deep_memory import kept_networks, kernels
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.deep_memory.selected_networks import selected_networks
 from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, read_group
-from megamem.ops.deep_memory.triton import launch, launch_kept
+from megamem.ops.deep_memory.triton import launch, launch_kept, meeting
 from megamem.ops.deep_memory.triton.launch import passes
 from megamem.ops.deep_memory.triton.launch_kept import kept_passes
 from megamem.ops.deep_memory.triton.launch_selected import selected_passes
@@ -75,6 +85,65 @@ def run(self, *given, **named):
 InterpretedFunction.__call__, InterpretedFunction.run = call, run
 
 
+KERNELS = "blocks", "meeting", "reads", "writes", "writes_backward"
+"""The modules of the kernels of a group of inner chunks."""
+
+
+class OfThread:
+    """An attribute that each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+
+    def __get__(self, owner: object, _: type) -> Any:
+        return self.local.value
+
+    def __set__(self, owner: object, value: Any) -> None:
+        self.local.value = value
+
+
+@contextmanager
+def programs_at_a_time() -> Iterator[list[int]]:
+    """Run the programs of a kernel as threads, which wait for each other; yields how many there were each time."""
+    counts = []
+
+    def call(executor: GridExecutor, *given, **named):
+        """Run all programs, the last ones first."""
+        scope, failed = _patch_lang(executor.fn), []
+        names = inspect.getfullargspec(executor.fn).args
+        given = inspect.getcallargs(executor.fn, *given, **{name: x for name, x in named.items() if name in names})
+        given = {name: _implicit_cvt(x) for name, x in given.items()}
+        # what a function needs of the interpreter is there: two threads must not see to it at a time
+        _seen.update(f"{meeting.__package__}.{name}" for name in KERNELS)
+
+        def program(at: int) -> None:
+            interpreter_builder.set_grid_idx(at, 0, 0)
+            try:
+                executor.fn(**given)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        (count,) = executor.grid
+        interpreter_builder.set_grid_dim(count, 1, 1)
+        threads = [threading.Thread(target=program, args=(at,), daemon=True) for at in reversed(range(count))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=300)
+        assert not failed, failed
+        assert not any(thread.is_alive() for thread in threads), "programs wait for ever"
+        scope.restore()
+        counts.append(count)
+
+    before = GridExecutor.__call__, launch.programs_run_together
+    InterpreterBuilder.grid_idx, GridExecutor.__call__ = OfThread(), call
+    launch.programs_run_together = lambda _: True
+    yield counts
+    GridExecutor.__call__, launch.programs_run_together = before
+    del InterpreterBuilder.grid_idx
+
+
 def results(form: Form, by: GroupPasses) -> list[torch.Tensor]:
     """Answers, what has been added, the momentum, and the gradients of a weighted sum of them."""
     inputs = groups.drawn(2, form.decay, form.momentum, form.norm, start=True)
@@ -106,7 +175,10 @@ def kept_results(form: KeptForm, kernels: bool) -> list[torch.Tensor]:
     matrices = [normal(rows, heads, count, 40, width).to(exact) for _ in range(2)]
     given = [x.requires_grad_() for x in (query.to(getattr(torch, form.products)), shares, *matrices)]
     if form.selected and kernels:
-        answered = selected_networks(given[0], given[2:], given[1], 2, form.eps, selected_passes("ieee"))
+        # one network in a list, the others in another one
+        lists = [[x[:, :, part] for x in given[2:]] for part in (slice(1), slice(1, None))]
+        own = given[1].split((1, count - 1), dim=-1)
+        answered = selected_networks(given[0], lists, own, 2, form.eps, selected_passes("ieee"))
     else:
         by = kept_passes("ieee") if kernels else kept_networks.TORCH
         answered = kept_networks.kept_networks(given[0], given[2:], given[1], form.eps, form.spans, passes=by)
@@ -157,7 +229,7 @@ def flops_of(call: Callable[[], None]) -> float:
 def flops_of_kernels() -> dict[str, tuple[float, float]]:
     """The FLOPs that the kernels of each kind of memory compute, all blocks full, and those that the planner says."""
     rows, heads, chunks, tokens, width, inner = 1, 1, 2, 16, 16, 64
-    launch.UNITS = launch_kept.UNITS = 32
+    kernels.UNITS = launch_kept.UNITS = 32
     launch_kept.PROGRAM_ROWS = deep_memory_kernels.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -191,7 +263,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
         kept_networks.kept_networks(query, matrices, shares, None, passes=by).sum().backward()
 
     found = {}
-    for call, kernels, plan in (
+    for call, by_kernels, plan in (
         (titans, passes("ieee"), deep_memory_kernels.planned_passes("ieee")),
         (memora, read_group_by("ieee"), memora_kernels.planned_read_group("ieee")),
         (kept, kept_passes("ieee"), deep_memory_kernels.planned_kept_passes("ieee")),
@@ -199,7 +271,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
         with Ledger() as ledger:
             call(plan)
         planned = sum(step.flops for step in ledger.operations if step.programs)
-        found[call.__name__] = flops_of(partial(call, kernels)), planned
+        found[call.__name__] = flops_of(partial(call, by_kernels)), planned
     return found
 
 
@@ -240,7 +312,16 @@ def largest_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> 
 
 def main() -> None:
     """Compare all forms."""
-    worst = {form.name: largest_difference(results(form, passes("ieee")), results(form, TORCH)) for form in FORMS}
+    worst = {}
+    for number, form in enumerate(FORMS):
+        # both blocks of inner units in one program, and one each in two
+        kernels.MULTIPROCESSORS = groups.ROWS * groups.HEADS * (1 + number % 2)
+        expected = results(form, TORCH)
+        worst[form.name] = largest_difference(results(form, passes("ieee")), expected)
+    # the last one once more, with programs that wait for each other
+    with programs_at_a_time() as counts:
+        worst["programs that meet"] = largest_difference(results(form, passes("ieee")), expected)
+    assert 2 * groups.ROWS * groups.HEADS in counts, counts
     # more rows and inner units than a block has
     launch_kept.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
     launch_kept.UNITS = 16

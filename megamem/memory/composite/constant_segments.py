@@ -108,13 +108,13 @@ class ConstantSegments(KeptSegments):
             segment, [B, N] int64.
         """
         columns = {
-            name: torch.cat((state[f"closed_{name}"], column), dim=_axis(name))
+            name: _appended(state[f"closed_{name}"], column, _axis(name))
             for name, column in zip(self.names, new, strict=True)
         }
         kept = list(state["kept"])
         if columns["filled"].shape[1] == self.per_chunk:
             kept.append(self._stored(columns))
-            columns = {name: tensor.narrow(_axis(name), 0, 0).clone() for name, tensor in columns.items()}
+            columns = {name: _without_columns(tensor, _axis(name)) for name, tensor in columns.items()}
         return {
             **state,
             **{f"closed_{name}": tensor for name, tensor in columns.items()},
@@ -142,6 +142,16 @@ def in_host_memory(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+
+def _appended(columns: Tensor, new: Tensor, axis: int) -> Tensor:
+    """Return columns [..., N, ...] and new ones behind them; these themselves where there are no others."""
+    return torch.cat((columns, new), dim=axis) if columns.shape[axis] else new
+
+
+def _without_columns(columns: Tensor, axis: int) -> Tensor:
+    """Return a tensor like `columns` [..., N, ...] that has none. A part of them would have a gradient of their size."""
+    return columns.new_empty([0 if at == axis else size for at, size in enumerate(columns.shape)])
 
 
 def _axis(name: str) -> int:

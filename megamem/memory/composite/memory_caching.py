@@ -153,9 +153,8 @@ class MemoryCaching(Mixer):
         size, rows = self.config.segment, chunk.rows
         # each segment is a batch row of its own with a fresh memory: [B * count, ...]
         starts = tuple(start + size * i for start in chunk.starts for i in range(count))
-        fresh = self.memory.initial_state(rows * count, inputs.key.device, inputs.key.dtype)
         segments = inputs.side_by_side(count)
-        answered, memory = self.memory.recur(segments, fresh, Chunk(starts))
+        answered, matrices = self.memory.recur_from_start(segments, Chunk(starts))
         key_sums = segments.key.to(state["key_sum"].dtype).cumsum(2)
         log_kept = segments.gates["log_decay"].sum(2) if self.config.fades else None
 
@@ -165,7 +164,7 @@ class MemoryCaching(Mixer):
 
         ended = Ended(
             # copied once: whoever reads them would copy them each time
-            tuple(apart(x).movedim(1, 2).contiguous() for x in self.memory.snapshot(memory, inputs.parameters)),
+            tuple(apart(x).movedim(1, 2).contiguous() for x in matrices),
             apart(key_sums[:, :, -1]).movedim(1, 2),
             None if log_kept is None else apart(log_kept).movedim(1, 2),
         )

@@ -258,6 +258,12 @@ class RecurrentMixer(Mixer):
         Returns: what the tokens read, [B, H, G, T, V]; the state tensors that changed.
         """
 
+    def recur_from_start(self, inputs: Inputs, chunk: Chunk) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what tokens read of memories that begin with them, [B, H, G, T, V], and `snapshot` at the end."""
+        fresh = self.initial_state(inputs.key.shape[0], inputs.key.device, inputs.key.dtype)
+        read, memory = self.recur(inputs, fresh, chunk)
+        return read, self.snapshot(memory, inputs.parameters)
+
     @abstractmethod
     def snapshot(self, memory: State, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the matrices of `RecurrentConfig.snapshot_shapes` [B, H, ...], differentiable.

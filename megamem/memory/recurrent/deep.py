@@ -15,14 +15,14 @@ Letters of shapes: B batch rows, H local key/value heads, G query heads that sha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, State, state_dtype, to_device
+from megamem.memory.base import Chunk, State, TensorSpec, state_dtype, to_device
 from megamem.memory.recurrent.base import Inputs, RecurrentMixer, TokenGate
 from megamem.memory.recurrent.deep_config import DeepConfig
 from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
@@ -172,6 +172,23 @@ class DeepMemory(RecurrentMixer):
             done = part.stop
         return torch.cat(reads, dim=-2) if len(reads) > 1 else reads[0], memory
 
+    def recur_from_start(self, inputs: Inputs, chunk: Chunk) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `RecurrentMixer.recur_from_start`.
+
+        The learned start stands for what was added to nothing: who keeps the weights would have to add it again, to
+        what had been got by subtracting it.
+        """
+        rows, names = inputs.key.shape[0], set(self.names)
+        started = {name: x.expand(rows, *x.shape) for name, x in inputs.parameters.items() if name in names}
+        fresh = {
+            name: self.zeros(spec, rows, inputs.key.device, inputs.key.dtype)
+            for name, spec in self.specs.items()
+            if isinstance(spec, TensorSpec) and name not in started
+        }
+        rest = {name: x for name, x in inputs.parameters.items() if name not in names}
+        read, memory = self.recur(replace(inputs, parameters=rest), {**fresh, **started}, chunk)
+        return read, self.snapshot(memory, rest)
+
     def whole_inner_chunks(self, chunk: Chunk, tokens: int) -> int:
         """Return how many of the next tokens are read and written as groups of whole inner chunks of all rows."""
         size = self.config.inner_chunk
@@ -197,7 +214,7 @@ class DeepMemory(RecurrentMixer):
         Returns: what the queries read, [B, H, G, T, D]; the state after the last token.
         """
         query, key, value, gates = self.in_inner_chunks(inputs)
-        start = tuple(inputs.parameters[name] for name in self.names) if self.start is not None else None
+        start = tuple(inputs.parameters[name] for name in self.names if name in inputs.parameters) or None
         momentum = None
         if self.config.has_momentum():
             momentum = tuple(memory[f"{name}_momentum"] for name in self.names)
@@ -234,10 +251,8 @@ class DeepMemory(RecurrentMixer):
         if passes is None:
             return super().answer_selected(inputs, kept, shares, most, copies, far)
         eps = self.norm_eps if self.config.layer_norm else None
-        parts = [
-            selected_networks(query, own, share, most, eps, passes) for own, share in zip(kept, shares, strict=True)
-        ]
-        return self.answered(sum(parts[1:], parts[0]), inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
+        made = selected_networks(query, kept, shares, most, eps, passes)
+        return self.answered(made, inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
 
     def _asked(self, query: Tensor, kept: Tensor) -> Tensor:
         """Return queries [..., D] in the dtype of the products with kept matrices [..., D]."""

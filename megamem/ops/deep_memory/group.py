@@ -105,6 +105,10 @@ def _groups(given: Sequence[Tensor | None], size: int) -> Iterator[tuple[Tensor 
 
     Split and not sliced: the gradient of a slice is as large as what it was taken from.
     """
+    if next(x.shape[2] for x in given if x is not None) <= size:
+        # even a split into one part has a gradient that is a copy
+        yield tuple(given)
+        return
     parts = [None if x is None else x.split(size, dim=2) for x in given]
     for n in range(next(len(part) for part in parts if part is not None)):
         yield tuple(None if part is None else part[n] for part in parts)

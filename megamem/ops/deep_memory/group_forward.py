@@ -44,6 +44,10 @@ class Shares(NamedTuple):
     """e: share of the first momentum in the last, [B, H, N, 1, 1]."""
 
 
+OF_QUERIES = 3
+"""Of the fields of `Shares`, those that only reads need; they come first."""
+
+
 class Network(NamedTuple):
     """What a memory is, beside its numbers."""
 

@@ -29,6 +29,10 @@ class Sizes(NamedTuple):
     """The power of two that holds all channels."""
     unit_block: tl.constexpr
     """Inner units that are on the chip at a time."""
+    parts: tl.constexpr
+    """Programs that share a head's inner units where its memory is written: see `meeting.py`."""
+    part_units: tl.constexpr
+    """Inner units of each of them."""
     squared: tl.constexpr
     """Whether the inner loss is the squared error, else the dot product."""
     residual: tl.constexpr

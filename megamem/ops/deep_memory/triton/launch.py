@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamem.ops.deep_memory import kernels
 from megamem.ops.deep_memory.group_backward import GroupPasses, ReadGradients, Reads, WriteGradients, shared_factors
-from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens, Written
+from megamem.ops.deep_memory.group_forward import OF_QUERIES, Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.triton import reads, writes, writes_backward
 from megamem.ops.deep_memory.triton.blocks import Sizes
+from megamem.ops.deep_memory.triton.meeting import Meeting
 
 T = TypeVar("T")
 LEAST = 16
 """The smallest side of a factor that tensor cores take."""
-UNITS = 32
-"""Inner units that are on the chip at a time."""
 WARPS = 8
 STAGES = 1
 """Blocks that are on their way at a time."""
@@ -56,10 +57,9 @@ def write(
         (slopes, torch.empty_like(key)), (key, active),
     )  # fmt: skip
     last = writes.Last(tuple(map(_room, first)), tuple(map(_room, momentum)))
-    writes.write_kernel[(rows * heads,)](
-        writes.Given(key, value, _contiguous(weight), shares), written, last, heads, count,
-        _sizes(network, tokens.query, key, first, precision), num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
+    given = writes.Given(key, value, _contiguous(weight), shares)
+    sizes = _sizes(network, tokens.query, key, first, precision, kernels.parts_of(key, first[0].shape[-2]))
+    _in_turns(writes.write_kernel, (given, written, last), key, sizes)
     return written, last.weights, last.momentum
 
 
@@ -69,6 +69,30 @@ def read(precision: Precision, network: Network, query: Tensor, shares: Shares, 
     grid, sizes, given = _reading(precision, network, query, shares, written)
     reads.read_kernel[grid](given, answered, sizes, num_warps=WARPS, num_stages=STAGES)
     return answered
+
+
+def _in_turns(kernel: Any, tensors: tuple[Any, ...], key: Tensor, sizes: Sizes) -> None:
+    """Launch a kernel of `meeting.py` for all inner chunks: once on a device, else once for each turn.
+
+    key: [B, H, N, T, D].
+    """
+    (rows, heads, count), parts = key.shape[:3], sizes.parts.value
+    terms = key.new_empty(rows * heads, 2, parts, *key.shape[3:])
+    at_once = parts == 1 or programs_run_together(key)
+    started = arrived = None
+    if at_once and parts > 1:
+        started, arrived = key.new_zeros(rows * heads + 1, dtype=torch.int32).split((1, rows * heads))
+    meeting, turns = Meeting(terms, started, arrived), count + 1
+    for first in (0,) if at_once else range(turns):
+        kernel[(rows * heads * parts,)](
+            *tensors, meeting, heads, first, turns if at_once else first + 1, count, sizes, num_warps=WARPS,
+            num_stages=STAGES,
+        )  # fmt: skip
+
+
+def programs_run_together(x: Tensor) -> bool:
+    """Return whether the programs of a launch run at the same time where x [...] is: those of an interpreter do not."""
+    return x.is_cuda
 
 
 def through_reads(
@@ -119,28 +143,38 @@ def through_writes(
     handed: Sequence[Reads], of_weights: Weights, of_momentum: Weights,
 ) -> WriteGradients:  # fmt: skip
     """See `through_writes` of `group_backward.py`."""
-    rows, heads, count = tokens.key.shape[:3]
     tokens, shares = _contiguous(tokens), _contiguous(shares)
     up, down = map(_contiguous, handed)
-    of_weight = None if weight is None or network.eps is None else weight.new_empty(rows, *weight.shape)
-    of_shares = [None if each is None else _room(each) for each in shares[3:]]
+    key, parts = tokens.key, kernels.parts_of(tokens.key, of_weights[0].shape[-2])
+    of_weight = None if weight is None or network.eps is None else key.new_empty(*key.shape[:3], key.shape[-1])
+    of_key = key.new_empty(parts, *key.shape)
+    of_shares = [None if x is None else x.new_empty(parts, *x.shape) for x in shares[OF_QUERIES:]]
     found = writes_backward.Found(
         # what is added to: the gradients that were given are somebody else's
-        tuple(map(_copy, of_weights)), tuple(map(_copy, of_momentum)), _room(tokens.key), _room(tokens.value),
-        of_weight, *of_shares,  # type: ignore[arg-type]
+        tuple(map(_copy, of_weights)), tuple(map(_copy, of_momentum)), _room(tokens.value), of_weight, of_key,
+        *of_shares,  # type: ignore[arg-type]
     )  # fmt: skip
-    writes_backward.through_writes_kernel[(rows * heads,)](
-        writes_backward.Given(tokens.value, _contiguous(weight), shares, written, (up, down)), found, heads, count,
-        _sizes(network, tokens.query, tokens.key, of_weights, precision), num_warps=WARPS, num_stages=STAGES,
+    given = writes_backward.Given(tokens.value, _contiguous(weight), shares, written, (up, down))
+    sizes = _sizes(network, tokens.query, key, of_weights, precision, parts)
+    _in_turns(writes_backward.through_writes_kernel, (given, found), key, sizes)
+    return WriteGradients(
+        found.weights, found.momentum, sum_of_parts(of_key), found.value,
+        tuple(None if terms is None else sum_of_parts(terms) for terms in of_shares),
+        None if of_weight is None else of_weight.sum((0, 2)),
     )  # fmt: skip
-    of_weight = None if of_weight is None else of_weight.sum(0)
-    return WriteGradients(found.weights, found.momentum, found.key, found.value, tuple(of_shares), of_weight)
 
 
-def _sizes(network: Network, query: Tensor, key: Tensor, weights: Weights, precision: Precision) -> Sizes:
+def sum_of_parts(terms: Tensor) -> Tensor:
+    """Return the sum of the terms [parts, ...] of each part of a head's inner units."""
+    return terms[0] if len(terms) == 1 else terms.sum(0)
+
+
+def _sizes(
+    network: Network, query: Tensor, key: Tensor, weights: Weights, precision: Precision, parts: int = 1
+) -> Sizes:
     """Return the constants of kernels for networks of `weights` [..., out, in].
 
-    query: [B, H, N, Q, D]; key: [B, H, N, T, D].
+    query: [B, H, N, Q, D]; key: [B, H, N, T, D]; parts: programs that share a head's inner units.
     """
     count, width = key.shape[-2:]
     inner = weights[0].shape[-2]
@@ -149,9 +183,10 @@ def _sizes(network: Network, query: Tensor, key: Tensor, weights: Weights, preci
         """Return the power of two that holds so many."""
         return max(LEAST, triton.next_power_of_2(size))
 
+    units = min(kernels.UNITS, block(inner))
     found: tuple[Any, ...] = (
-        count, width, inner, query.shape[-2] // count, block(count), block(width), min(UNITS, block(inner)),
-        network.loss == "l2", network.residual, network.eps, precision,
+        count, width, inner, query.shape[-2] // count, block(count), block(width), units, parts,
+        units * math.ceil(inner / units / parts), network.loss == "l2", network.residual, network.eps, precision,
     )  # fmt: skip
     return Sizes(*(None if each is None else tl.constexpr(each) for each in found))
 

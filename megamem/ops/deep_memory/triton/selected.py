@@ -31,13 +31,28 @@ class Given(NamedTuple):
     shares: Tensor
     """w [B, H, R, N], in the dtype of sums."""
     up: Tensor
-    """U [B, H, N, I, D]"""
+    """U of one list of networks, [B, H, n, I, D]"""
     down: Tensor
-    """V [B, H, N, I, D]"""
+    """Its V [B, H, n, I, D]"""
     order: Tensor
     """Pairs by network, [B, H, P]: each is its row times K plus which of the row's networks it is."""
     begins: Tensor
     """Where the pairs of each network begin, and where those of the last one end, [B, H, N + 1]."""
+
+
+class Place(NamedTuple):
+    """Where a list of networks lies among all."""
+
+    height: int
+    """R"""
+    count: int
+    """Networks of the list."""
+    first: int
+    """How many there are in the lists before it."""
+    total: int
+    """N"""
+    each: tl.constexpr
+    """K"""
 
 
 class Found(NamedTuple):
@@ -50,60 +65,60 @@ class Found(NamedTuple):
     made: Tensor
     """Gradients of m by pair in the order of networks, [B, H, P, D], in the dtype of products."""
     up: Tensor
-    """[B, H, N, I, D], as `down`."""
+    """[B, H, n, I, D], as `down`."""
     down: Tensor
 
 
 @triton.jit
-def answer_pairs_kernel(given: Given, parts, height, count, each: tl.constexpr, sizes):
-    """Write what each pair adds to its row's answer to `parts` [B, H, R, K, D]. height: R; count: N; each: K."""
+def answer_pairs_kernel(given: Given, parts, place: Place, sizes):
+    """Write what each pair adds to its row's answer to `parts` [B, H, R, K, D]."""
     head, n, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, sizes.channel_block)
-    first, last = span(given, head, n, count)
+    first, last = span(given, head, n, place)
     begin = first + tl.program_id(2) * sizes.row_block
     if begin < last:
         at = begin + tl.arange(0, sizes.row_block)
-        pair, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
-        share = tl.load(given.shares + (head * height + pair // each) * count + n, mask=at < last, other=0.0)
-        of_matrix = (head * count + n) * sizes.inner * sizes.width
+        pair, rows = load_pairs(given.rows, given, head, at, last, channels, place, sizes)
+        share = tl.load(given.shares + share_of(head, pair, n, place), mask=at < last, other=0.0)
+        of_matrix = (head * place.count + n) * sizes.inner * sizes.width
         sums = tl.zeros((sizes.row_block, sizes.channel_block), given.shares.dtype.element_ty)
         made = answer(given, rows, of_matrix, channels, sums, sizes)
         if sizes.eps is not None:
             made, _ = unit_and_inverse(made, (channels < sizes.width)[None, :], sizes)
-        store_pairs(parts, share[:, None] * made, head, pair, at < last, channels, height, each, sizes)
+        store_pairs(parts, share[:, None] * made, head, pair, at < last, channels, place, sizes)
 
 
 @triton.jit
-def through_pairs_kernel(given: Given, of_total, found: Found, height, count, each: tl.constexpr, sizes):
+def through_pairs_kernel(given: Given, of_total, found: Found, place: Place, sizes):
     """Fill `found` but for the matrices, given the gradient of the sum of each row's answers [B, H, R, D]."""
     head, n, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, sizes.channel_block)
-    first, last = span(given, head, n, count)
+    first, last = span(given, head, n, place)
     begin = first + tl.program_id(2) * sizes.row_block
     if begin < last:
         at, inside = begin + tl.arange(0, sizes.row_block), (channels < sizes.width)[None, :]
-        pair, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
-        _, of_sum = load_pairs(of_total, given, head, at, last, channels, height, each, sizes)
-        of_share = (head * height + pair // each) * count + n
+        pair, rows = load_pairs(given.rows, given, head, at, last, channels, place, sizes)
+        _, of_sum = load_pairs(of_total, given, head, at, last, channels, place, sizes)
+        of_share = share_of(head, pair, n, place)
         share = tl.load(given.shares + of_share, mask=at < last, other=0.0)
-        of_matrix = (head * count + n) * sizes.inner * sizes.width
+        of_matrix = (head * place.count + n) * sizes.inner * sizes.width
         of_rows = tl.zeros((sizes.row_block, sizes.channel_block), of_sum.dtype)
         made = answer(given, rows, of_matrix, channels, of_rows, sizes)
         made, of_made = through_norm(made, share[:, None] * of_sum, inside, sizes)
         tl.store(found.shares + of_share, tl.sum(of_sum * made, 1), mask=at < last)
         of_made = of_made.to(rows.dtype)
-        places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
+        places = (head * place.height * place.each + at)[:, None] * sizes.width + channels[None, :]
         tl.store(found.made + places, of_made, mask=(at < last)[:, None] & inside)
         of_rows = through_network(given, rows, of_made, of_rows, of_matrix, channels, sizes)
-        store_pairs(found.rows, of_rows, head, pair, at < last, channels, height, each, sizes)
+        store_pairs(found.rows, of_rows, head, pair, at < last, channels, place, sizes)
 
 
 @triton.jit
-def through_pair_matrices_kernel(given: Given, found: Found, height, count, each: tl.constexpr, sizes):
+def through_pair_matrices_kernel(given: Given, found: Found, place: Place, sizes):
     """Fill the gradients of the matrices, given those of m that `through_pairs_kernel` has written."""
     head, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     units = tl.program_id(2) * sizes.unit_block + tl.arange(0, sizes.unit_block)
     channels = tl.arange(0, sizes.channel_block)
-    of_matrix = (head * count + n) * sizes.inner * sizes.width
-    first, last = span(given, head, n, count)
+    of_matrix = (head * place.count + n) * sizes.inner * sizes.width
+    first, last = span(given, head, n, place)
     up = load_block(given.up + of_matrix, units, channels, sizes.inner, sizes.width)
     down = load_block(given.down + of_matrix, units, channels, sizes.inner, sizes.width)
     of_up = tl.zeros((sizes.unit_block, sizes.channel_block), given.shares.dtype.element_ty)
@@ -111,8 +126,8 @@ def through_pair_matrices_kernel(given: Given, found: Found, height, count, each
     up, down = up.to(given.rows.dtype.element_ty), down.to(given.rows.dtype.element_ty)
     for begin in range(first, last, sizes.row_block):
         at = begin + tl.arange(0, sizes.row_block)
-        _, rows = load_pairs(given.rows, given, head, at, last, channels, height, each, sizes)
-        places = (head * height * each + at)[:, None] * sizes.width + channels[None, :]
+        _, rows = load_pairs(given.rows, given, head, at, last, channels, place, sizes)
+        places = (head * place.height * place.each + at)[:, None] * sizes.width + channels[None, :]
         inside = (at < last)[:, None] & (channels < sizes.width)[None, :]
         of_made = tl.load(found.made + places, mask=inside, other=0.0)
         of_up, of_down = add_matrix_gradients(of_up, of_down, rows, of_made, up, down, sizes)
@@ -121,23 +136,29 @@ def through_pair_matrices_kernel(given: Given, found: Found, height, count, each
 
 
 @triton.jit
-def span(given, head, n, count):
+def span(given, head, n, place):
     """Return where the pairs of a network begin and end among those of its head."""
-    begins = given.begins + head * (count + 1) + n
+    begins = given.begins + head * (place.total + 1) + place.first + n
     return tl.load(begins), tl.load(begins + 1)
 
 
 @triton.jit
-def load_pairs(pointer, given, head, at, last, channels, height, each: tl.constexpr, sizes):
+def share_of(head, pair, n, place):
+    """Return where the share of a network of the list is that a pair's row gives it, in [B, H, R, N]."""
+    return (head * place.height + pair // place.each) * place.total + place.first + n
+
+
+@triton.jit
+def load_pairs(pointer, given, head, at, last, channels, place, sizes):
     """Return pairs [R] and the rows of theirs in [B, H, R, D], [R, D]; zeros beyond the last one."""
-    pair = tl.load(given.order + head * height * each + at, mask=at < last, other=0)
-    places = (head * height + pair // each)[:, None] * sizes.width + channels[None, :]
+    pair = tl.load(given.order + head * place.height * place.each + at, mask=at < last, other=0)
+    places = (head * place.height + pair // place.each)[:, None] * sizes.width + channels[None, :]
     inside = (at < last)[:, None] & (channels < sizes.width)[None, :]
     return pair, tl.load(pointer + places, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_pairs(pointer, block, head, pair, inside, channels, height, each: tl.constexpr, sizes):
+def store_pairs(pointer, block, head, pair, inside, channels, place, sizes):
     """Write a block [R, D] to the places of its pairs in [B, H, R, K, D]."""
-    places = (head * height * each + pair)[:, None] * sizes.width + channels[None, :]
+    places = (head * place.height * place.each + pair)[:, None] * sizes.width + channels[None, :]
     tl.store(pointer + places, block, mask=inside[:, None] & (channels < sizes.width)[None, :])

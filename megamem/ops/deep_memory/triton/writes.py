@@ -1,9 +1,9 @@
 """Writing a group of inner chunks in one kernel: `write` of `group_forward.py` for networks of two matrices.
 
-A program goes through all inner chunks of one head of one row. The head's weights are too large for a multiprocessor:
-blocks of inner units pass over it, twice for each inner chunk, once for what the network answers to the keys, once for
-the weights as the next inner chunk starts. These are written where that inner chunk reads them; the device's L2 cache,
-which holds the weights of all programs at work, hands them back.
+A program goes through all inner chunks of one head of one row, or of a part of its inner units (`meeting.py`). The
+head's weights are too large for a multiprocessor: blocks of inner units pass over it, twice for each inner chunk, once
+for what the network answers to the keys, once for the weights as the next inner chunk starts. These are written where
+that inner chunk reads them; the device's L2 cache, which holds the weights of all programs at work, hands them back.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megamem.ops.deep_memory.triton.blocks import (
     store_block,
     store_units,
 )
+from megamem.ops.deep_memory.triton.meeting import Meeting, meet, place, store_terms, sum_of_terms
 
 
 class Given(NamedTuple):
@@ -50,36 +51,38 @@ class Last(NamedTuple):
 
 
 @triton.jit
-def write_kernel(given: Given, written: Written, last: Last, heads, count, sizes):
-    """Fill `written` and `last`; the weights of the first inner chunk are there. heads: H; count: N."""
-    row_head = tl.program_id(0).to(tl.int64)
+def write_kernel(given: Given, written: Written, last: Last, meeting: Meeting, heads, first, stop, count, sizes):
+    """Fill `written` and `last`; the weights of the first inner chunk are there.
+
+    heads: H; first, stop: the turns of this launch, of N + 1: each finishes an inner chunk and begins the next one;
+    count: N.
+    """
+    row_head, part = place(meeting, sizes)
     tokens, channels = tl.arange(0, sizes.token_block), tl.arange(0, sizes.channel_block)
     inside = (channels < sizes.width)[None, :]
     gain = inside.to(given.key.dtype.element_ty)
     if given.weight is not None:
         gain = load_numbers(given.weight + (row_head % heads) * sizes.width, channels, sizes.width)[None, :]
-    for n in range(count):
-        at = row_head * count + n
-        of_tokens = at * sizes.tokens * sizes.width
-        key = load_block(given.key + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-        answered = answer(written, key, at, tokens, channels, sizes)
-        store_block(written.answered + of_tokens, answered, tokens, channels, sizes.tokens, sizes.width)
-        value = load_block(given.value + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-        wrong = output_error(answered, key, value, gain, inside, sizes)
-        store_block(written.changes[1] + of_tokens, wrong, tokens, channels, sizes.tokens, sizes.width)
-        # the blocks of the hidden layer were written by other threads than those that read them
-        tl.debug_barrier()
-        change(given, written, last, key, wrong, row_head, n, count, tokens, channels, sizes)
-        tl.debug_barrier()
+    for n in range(first, stop):
+        if n > 0:
+            meet(meeting, row_head, n, sizes)
+            answered = sum_of_terms(meeting, row_head, n - 1, tokens, channels, sizes)
+            finish(given, written, last, answered, gain, inside, row_head, part, n - 1, count, tokens, channels, sizes)
+            # the weights as an inner chunk starts were written by other threads than those that read them
+            tl.debug_barrier()
+        if n < count:
+            answered = answer(given, written, row_head * count + n, part, tokens, channels, sizes)
+            store_terms(meeting, answered, row_head, part, n, tokens, channels, sizes)
 
 
 @triton.jit
-def answer(written, key, at, tokens, channels, sizes):
-    """Return what the last matrix makes of the keys [T, D] of inner chunk `at`, and write z and h."""
+def answer(given, written, at, part, tokens, channels, sizes):
+    """Return a part's terms of what the last matrix makes of the keys [T, D] of inner chunk `at`; write z and h."""
+    key = load_block(given.key + at * sizes.tokens * sizes.width, tokens, channels, sizes.tokens, sizes.width)
     answered = tl.zeros_like(key)
     of_hidden, of_matrix = at * sizes.tokens * sizes.inner, at * sizes.inner * sizes.width
-    for begin in range(0, sizes.inner, sizes.unit_block):
-        units = begin + tl.arange(0, sizes.unit_block)
+    for begin in range(0, sizes.part_units, sizes.unit_block):
+        units = part * sizes.part_units + begin + tl.arange(0, sizes.unit_block)
         up = load_units(written.weights[0] + of_matrix, units, channels, 0, sizes)
         hidden = product(key, tl.trans(up), sizes.precision)
         active = hidden * below(hidden)
@@ -91,12 +94,19 @@ def answer(written, key, at, tokens, channels, sizes):
 
 
 @triton.jit
-def change(given, written, last, key, wrong, row_head, n, count, tokens, channels, sizes):
-    """Write W1^T r, d and the next weights and momentum, given the errors r [T, D] of inner chunk n."""
+def finish(given, written, last, answered, gain, inside, row_head, part, n, count, tokens, channels, sizes):
+    """Write r, W1^T r, d and the next weights and momentum, given what inner chunk n's keys are answered [T, D]."""
     at = row_head * count + n
+    of_tokens = at * sizes.tokens * sizes.width
     of_hidden, of_matrix = at * sizes.tokens * sizes.inner, at * sizes.inner * sizes.width
-    for begin in range(0, sizes.inner, sizes.unit_block):
-        units = begin + tl.arange(0, sizes.unit_block)
+    key = load_block(given.key + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    value = load_block(given.value + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    wrong = output_error(answered, key, value, gain, inside, sizes)
+    if part == 0:
+        store_block(written.answered + of_tokens, answered, tokens, channels, sizes.tokens, sizes.width)
+        store_block(written.changes[1] + of_tokens, wrong, tokens, channels, sizes.tokens, sizes.width)
+    for begin in range(0, sizes.part_units, sizes.unit_block):
+        units = part * sizes.part_units + begin + tl.arange(0, sizes.unit_block)
         down = load_units(written.weights[1] + of_matrix, units, channels, 1, sizes)
         hidden = load_block(written.hidden + of_hidden, tokens, units, sizes.tokens, sizes.inner)
         back = product(wrong, tl.trans(down), sizes.precision)

@@ -1,7 +1,8 @@
 """The backward pass of writing a group of inner chunks in one kernel: `Backward.through_writes` of `group_backward.py`.
 
-A program goes through all inner chunks of one head of one row, from the last one to the first. Blocks of inner units
-pass over the multiprocessor twice for each: once for what goes through the steps
+A program goes through all inner chunks of one head of one row, or of a part of its inner units (`meeting.py`), from
+the last one to the first. Blocks of inner units pass over the multiprocessor twice for each: once for what goes through
+the steps
 
     W' = W + c W + m S - sum_t f_t change_t inputs_t^T,   S' = e S - sum_t p_t change_t inputs_t^T
 
@@ -30,6 +31,7 @@ from megamem.ops.deep_memory.triton.blocks import (
     store_block,
     store_units,
 )
+from megamem.ops.deep_memory.triton.meeting import Meeting, meet, place, store_terms, sum_of_terms
 
 
 class Given(NamedTuple):
@@ -52,13 +54,14 @@ class Found(NamedTuple):
     weights: tuple[Tensor, ...]
     """Gradients of W after the group, [B, H, out, in], which become those of W as it starts; so with the momentum."""
     momentum: tuple[Tensor, ...]
-    key: Tensor
-    """[B, H, N, T, D], as `value`."""
     value: Tensor
+    """[B, H, N, T, D]"""
     weight: Tensor | None
-    """That of the norm, [B, H, D]."""
+    """That of the norm by inner chunks, [B, H, N, D]."""
+    key: Tensor
+    """The terms of each part of a head's inner units, [parts, B, H, N, T, D]."""
     step: Tensor
-    """That of f, [B, H, N, T, 1]; the following are like the shares they are gradients of."""
+    """So of f, [parts, B, H, N, T, 1]; the following are like the shares they are gradients of, by parts too."""
     lost: Tensor | None
     last_carried: Tensor | None
     momentum_step: Tensor | None
@@ -67,42 +70,62 @@ class Found(NamedTuple):
 
 
 @triton.jit
-def through_writes_kernel(given: Given, found: Found, heads, count, sizes):
-    """Fill `found`. heads: H; count: N."""
-    row_head = tl.program_id(0).to(tl.int64)
+def through_writes_kernel(given: Given, found: Found, meeting: Meeting, heads, first, stop, count, sizes):
+    """Fill `found`.
+
+    heads: H; first, stop: the turns of this launch, of N + 1: each finishes an inner chunk and begins the one before
+    it; count: N.
+    """
+    row_head, part = place(meeting, sizes)
     tokens, channels = tl.arange(0, sizes.token_block), tl.arange(0, sizes.channel_block)
     inside = (channels < sizes.width)[None, :]
     gain = inside.to(given.value.dtype.element_ty)
     if given.weight is not None:
         gain = load_numbers(given.weight + (row_head % heads) * sizes.width, channels, sizes.width)[None, :]
-    of_gain = tl.zeros((sizes.channel_block,), given.value.dtype.element_ty)
-    for back in range(count):
-        at = row_head * count + (count - 1 - back)
-        of_tokens = at * sizes.tokens * sizes.width
-        of_key, of_wrong = through_steps(given, found, row_head, at, tokens, channels, sizes)
-        key = load_block(given.written.inputs[0] + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-        value = load_block(given.value + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-        answered = load_block(given.written.answered + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-        of_answered, of_slope, of_weight = error_gradients(of_wrong, answered, key, value, gain, inside, sizes)
-        of_gain += tl.sum(of_weight, 0)
-        store_block(found.value + of_tokens, -of_slope, tokens, channels, sizes.tokens, sizes.width)
-        if sizes.squared and sizes.residual:
-            of_key += of_slope
-        # the blocks of the hidden layer and of the matrices were written by other threads than those that read them
-        tl.debug_barrier()
-        of_key = through_tokens(given, found, of_key, of_answered, row_head, at, tokens, channels, sizes)
-        store_block(found.key + of_tokens, of_key, tokens, channels, sizes.tokens, sizes.width)
-        tl.debug_barrier()
-    if found.weight is not None:
-        tl.store(found.weight + row_head * sizes.width + channels, of_gain, mask=channels < sizes.width)
+    # where a part's terms begin, in inner chunks
+    before = part.to(tl.int64) * (tl.num_programs(0) // sizes.parts) * count
+    for turn in range(first, stop):
+        at = row_head * count + (count - 1 - turn)
+        if turn > 0:
+            meet(meeting, row_head, turn, sizes)
+            of_wrong = sum_of_terms(meeting, row_head, turn - 1, tokens, channels, sizes)
+            finish(given, found, of_wrong, gain, inside, row_head, part, before, at + 1, tokens, channels, sizes)
+            # the blocks of the matrices' gradients were written by other threads than those that read them
+            tl.debug_barrier()
+        if turn < count:
+            of_wrong = through_steps(given, found, row_head, part, before, at, tokens, channels, sizes)
+            store_terms(meeting, of_wrong, row_head, part, turn, tokens, channels, sizes)
 
 
 @triton.jit
-def through_steps(given, found, row_head, at, tokens, channels, sizes):
-    """Return the gradients of keys and r [T, D] through inner chunk `at`'s steps, its reads and d; write the shares'.
+def finish(given, found, of_wrong, gain, inside, row_head, part, before, at, tokens, channels, sizes):
+    """Write the gradients of inner chunk `at`'s keys and values and of W as it starts, given that of r [T, D]."""
+    of_tokens = at * sizes.tokens * sizes.width
+    key = load_block(given.written.inputs[0] + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    value = load_block(given.value + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    answered = load_block(given.written.answered + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    of_answered, of_slope, of_weight = error_gradients(of_wrong, answered, key, value, gain, inside, sizes)
+    of_key = found.key + (before + at) * sizes.tokens * sizes.width
+    of_key_block = load_block(of_key, tokens, channels, sizes.tokens, sizes.width)
+    if part == 0:
+        store_block(found.value + of_tokens, -of_slope, tokens, channels, sizes.tokens, sizes.width)
+        if found.weight is not None:
+            tl.store(found.weight + at * sizes.width + channels, tl.sum(of_weight, 0), mask=channels < sizes.width)
+        if sizes.squared and sizes.residual:
+            of_key_block += of_slope
+    of_key_block = through_tokens(
+        given, found, of_key_block, of_answered, row_head, part, at, tokens, channels, sizes
+    )  # fmt: skip
+    store_block(of_key, of_key_block, tokens, channels, sizes.tokens, sizes.width)
 
-    Those of d and h, which are wider, take the places of what came from the reads. One matrix after the other: the
-    accumulators of both would not fit into the registers.
+
+@triton.jit
+def through_steps(given, found, row_head, part, before, at, tokens, channels, sizes):
+    """Return a part's terms of the gradient of r [T, D] through inner chunk `at`'s steps, its reads and d.
+
+    Write those of the keys' and the shares' gradients through the steps and reads. Those of d and h, which are wider,
+    take the places of what came from the reads. One matrix after the other: the accumulators of both would not fit into
+    the registers.
     """
     written, shares, reads = given.written, given.shares, given.reads
     step = load_numbers(shares.step + at * sizes.tokens, tokens, sizes.tokens)[:, None]
@@ -114,24 +137,34 @@ def through_steps(given, found, row_head, at, tokens, channels, sizes):
     of_carried, of_kept = tl.zeros_like(of_lost), tl.zeros_like(of_lost)
     of_tokens = at * sizes.tokens * sizes.width
     of_found = of_step, of_momentum_step, of_lost, of_carried, of_kept
-    of_key = load_block(reads[0].inputs + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    # what comes from the reads is the first part's
+    of_key = first_parts(reads[0].inputs + of_tokens, part, tokens, channels, sizes)
     of_key, of_found = through_matrix(
         0, reads[0].change, written.changes[0], written.inputs[0], of_key, of_found, step, momentum_step,
-        given, found, row_head, at, tokens, channels, sizes,
+        given, found, row_head, part, at, tokens, channels, sizes,
     )  # fmt: skip
-    of_wrong = load_block(reads[1].change + of_tokens, tokens, channels, sizes.tokens, sizes.width)
+    to = found.key + (before + at) * sizes.tokens * sizes.width
+    store_block(to, of_key, tokens, channels, sizes.tokens, sizes.width)
+    of_wrong = first_parts(reads[1].change + of_tokens, part, tokens, channels, sizes)
     of_wrong, of_found = through_matrix(
         1, reads[1].inputs, written.inputs[1], written.changes[1], of_wrong, of_found, step, momentum_step,
-        given, found, row_head, at, tokens, channels, sizes,
+        given, found, row_head, part, at, tokens, channels, sizes,
     )  # fmt: skip
-    store_shares(found, at, of_found, tokens, sizes)
-    return of_key, of_wrong
+    store_shares(found, before + at, of_found, tokens, sizes)
+    return of_wrong
+
+
+@triton.jit
+def first_parts(pointer, part, tokens, channels, sizes):
+    """Return a block [T, D] for the first part of a head's inner units, zeros for the others."""
+    mine = tl.where(part == 0, tokens, sizes.tokens)
+    return load_block(pointer, mine, channels, sizes.tokens, sizes.width)
 
 
 @triton.jit
 def through_matrix(
     matrix: tl.constexpr, reads_wide, wide, narrow, of_narrow, of_found, step, momentum_step, given, found, row_head,
-    at, tokens, channels, sizes,
+    part, at, tokens, channels, sizes,
 ):  # fmt: skip
     """Return the gradients of a matrix's narrower factor [T, D] and of the shares, and write that of the wider one.
 
@@ -142,8 +175,8 @@ def through_matrix(
     of_matrix, of_gradient = at * sizes.inner * sizes.width, row_head * sizes.inner * sizes.width
     of_step, of_momentum_step, of_lost, of_carried, of_kept = of_found
     narrow_block = load_block(narrow + of_tokens, tokens, channels, sizes.tokens, sizes.width)
-    for begin in range(0, sizes.inner, sizes.unit_block):
-        units = begin + tl.arange(0, sizes.unit_block)
+    for begin in range(0, sizes.part_units, sizes.unit_block):
+        units = part * sizes.part_units + begin + tl.arange(0, sizes.unit_block)
         of_weights = load_units(found.weights[matrix] + of_gradient, units, channels, matrix, sizes)
         wide_block = load_block(wide + of_hidden, tokens, units, sizes.tokens, sizes.inner)
         of_wide = load_block(reads_wide + of_hidden, tokens, units, sizes.tokens, sizes.inner)
@@ -199,16 +232,17 @@ def store_shares(found, at, of_found, tokens, sizes):
 
 
 @triton.jit
-def through_tokens(given, found, of_key, of_answered, row_head, at, tokens, channels, sizes):
-    """Return the gradient of keys [T, D] through z, and turn the gradients of W and S into those as `at` starts.
+def through_tokens(given, found, of_key, of_answered, row_head, part, at, tokens, channels, sizes):
+    """Return a part's terms of the gradient of keys [T, D] through z.
 
-    The last matrix first: the gradient of z takes the place of that of h.
+    The gradients of W and S become those as `at` starts. The last matrix first: the gradient of z takes the place of
+    that of h.
     """
     written, reads = given.written, given.reads
     of_tokens, of_hidden = at * sizes.tokens * sizes.width, at * sizes.tokens * sizes.inner
     of_matrix, of_gradient = at * sizes.inner * sizes.width, row_head * sizes.inner * sizes.width
-    for begin in range(0, sizes.inner, sizes.unit_block):
-        units = begin + tl.arange(0, sizes.unit_block)
+    for begin in range(0, sizes.part_units, sizes.unit_block):
+        units = part * sizes.part_units + begin + tl.arange(0, sizes.unit_block)
         of_active = load_block(reads[1].inputs + of_hidden, tokens, units, sizes.tokens, sizes.inner)
         of_down = load_units(found.weights[1] + of_gradient, units, channels, 1, sizes)
         new_down = faded_gradient(of_down, given, at)
@@ -227,8 +261,8 @@ def through_tokens(given, found, of_key, of_answered, row_head, at, tokens, chan
         new_down = add_product(new_down, tl.trans(of_slope * slope_at), wrong, sizes.precision)
         add_reads(1, of_down, new_down, given, found, row_head, at, tokens, channels, units, sizes)
     tl.debug_barrier()
-    for begin in range(0, sizes.inner, sizes.unit_block):
-        units = begin + tl.arange(0, sizes.unit_block)
+    for begin in range(0, sizes.part_units, sizes.unit_block):
+        units = part * sizes.part_units + begin + tl.arange(0, sizes.unit_block)
         up = load_units(written.weights[0] + of_matrix, units, channels, 0, sizes)
         of_z = load_block(reads[1].inputs + of_hidden, tokens, units, sizes.tokens, sizes.inner)
         of_key = add_product(of_key, of_z, up, sizes.precision)
