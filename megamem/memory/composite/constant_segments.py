@@ -150,7 +150,7 @@ def _appended(columns: Tensor, new: Tensor, axis: int) -> Tensor:
 
 
 def _without_columns(columns: Tensor, axis: int) -> Tensor:
-    """Return a tensor like `columns` [..., N, ...] that has none. A part of them would have a gradient of their size."""
+    """Return a tensor like `columns` [..., N, ...] without any. A part of them would have a gradient of their size."""
     return columns.new_empty([0 if at == axis else size for at, size in enumerate(columns.shape)])
 
 
