@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.training_cases import reference
 
-STEPS, LR = 20, 1e-3
+STEPS, SOME, LR = 20, 6, 1e-3
 ANYWHERE = {"documents": "join", "reset": "exact"}
 """Documents begin at any token."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.harness import PARALLEL, run_distributed
-from tests.distributed.parity import ANYWHERE, STEPS, assert_gradients, assert_losses_and_weights, case
+from tests.distributed.parity import ANYWHERE, SOME, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     ADAPTIVE,
     COMBINED,
@@ -21,18 +21,19 @@ from tests.distributed.training_cases import (
 
 pytestmark = pytest.mark.distributed
 
-# world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage
+# world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage. Three layouts for
+# all steps: one process, weights split in both ways, weights gathered; those between them go on as long in `REST`
 WORLDS = {
     1: {
         "tp1-zero0": case(1, 0, micro=8, steps=STEPS),
     },
     2: {
-        "tp2-zero0": case(2, 0, micro=8, steps=STEPS),
+        "tp2-zero0": case(2, 0, micro=8, steps=SOME),
         "tp2-sequence-parallel": case(2, 1, bptt=2, micro=4, parallel={"sequence_parallel": True}),
         "tp2-documents-anywhere": case(
             2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, data=ANYWHERE
         ),
-        "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=6, data=ANYWHERE),
+        "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=SOME, data=ANYWHERE),
         "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
         "dp2-zero3-dropout": case(1, 3, micro=1, model=DROPOUT),
         "tp2-adaptive-sequence-parallel": case(
@@ -40,8 +41,8 @@ WORLDS = {
         ),
         # a rank reads one row at a time, so that some of its chunks have no word of a cluster
         "dp2-zero3-adaptive": case(1, 3, micro=1, model=ADAPTIVE),
-        "dp2-zero1": case(1, 1, micro=4, steps=STEPS),
-        "dp2-zero2": case(1, 2, micro=4, steps=STEPS),
+        "dp2-zero1": case(1, 1, micro=4, steps=SOME),
+        "dp2-zero2": case(1, 2, micro=4, steps=SOME),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),
         # the document that begins inside row 2 is all that its rank reads then
         "dp2-zero3-one-row": case(1, 3, micro=1, model=EVERY),
@@ -69,6 +70,9 @@ REST = {
         "tp1-zero3-bptt1": case(1, 3, bptt=1, micro=4),
     },
     2: {
+        "tp2-zero0-all-steps": case(2, 0, micro=8, steps=STEPS),
+        "dp2-zero1-all-steps": case(1, 1, micro=4, steps=STEPS),
+        "dp2-zero2-all-steps": case(1, 2, micro=4, steps=STEPS),
         "tp2-recompute": case(2, 2, bptt=2, micro=4, training={"recompute": True}),
         "tp2-gpt2-sequence-parallel": case(
             2, 1, micro=8, model={**GPT2, "qk_norm": True}, parallel={"sequence_parallel": True}

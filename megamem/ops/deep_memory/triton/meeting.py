@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.triton.blocks import load_block, store_block
+from megamem.ops.deep_memory.triton.blocks import store_block
 
 
 class Meeting(NamedTuple):
@@ -67,11 +67,12 @@ def store_terms(meeting, block, row_head, part, turn, tokens, channels, sizes):
 @triton.jit
 def sum_of_terms(meeting, row_head, turn, tokens, channels, sizes):
     """Return the sum [T, D] of what all parts have written in `turn`, in the order of the parts."""
-    first = (row_head * 2 + turn % 2) * sizes.parts
-    total = load_block(
-        meeting.terms + first * sizes.tokens * sizes.width, tokens, channels, sizes.tokens, sizes.width
-    )  # fmt: skip
+    terms = meeting.terms + (row_head * 2 + turn % 2) * sizes.parts * sizes.tokens * sizes.width
+    places = tokens[:, None] * sizes.width + channels[None, :]
+    inside = (tokens < sizes.tokens)[:, None] & (channels < sizes.width)[None, :]
+    # from the cache that multiprocessors share: their own may hold what was there two meetings ago
+    total = tl.load(terms + places, mask=inside, other=0.0, cache_modifier=".cg")
     for part in range(1, sizes.parts):
-        place_of_part = meeting.terms + (first + part) * sizes.tokens * sizes.width
-        total += load_block(place_of_part, tokens, channels, sizes.tokens, sizes.width)
+        of_part = terms + part * sizes.tokens * sizes.width
+        total += tl.load(of_part + places, mask=inside, other=0.0, cache_modifier=".cg")
     return total
