@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from benchmarks.common import OUTPUT, publish, table
-from megamem.ops.deep_memory import kernels
+from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.kept_networks import kept_networks
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     for model, units, warps, stages, precision in choices:
         launch.STAGES = launch_kept.STAGES = stages
         of_model = launch_kept if model.startswith("kept") else launch
-        of_units = launch_kept if model.startswith("kept") else kernels
+        of_units = launch_kept if model.startswith("kept") else shared_heads
         of_units.UNITS, of_model.WARPS = units or of_units.UNITS, warps or of_model.WARPS
         calls = {
             "kept": partial(read_kept, torch.bfloat16),

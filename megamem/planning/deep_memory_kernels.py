@@ -17,10 +17,10 @@ from megamem.ops.deep_memory import kept_networks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses, ReadGradients, Reads, WriteGradients
 from megamem.ops.deep_memory.group_forward import OF_QUERIES, Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.kept_networks import PROGRAM_ROWS, KeptPasses
-from megamem.ops.deep_memory.kernels import UNITS
 from megamem.ops.deep_memory.network import Precision, Weights
 from megamem.ops.deep_memory.pointwise import Pointwise
 from megamem.ops.deep_memory.selected_networks import Lists, Pairs, SelectedPasses
+from megamem.ops.deep_memory.shared_heads import UNITS
 from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Kind, Operation, touched
 from megamem.planning.tensors import tensors_in

@@ -22,7 +22,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from typing_extensions import TypedDict
 
 from megamem.config.base import ConfigModel
-from megamem.ops.deep_memory.kernels import parts_for
+from megamem.ops.deep_memory.shared_heads import parts_for
 from megamem.planning.operations import Kind, Operation
 
 Floats = npt.NDArray[np.float64]

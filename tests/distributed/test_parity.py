@@ -21,8 +21,8 @@ from tests.distributed.training_cases import (
 
 pytestmark = pytest.mark.distributed
 
-# world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage. Three layouts for
-# all steps: one process, weights split in both ways, weights gathered; those between them go on as long in `REST`
+# world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage. Three layouts
+# take all steps: one process, weights split in both ways, weights gathered; those between them do so in `REST`
 WORLDS = {
     1: {
         "tp1-zero0": case(1, 0, micro=8, steps=STEPS),

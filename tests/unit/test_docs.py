@@ -85,5 +85,5 @@ def test_constraints_pin_every_dependency_in_range() -> None:
 def test_ci_command_is_the_readme_s() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
-    assert "make test\nmake lint\n" in script.read_text()
+    assert {"make test", "make lint"} <= set(script.read_text().splitlines())
     assert "make test " in (ROOT / "README.md").read_text()

@@ -119,6 +119,12 @@ class TestOperations:
             assert list(work.programs[ours]) == [rows_heads * many for _, many in kernels]
             one = 2 * times * 32 / 24 * rows_heads * chunks
             assert list(work.flops[ours] / one) == pytest.approx([each for each, _ in kernels])
+            # 96 inner units are three blocks, which programs that write may share; they meet once an inner chunk
+            assert list(work.divisible[ours]) == [1 if many > 1 else 3 for _, many in kernels]
+            assert list(work.meetings[ours]) == [0 if many > 1 else chunks for _, many in kernels]
+        # the gradients of keys and of the shares that a token's step and momentum have, and of an inner chunk's
+        (terms,) = work.terms[work.terms > 0]
+        assert terms == 4 * rows_heads * chunks * (16 * (24 + 2) + 3)
 
     @pytest.mark.parametrize(("products", "kind"), [("bf16", Kind.MATMUL_BF16_BLOCKS), ("fp32", Kind.MATMUL_TF32)])
     @pytest.mark.parametrize("combine", ["grm", "ssc"])
@@ -188,6 +194,22 @@ class TestRoofline:
         for programs, seconds in ((0, 1.5), (4, 1.5), (2, 3.0), (5, 1.5 * 8 / 5)):
             work = Work.of([Operation(Kind.MATMUL_TF32, 300.0, 1.0, programs)])
             assert pass_time(work, rates).products == pytest.approx(seconds)
+
+    def test_programs_that_share_what_one_could_do(self):
+        """On 4 multiprocessors one program of 4 blocks is four, one of 6 blocks three, as they have as many each.
+
+        300 of 200 a second take 1.5 s with all, and 4 meetings four times 0.25 s. Each of four parts writes terms of 8
+        bytes, which are read, and written once more as sums: 72 bytes, where one alone would write 8.
+        """
+        rates = RATES.model_copy(update={"multiprocessors": 4, "kernel": 0.25, "launch": 0.0})
+        shared = Operation(Kind.MATMUL_TF32, 300.0, 1.0, 1.0, divisible=4.0, meetings=4.0)
+        assert pass_time(Work.of([shared]), rates).total == pytest.approx(1.5 + 4 * 0.25)
+        in_three = shared._replace(divisible=6.0)
+        assert pass_time(Work.of([in_three]), rates).total == pytest.approx(1.5 * 4 / 3 + 4 * 0.25)
+        whole = shared._replace(divisible=1.0, terms=8.0)
+        assert pass_time(Work.of([whole]), rates).total == pytest.approx(6.0)
+        terms = shared._replace(terms=8.0, flops=0.0)
+        assert pass_time(Work.of([terms]), rates).total == pytest.approx((1 + 2 * 4 * 8) / RATES.memory + 4 * 0.25)
 
     def test_nothing_takes_no_time(self):
         assert pass_time(Work.of([]), RATES).total == 0.0

@@ -31,7 +31,7 @@ from triton.runtime.interpreter import (
 
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, state_tensors
-from megamem.ops.deep_memory import kept_networks, kernels
+from megamem.ops.deep_memory import kept_networks, shared_heads
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
@@ -229,7 +229,7 @@ def flops_of(call: Callable[[], None]) -> float:
 def flops_of_kernels() -> dict[str, tuple[float, float]]:
     """The FLOPs that the kernels of each kind of memory compute, all blocks full, and those that the planner says."""
     rows, heads, chunks, tokens, width, inner = 1, 1, 2, 16, 16, 64
-    kernels.UNITS = launch_kept.UNITS = 32
+    shared_heads.UNITS = launch_kept.UNITS = 32
     launch_kept.PROGRAM_ROWS = deep_memory_kernels.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -263,7 +263,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
         kept_networks.kept_networks(query, matrices, shares, None, passes=by).sum().backward()
 
     found = {}
-    for call, by_kernels, plan in (
+    for call, kernels, plan in (
         (titans, passes("ieee"), deep_memory_kernels.planned_passes("ieee")),
         (memora, read_group_by("ieee"), memora_kernels.planned_read_group("ieee")),
         (kept, kept_passes("ieee"), deep_memory_kernels.planned_kept_passes("ieee")),
@@ -271,7 +271,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
         with Ledger() as ledger:
             call(plan)
         planned = sum(step.flops for step in ledger.operations if step.programs)
-        found[call.__name__] = flops_of(partial(call, by_kernels)), planned
+        found[call.__name__] = flops_of(partial(call, kernels)), planned
     return found
 
 
@@ -315,7 +315,7 @@ def main() -> None:
     worst = {}
     for number, form in enumerate(FORMS):
         # both blocks of inner units in one program, and one each in two
-        kernels.MULTIPROCESSORS = groups.ROWS * groups.HEADS * (1 + number % 2)
+        shared_heads.MULTIPROCESSORS = groups.ROWS * groups.HEADS * (1 + number % 2)
         expected = results(form, TORCH)
         worst[form.name] = largest_difference(results(form, passes("ieee")), expected)
     # the last one once more, with programs that wait for each other

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,10 +24,6 @@ LONGEST = 64
 """Tokens of the longest inner chunks that they have room to read, or of Memora's to read and write."""
 LONGEST_WRITTEN = 128
 """Tokens of the longest inner chunks that they have room to write."""
-UNITS = 32
-"""Inner units that are on a multiprocessor at a time."""
-MULTIPROCESSORS = 132
-"""Those of an H100, where there is no device to ask."""
 
 
 def passes_of(kernel: Kernel, precision: Precision, inner_chunk: int, key: Tensor, matrices: int) -> GroupPasses:
@@ -50,20 +45,6 @@ def fitting(passes: GroupPasses, inner_chunk: int) -> GroupPasses:
     if inner_chunk > LONGEST_WRITTEN:
         return TORCH
     return passes._replace(read=TORCH.read, through_reads=TORCH.through_reads)
-
-
-def parts_of(key: Tensor, units: int) -> int:
-    """Return how many programs share a head where its memory is written, each with some of its inner `units`.
-
-    key: [B, H, ...], where is computed.
-    """
-    there = torch.cuda.get_device_properties(key.device).multi_processor_count if key.is_cuda else MULTIPROCESSORS
-    return parts_for(key.shape[:2].numel(), math.ceil(units / UNITS), there)
-
-
-def parts_for(heads: int, blocks: int, multiprocessors: int) -> int:
-    """Return how many programs share each head's blocks, the same number each, so that all are at work at a time."""
-    return max(n for n in range(1, blocks + 1) if n == 1 or (blocks % n == 0 and n * heads <= multiprocessors))
 
 
 def _computes(kernel: Kernel, x: Tensor, matrices: int) -> bool:

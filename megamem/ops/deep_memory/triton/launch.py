@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory import kernels
+from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.group_backward import GroupPasses, ReadGradients, Reads, WriteGradients, shared_factors
 from megamem.ops.deep_memory.group_forward import OF_QUERIES, Network, Shares, Tokens, Written
 from megamem.ops.deep_memory.network import Precision, Weights
@@ -58,7 +58,7 @@ def write(
     )  # fmt: skip
     last = writes.Last(tuple(map(_room, first)), tuple(map(_room, momentum)))
     given = writes.Given(key, value, _contiguous(weight), shares)
-    sizes = _sizes(network, tokens.query, key, first, precision, kernels.parts_of(key, first[0].shape[-2]))
+    sizes = _sizes(network, tokens.query, key, first, precision, shared_heads.parts_of(key, first[0].shape[-2]))
     _in_turns(writes.write_kernel, (given, written, last), key, sizes)
     return written, last.weights, last.momentum
 
@@ -145,7 +145,7 @@ def through_writes(
     """See `through_writes` of `group_backward.py`."""
     tokens, shares = _contiguous(tokens), _contiguous(shares)
     up, down = map(_contiguous, handed)
-    key, parts = tokens.key, kernels.parts_of(tokens.key, of_weights[0].shape[-2])
+    key, parts = tokens.key, shared_heads.parts_of(tokens.key, of_weights[0].shape[-2])
     of_weight = None if weight is None or network.eps is None else key.new_empty(*key.shape[:3], key.shape[-1])
     of_key = key.new_empty(parts, *key.shape)
     of_shares = [None if x is None else x.new_empty(parts, *x.shape) for x in shares[OF_QUERIES:]]
@@ -183,7 +183,7 @@ def _sizes(
         """Return the power of two that holds so many."""
         return max(LEAST, triton.next_power_of_2(size))
 
-    units = min(kernels.UNITS, block(inner))
+    units = min(shared_heads.UNITS, block(inner))
     found: tuple[Any, ...] = (
         count, width, inner, query.shape[-2] // count, block(count), block(width), units, parts,
         units * math.ceil(inner / units / parts), network.loss == "l2", network.residual, network.eps, precision,

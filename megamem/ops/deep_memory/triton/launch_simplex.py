@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory import kernels
+from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_one_head, row_sum
 from megamem.ops.deep_memory.triton import launch
@@ -90,7 +90,7 @@ def _sizes(network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, Tensor],
 
     sums = [row_sum(matrix, network.scale) for matrix in logs]
     found: tuple[Any, ...] = (
-        count, width, inner, block(count), block(width), min(kernels.UNITS, block(inner)), True, network.residual,
+        count, width, inner, block(count), block(width), min(shared_heads.UNITS, block(inner)), True, network.residual,
         None if network.norm is None else network.norm.eps, precision, *sums, *map(math.log, sums),
         tokens.log_decay is not None,
     )  # fmt: skip
