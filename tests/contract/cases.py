@@ -197,7 +197,8 @@ ALL_CASES = [
         {"inner_chunk": 1, "momentum": False, "output_gate": False, "max_rate": 0.1, "layer_norm": False},
         core=False,
     ),
-    Case("titans", "no_decay", {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.05}, core=False),
+    # steps that nothing takes back let rounding grow: to 1.3e-12 with rates up to 0.05; with 0.02 it stays at 5e-14
+    Case("titans", "no_decay", {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.02}, core=False),
     *CACHING,
     Case(
         "memora",
