@@ -5,7 +5,7 @@
 One shape for all (12 layers of 720, 8 heads, 8 chunks of 512, memories of the paper's "1x"), forward and backward of a
 whole sequence, FP32, no optimizer. The models take turns within one run; ratios are of the same turn. Two references:
 attention local to the chunk at every layer, and full attention over the same 4,096 tokens. Beside them stands what the
-paper's figures give (A100 80GB, 32,768 tokens, blocks of 2,048). A profile per mechanism says where the time goes.
+paper's figures give (A800, 32,768 tokens, blocks of 2,048). A profile per mechanism says where the time goes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from megamem.cli.main import app
+from megamem.study.grid import load_study, planned_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -33,6 +34,23 @@ def test_anchors_are_headings(page: Path) -> None:
             there = (page.parent / target if target else page).read_text(encoding="utf-8")
             headings = re.findall(r"^#+ (.+)$", there, re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in headings}, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_tables_are_whole(page: Path) -> None:
+    """Rows that an empty line parts from their head are shown as text with bars."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for rows in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        assert re.match(r"\|[^\n]*\n\|[ :|-]+\|", rows), rows.partition("\n")[0]
+
+
+def test_studies_are_listed_with_their_runs() -> None:
+    listed = re.findall(
+        r"^\| `(configs/studies/\S+)` \|.*\| (\d+)[^|]*\|$", (ROOT / "docs/studies.md").read_text(), re.M
+    )
+    assert len(listed) > 10
+    for path, runs in listed:
+        assert len(planned_runs(load_study(ROOT / path))) == int(runs), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
