@@ -73,8 +73,11 @@ def shapes(quick: bool) -> dict[str, Shape]:
     return {"demo": Shape(demo, 8, 4, 11), "paper": Shape(paper, 8, 1, 5, profiles=1)}
 
 
-def unit(model: ModelConfig, shape: Shape) -> tuple[Stage, Callable[[], float]]:
-    """The model, and a function that runs one sequence forward and backward and returns the loss per token."""
+def unit(model: ModelConfig, shape: Shape, learns: bool = True) -> tuple[Stage, Callable[[], float]]:
+    """The model, and a function that reads one sequence and returns the loss per token.
+
+    learns: backward too; else nothing is kept for gradients.
+    """
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
     window = Window(stage, NextToken(stage.config))
@@ -84,8 +87,10 @@ def unit(model: ModelConfig, shape: Shape) -> tuple[Stage, Callable[[], float]]:
     def run() -> float:
         stage.zero_grad(set_to_none=True)
         states = stage.initial_states(shape.rows, torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
-        loss.backward()
+        with torch.set_grad_enabled(learns):
+            loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
+        if learns:
+            loss.backward()
         return loss.item()
 
     return stage, run

@@ -271,6 +271,15 @@ def test_a_text_by_tenths():
 
 
 @pytest.mark.slow
+def test_every_mechanism_is_timed_as_it_reads(tmp_path, capsys, one_thread):
+    mechanisms.main(["--quick", "--reading", "--threads", "1", "--output", str(tmp_path / "m.json")])
+    record = json.loads((tmp_path / "m.json").read_text())
+    assert set(record["over_full"]) == {"elastic", "memorizing", "infini", "melodi", mechanisms.LOCAL, mechanisms.FULL}
+    assert record["met"] == {}
+    assert "| 1.06 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_every_mechanism_is_timed(tmp_path, capsys, one_thread):
     mechanisms.main(["--quick", "--threads", "1", "--output", str(tmp_path / "m.json")])
     record = json.loads((tmp_path / "m.json").read_text())
