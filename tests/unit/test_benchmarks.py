@@ -1,6 +1,7 @@
 """The benchmarks run, and their arithmetic is right."""
 
 import json
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -18,6 +19,7 @@ from benchmarks import (
     memory_models,
     segments,
     shared_prefixes,
+    signed_distances,
     streaming,
     web_text,
 )
@@ -268,6 +270,35 @@ def test_keys_and_values_are_those_the_memory_stores():
 def test_a_text_by_tenths():
     chunks = [Bucket(chunk, chunk, tokens=8, loss=float(chunk)) for chunk in range(40)]
     assert streaming.tenths(chunks) == [4 * part + 1.5 for part in range(10)]
+
+
+class TestSignedDistances:
+    """Figure 7 of LaMemo."""
+
+    def test_by_a_loop(self):
+        for distance in (-3, 1, 7):
+            w = [10000 ** (-2 * k / 8) for k in range(1, 5)]
+            pairs = [(k, other) for k in range(4) for other in range(4) if k != other]
+            naive = sum(math.sin(w[k] * distance) * math.cos(w[other] * distance) for k, other in pairs)
+            assert float(signed_distances.odd_part(torch.tensor([distance]), 8)) == pytest.approx(naive, abs=1e-12)
+
+    def test_it_is_what_variances_differ_by(self):
+        """Of scores with one variance and one covariance, ahead and behind: 4 c (g + pairs of one frequency)."""
+        w, s, c = signed_distances.frequencies(16), 1.0, 0.05
+        covariance = (s - c) * torch.eye(16, dtype=torch.float64) + c
+        behind, ahead = (torch.cat(((x * w).sin(), (x * w).cos())) for x in (2.0, -2.0))
+        difference = behind @ covariance @ behind - ahead @ covariance @ ahead
+        own = ((2.0 * w).sin() * (2.0 * w).cos()).sum()
+        expected = 4 * c * (signed_distances.odd_part(torch.tensor([2]), 16)[0] + own)
+        assert float(difference) == pytest.approx(float(expected), abs=1e-12)
+
+    def test_the_table(self, tmp_path, capsys):
+        signed_distances.main(["--output", str(tmp_path / "s.json")])
+        record = json.loads((tmp_path / "s.json").read_text())
+        close = signed_distances.odd_part(torch.tensor([1e-6], dtype=torch.float64), 64)
+        assert record["slope"] == pytest.approx(float(close) / 1e-6, rel=1e-6)
+        assert (tmp_path / "s.png").stat().st_size > 1000
+        assert "| 1 | 87.8 | -87.8 |" in capsys.readouterr().out
 
 
 @pytest.mark.slow
