@@ -57,7 +57,8 @@ class MixerConfig(ConfigModel):
 
     def projection_biases(self, model: ModelConfig) -> int:
         """Return the number of biases of one layer's projections with `model.bias`."""
-        return (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + model.hidden_size
+        of_output = model.hidden_size if model.all_biases else 0
+        return (model.heads + 2 * model.resolved_kv_heads) * model.resolved_head_dim + of_output
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """Return the number of parameters of one layer besides those projections."""

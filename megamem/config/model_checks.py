@@ -64,7 +64,7 @@ def check_mixer(check: Callable[[], None], chunk_size: int, added: int, architec
         raise ValueError(f"{error} {rows}") from None
 
 
-def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool, attention_dropout: float) -> None:
+def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool | str, attention_dropout: float) -> None:
     """Raise ValueError for options of softmax attention in a model that has none.
 
     mixers: kind and `MixerConfig.query_key_norms` of each layer's mixer.

@@ -49,11 +49,14 @@ def layer_vectors(model: ModelConfig, mixer: MixerConfig) -> int:
     """Return the parameters of one layer's norms and biases; model: as the layer sees it."""
     norms = 2 * model.norm_vectors
     if model.qk_norm:
-        norms += 2 * model.resolved_head_dim * mixer.query_key_norms()
+        numbers = model.heads + model.resolved_kv_heads if model.qk_norm == "projection" else 2
+        norms += numbers * model.resolved_head_dim * mixer.query_key_norms()
     if not model.bias:
         return norms
-    projections = mixer.projection_biases(model)
-    return norms + projections + (2 if model.mlp == "swiglu" else 1) * model.resolved_ffn_size + model.hidden_size
+    norms += mixer.projection_biases(model)
+    if not model.all_biases:
+        return norms
+    return norms + (2 if model.mlp == "swiglu" else 1) * model.resolved_ffn_size + model.hidden_size
 
 
 def row_parameters(model: ModelConfig) -> int:

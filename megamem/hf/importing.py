@@ -1,4 +1,4 @@
-"""`megamem convert from-hf`: transformers' Llama and GPT-2 types and our own exports as weights to start from.
+"""`megamem convert from-hf`: transformers' models that ours can be, and our own exports, as weights to start from.
 
 OUT/model.yaml           the `model` section, for `base:` of a run's configuration
 OUT/weights.safetensors  FP32 weights by global name, for training.init_from
@@ -23,7 +23,7 @@ from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.config.yaml_text import to_yaml
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
-from megamem.hf.names import LLAMA, PREFIX, renamed
+from megamem.hf.names import LLAMA, OLMO2, PREFIX, QWEN2, QWEN3, renamed
 from megamem.hf.source import IMPORTED, Source, open_source
 from megamem.model.stage import meta_stage
 from megamem.pipeline.start_weights import ADDED, OF_MEMORY, attention_name
@@ -32,7 +32,9 @@ from tokenization.tokenizer import Tokenizer
 
 CLOSED = -6.0
 """A memory's gate before its sigmoid, when it lets 0.25 % of the memory through."""
-KNOWN = ("gpt2", "llama", "megamem", IMPORTED)
+LLAMA_TYPES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "olmo2": OLMO2}
+"""Architectures that are a Llama but for what `llama_section` says, with the names of their tensors."""
+KNOWN = ("gpt2", *LLAMA_TYPES, "megamem", IMPORTED)
 WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, "tokenizer"
 
 
@@ -100,7 +102,7 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
     Raises: ConversionError where a tensor of the backbone is missing or of another shape.
     """
     shapes = {name: tuple(p.shape) for name, p in meta_stage(model).named_parameters()}
-    take = {"llama": llama_tensor, "gpt2": gpt2_tensor, "megamem": own_tensor, IMPORTED: imported_tensor}[kind]
+    take = {"gpt2": gpt2_tensor, "megamem": own_tensor, IMPORTED: imported_tensor}.get(kind, llama_tensor)
     weights: dict[str, Tensor] = {}
     new_parameters = []
     for name, shape in shapes.items():
@@ -130,9 +132,8 @@ def collect(source: Source, kind: str, model: ModelConfig) -> tuple[dict[str, Te
 def source_section(source: Source, kind: str) -> dict[str, Any]:
     """Return the model section of what the source holds. Raises ConversionError for what our model cannot be."""
     try:
-        return {"llama": llama_section, "gpt2": gpt2_section, "megamem": own_section, IMPORTED: imported_section}[kind](
-            source
-        )
+        section = {"gpt2": gpt2_section, "megamem": own_section, IMPORTED: imported_section}.get(kind, llama_section)
+        return section(source)
     except KeyError as error:
         raise ConversionError(f"{source.folder}: its configuration has no {error.args[0]}") from None
 
@@ -183,13 +184,19 @@ def _refuse(source: Source, expected: Mapping[str, Any]) -> None:
 
 
 def llama_section(source: Source) -> dict[str, Any]:
-    """Return the model section of a Llama."""
+    """Return the model section of a Llama, or of what differs from one in biases, norms or the reach of attention."""
     c = source.config
+    kind = c["model_type"]
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or rope
     if (form := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
         raise ConversionError(f"{source.folder}: rope_type {form!r} is not supported; only 'default' is")
     _refuse(source, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
+    forms: dict[str, dict[str, Any]] = {
+        "qwen2": {"bias": "query_key_value"},
+        "qwen3": {"qk_norm": True},
+        "olmo2": {"qk_norm": "projection", "norm_position": "output"},
+    }
     return {
         "layers": c["num_hidden_layers"],
         "hidden_size": c["hidden_size"],
@@ -199,17 +206,34 @@ def llama_section(source: Source) -> dict[str, Any]:
         "ffn_size": c["intermediate_size"],
         "vocab_size": c["vocab_size"],
         "chunk_size": 512,
-        "mixer": "full_attention",
+        **attention_reach(source),
         "tie_embeddings": c.get("tie_word_embeddings", False),
+        **forms.get(kind, {}),
         "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10_000.0),
         "norm_eps": c["rms_norm_eps"],
         "init_std": c.get("initializer_range", 0.02),
     }
 
 
+def attention_reach(source: Source) -> dict[str, Any]:
+    """Return the mixers of layers that read all tokens, or only those of a window, as Mistral's and Qwen's may."""
+    c, layers = source.config, source.config["num_hidden_layers"]
+    window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
+    first = c.get("max_window_layers", 0)
+    assumed = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
+    types = c.get("layer_types") or assumed
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ConversionError(f"{source.folder}: layers of {unknown[0]!r} are not supported; only full or sliding ones")
+    sliding = [layer for layer, form in enumerate(types) if form == "sliding_attention"]
+    mixer = {"kind": "sliding_attention", "window": window}
+    if len(sliding) == layers:
+        return {"mixer": mixer}
+    return {"mixer": "full_attention", **({"memory": [{"layers": sliding, "mixer": mixer}]} if sliding else {})}
+
+
 def llama_tensor(source: Source, name: str) -> Tensor | None:
-    """Our tensor `name` from a Llama."""
-    theirs = renamed(name, LLAMA)
+    """Our tensor `name` from a Llama or one of its kind."""
+    theirs = renamed(name, LLAMA_TYPES[source.config["model_type"]])
     return None if theirs is None else source.get(theirs)
 
 

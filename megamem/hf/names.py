@@ -24,7 +24,19 @@ LLAMA = {
     "layers.#.mlp.up.weight": "model.layers.#.mlp.up_proj.weight",
     "layers.#.mlp.down.weight": "model.layers.#.mlp.down_proj.weight",
 }
-"""Our name -> Llama's; # stands for the layer."""
+"""Our name -> Llama's; # stands for the layer. Mistral has the same."""
+QWEN2 = LLAMA | {
+    f"layers.#.mixer.{ours}.bias": f"model.layers.#.self_attn.{theirs}.bias"
+    for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+}
+QWEN3 = LLAMA | {
+    "layers.#.mixer.query_norm.weight": "model.layers.#.self_attn.q_norm.weight",
+    "layers.#.mixer.key_norm.weight": "model.layers.#.self_attn.k_norm.weight",
+}
+OLMO2 = QWEN3 | {
+    "layers.#.mixer_norm.weight": "model.layers.#.post_attention_layernorm.weight",
+    "layers.#.mlp_norm.weight": "model.layers.#.post_feedforward_layernorm.weight",
+}
 
 
 def is_llama(model: ModelConfig) -> bool:

@@ -1,4 +1,10 @@
-"""One layer of a model: a mixer and an MLP, each added to the residual stream and normalized before or behind."""
+"""One layer of a model: a mixer and an MLP, each added to the residual stream, with a norm before, behind or between.
+
+norm_position   of the mixer, likewise of the MLP
+pre             x + mixer(norm(x))
+output          x + norm(mixer(x))
+post            norm(x + mixer(x))
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ class Layer(nn.Module):
         self.only_reads_rows = side_rows is not None and side_rows.place == "begin" and model.rows_end_at(layer)
         self.mlp_norm = make_norm(model, linears)
         self.mlp = make_mlp(model, linears)
-        self.norms_behind = model.norm_position == "post"
+        self.norm_position = model.norm_position
         self.dropout = model.dropout
         self.place = f"layers.{layer}"
 
@@ -51,16 +57,25 @@ class Layer(nn.Module):
         here = chunk.inside(self.place)
         if chunk.rows_before and self.only_reads_rows:
             return self._reading_side_rows(hidden, state, here)
-        if self.norms_behind:
-            mixed, state, losses = self.mixer.forward(hidden, state, here)
-            hidden = self.mixer_norm(hidden + self._dropped(mixed, here, "mixer"))
-            hidden = self.mlp_norm(hidden + self._dropped(self.mlp.forward(hidden, here), here, "mlp"))
-        else:
-            mixed, state, losses = self.mixer.forward(self.mixer_norm(hidden), state, here)
-            hidden = hidden + self._dropped(mixed, here, "mixer")
-            hidden = hidden + self._dropped(self.mlp.forward(self.mlp_norm(hidden), here), here, "mlp")
+        mixed, state, losses = self.mixer.forward(self._given(hidden, self.mixer_norm), state, here)
+        hidden = self._added(hidden, mixed, self.mixer_norm, here, "mixer")
+        made = self.mlp.forward(self._given(hidden, self.mlp_norm), here)
+        hidden = self._added(hidden, made, self.mlp_norm, here, "mlp")
         hidden, state = self.mixer.after_layer(hidden, state, here)
         return hidden, state, losses
+
+    def _given(self, hidden: Tensor, norm: nn.Module) -> Tensor:
+        """Return what mixer or MLP are given of the residual stream [this rank's tokens, batch, width]."""
+        given: Tensor = norm(hidden) if self.norm_position == "pre" else hidden
+        return given
+
+    def _added(self, hidden: Tensor, made: Tensor, norm: nn.Module, chunk: Chunk, place: str) -> Tensor:
+        """Return the residual stream with what mixer or MLP made of it, [this rank's tokens, batch, width]."""
+        if self.norm_position == "output":
+            made = norm(made)
+        added = hidden + self._dropped(made, chunk, place)
+        behind: Tensor = norm(added) if self.norm_position == "post" else added
+        return behind
 
     def _dropped(self, x: Tensor, chunk: Chunk, place: str) -> Tensor:
         """Drop values of what is added to the residual stream, x [this rank's tokens and side rows, batch, width]."""
@@ -93,17 +108,12 @@ class Layer(nn.Module):
     def _reading_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read hidden [side rows and tokens, batch, hidden_size]; the mixer reads the rows, nobody reads them above."""
         before, tokens, _ = self._parted(hidden, chunk)
-        mixed, state, losses = self.mixer.forward(
-            hidden if self.norms_behind else self.mixer_norm(hidden), state, chunk
-        )
+        mixed, state, losses = self.mixer.forward(self._given(hidden, self.mixer_norm), state, chunk)
         # what is left of the call are its tokens
         own, alone = self.linears.split_tokens(tokens), replace(chunk, rows_before=0)
-        own = own + self._dropped(mixed, alone, "mixer")
-        if self.norms_behind:
-            own = self.mixer_norm(own)
-            own = self.mlp_norm(own + self._dropped(self.mlp.forward(own, alone), alone, "mlp"))
-        else:
-            own = own + self._dropped(self.mlp.forward(self.mlp_norm(own), alone), alone, "mlp")
+        own = self._added(own, mixed, self.mixer_norm, alone, "mixer")
+        made = self.mlp.forward(self._given(own, self.mlp_norm), alone)
+        own = self._added(own, made, self.mlp_norm, alone, "mlp")
         hidden = self.linears.split_tokens(torch.cat((before, self.linears.join_tokens(own))))
         hidden, state = self.mixer.after_layer(hidden, state, chunk)
         return hidden, state, losses

@@ -184,7 +184,7 @@ class MemoryModelSettings(ArchitectureConfig):
             return part
         widths = self.encoder.memory_widths(model, self.compressed_size)
         matrices = sum(inputs * outputs for inputs, outputs in pairwise(widths))
-        vectors = part.model.last_norm_vectors + (sum(widths[1:]) if model.bias else 0)
+        vectors = part.model.last_norm_vectors + (sum(widths[1:]) if model.all_biases else 0)
         flops = product(2 * matrices * self.memories_per_chunk / model.chunk_size)
         costs = {"memory_projection": flops} if matrices else {}
         return replace(part, role="encoder, writes memories", extra_parameters=vectors + matrices, extra_flops=costs)

@@ -46,9 +46,9 @@ class MemoryWriter(nn.Module):
         """
         super().__init__()
         self.linears, self.count, self.back = linears, count, back
-        self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
+        self.norm = make_norm(model, linears) if model.norm_position != "post" else nn.Identity()
         self.projections = nn.ModuleList(
-            MemoryProjection(inputs, outputs, model.init_std, model.bias) for inputs, outputs in pairwise(widths)
+            MemoryProjection(inputs, outputs, model.init_std, model.all_biases) for inputs, outputs in pairwise(widths)
         )
 
     def embeddings(self, encoded: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ class SwiGLU(nn.Module):
         self.width = model.resolved_ffn_size // linears.tp_size
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.gate = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
-        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.bias)
-        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
+        self.gate = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.all_biases)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, init, model.all_biases)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.all_biases)
 
     def forward(self, hidden: Tensor, chunk: Chunk) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]; nothing is dropped inside."""
@@ -52,8 +52,8 @@ class TwoLayerMLP(nn.Module):
         # GPT-2 drops nothing here, the first Transformers and Transformer-XL do
         self.dropout = 0.0 if model.mlp == "gelu" else model.dropout
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.bias)
-        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.bias)
+        self.up = linears.column(model.hidden_size, model.resolved_ffn_size, normal(model.init_std), model.all_biases)
+        self.down = linears.row(model.resolved_ffn_size, model.hidden_size, back, model.all_biases)
 
     def forward(self, hidden: Tensor, chunk: Chunk) -> Tensor:
         """[tokens, batch, hidden] -> [tokens, batch, hidden]; chunk: where the tokens lie, for dropout."""

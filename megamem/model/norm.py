@@ -50,5 +50,5 @@ class LayerNorm(nn.Module):
 def make_norm(model: ModelConfig, linears: Linears) -> nn.Module:
     """Return the norm of `model.norm` over the residual stream."""
     if model.norm == "layer":
-        return LayerNorm(model.hidden_size, model.norm_eps, model.bias, linears)
+        return LayerNorm(model.hidden_size, model.norm_eps, model.all_biases, linears)
     return RMSNorm(model.hidden_size, model.norm_eps, linears)

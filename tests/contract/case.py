@@ -9,6 +9,8 @@ from megamem.config.model import ModelConfig
 
 CHUNK = 8
 QK_NORM = {"qk_norm": True}
+PROJECTION_NORM = {"qk_norm": "projection", "norm_position": "output", "bias": "query_key_value"}
+"""Norms as OLMo 2 has them, and Qwen2's biases."""
 FEW_CHANNELS = {"norm_eps": 0.1}
 """For a layer norm over 4 channels of positive weights, which are so alike that it makes rounding errors grow."""
 

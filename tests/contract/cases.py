@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from tests.contract.caching_cases import CACHING
-from tests.contract.case import FEW_CHANNELS, QK_NORM, Case
+from tests.contract.case import FEW_CHANNELS, PROJECTION_NORM, QK_NORM, Case
 from tests.contract.log_linear_cases import LOG_LINEAR
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
@@ -23,6 +23,7 @@ ALL_CASES = [
     Case("local_attention", "qk_norm", {"block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
     Case("full_attention", "unbounded", core=False),
     Case("full_attention", "qk_norm", queries_per_key=2, shape=QK_NORM),
+    Case("full_attention", "projection_norm", queries_per_key=2, shape=PROJECTION_NORM),
     Case("full_attention", "bounded", {"max_chunks": 2}, core=False),
     Case("full_attention", "bounded_grouped", {"max_chunks": 1}, queries_per_key=2, core=False),
     Case("transformer_xl", "chunk", core=False),
@@ -62,6 +63,7 @@ ALL_CASES = [
     Case("infini_attention", "stopped", {"block": 4, "stop_gradient": True}, core=False),
     Case("elastic_memory", "exponential", {"order": 6, "samples": 5}, core=False),
     Case("elastic_memory", "qk_norm", {"order": 6, "block": 4}, queries_per_key=2, shape=QK_NORM, core=False),
+    Case("elastic_memory", "projection_norm", {"order": 6, "block": 4}, 2, shape=PROJECTION_NORM, core=False),
     Case(
         "elastic_memory",
         "uniform",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contract.case import PROJECTION_NORM
 from tests.distributed.harness import PARALLEL, run_distributed
 from tests.distributed.parity import ANYWHERE, SOME, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
@@ -35,6 +36,8 @@ WORLDS = {
         ),
         "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=SOME, data=ANYWHERE),
         "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
+        # squares of all heads are summed over ranks
+        "tp2-projection-norm": case(2, 1, micro=8, model=PROJECTION_NORM, parallel={"sequence_parallel": True}),
         "dp2-zero3-dropout": case(1, 3, micro=1, model=DROPOUT),
         "tp2-adaptive-sequence-parallel": case(
             2, 1, micro=8, model=ADAPTIVE, parallel={"sequence_parallel": True}, training={"recompute": True}

@@ -99,12 +99,13 @@ def test_760m(mixer: str) -> None:
         assert parameter_counts(load_model(model_file(name)))["total"] == total
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, "query_key_value", True])
+@pytest.mark.parametrize("qk_norm", [False, True, "projection"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_formula_with_odd_shapes(tied: bool, qk_norm: bool) -> None:
+def test_formula_with_odd_shapes(tied: bool, qk_norm: bool | str, bias: bool | str) -> None:
     tree = {
         "layers": 3, "hidden_size": 96, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn_size": 130, "vocab_size": 77,
-        "chunk_size": 8, "tie_embeddings": tied, "qk_norm": qk_norm,
+        "chunk_size": 8, "tie_embeddings": tied, "qk_norm": qk_norm, "bias": bias,
     }  # fmt: skip
     model = parse_config(ModelConfig, tree, "test")
     assert_counts(model)

@@ -6,7 +6,18 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
@@ -32,12 +43,17 @@ GPT2 = {
 def saved(kind, folder, **changes):
     torch.manual_seed(0)
     config = LlamaConfig(**{**LLAMA, **changes}) if kind == "llama" else GPT2Config(**{**GPT2, **changes})
-    model = (LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel)(config).eval()
-    with torch.no_grad():  # biases and norms of a trained model are not zeros and ones
+    model = randomized((LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel)(config).eval())
+    model.save_pretrained(folder)
+    return model
+
+
+def randomized(model):
+    """The model with vectors like those of a trained one: biases and norms that are not zeros and ones."""
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
     return model
 
 
@@ -90,6 +106,69 @@ def test_llama(tmp_path, ids, tied):
     found = logits(stage, ids)
     torch.testing.assert_close(found[..., :96], theirs(model, ids), rtol=1e-4, atol=1e-4)
     assert found[..., 96:].isneginf().all(), "rows beyond the vocabulary are never predicted"
+
+
+OTHERS = {
+    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 8}, {"memory": []}),
+    "mistral, window": (
+        MistralForCausalLM, {"sliding_window": 21, "head_dim": 8},
+        {"mixer": {"kind": "sliding_attention", "window": 21}},
+    ),
+    "qwen2": (Qwen2ForCausalLM, {"tie_word_embeddings": True}, {"bias": "query_key_value"}),
+    "qwen2, window": (
+        Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+        {"memory": [{"layers": [1, 2], "mixer": {"kind": "sliding_attention", "window": 21}}]},
+    ),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}, {"qk_norm": True, "head_dim": 16}),
+    "olmo2": (Olmo2ForCausalLM, {}, {"qk_norm": "projection", "norm_position": "output"}),
+}  # fmt: skip
+"""Architectures near a Llama: class, settings, and what the model section has for them."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_near_a_llama(tmp_path, ids, name):
+    architecture, changes, section = OTHERS[name]
+    torch.manual_seed(0)
+    model = architecture(architecture.config_class(**{**LLAMA, **changes})).eval()
+    randomized(model).save_pretrained(tmp_path / "hf")
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
+    stage = imported(tmp_path / "ours")
+    assert facts["unused"] == facts["new_parameters"] == []
+    written = stage.config.model_dump(mode="json")
+    assert {key: written[key] for key in section} == section
+    found = logits(stage, ids)[..., :96]
+    torch.testing.assert_close(found, theirs(model, ids), rtol=1e-4, atol=1e-4)
+    # what makes it other than a Llama matters
+    plain = {"bias": False, "qk_norm": False, "norm_position": "pre", "memory": [], "mixer": "full_attention"}
+    changed = parse_config(ModelConfig, {**written, **plain}, "test")
+    if changed != stage.config:
+        other = build_stage(changed, PlainLinears())
+        initialize_parameters(other, 0)
+        other.load_state_dict(load_file(tmp_path / "ours" / WEIGHTS), strict=False)
+        assert not torch.allclose(logits(other, ids)[..., :96], found, atol=1e-2)
+
+
+def test_a_memory_beside_the_attention_of_others(tmp_path, ids):
+    """Qwen2's attention has biases, memories have none; OLMo 2 normalizes what layers add."""
+    for name in ("qwen2", "olmo2"):
+        architecture, changes, _ = OTHERS[name]
+        folder = tmp_path / name
+        randomized(architecture(architecture.config_class(**{**LLAMA, **changes}))).save_pretrained(folder)
+        local = ["chunk_size=16", "mixer=local_attention"]
+        memory = "memory=[{layers: [1], mixer: {kind: added_memory, memory: {kind: delta_net, convolution: 1}}}]"
+        from_hf(folder, tmp_path / f"{name}-plain", local)
+        facts = from_hf(folder, tmp_path / f"{name}-ours", [*local, memory])
+        assert facts["new_parameters"]
+        before, after = (logits(imported(tmp_path / f"{name}-{form}"), ids) for form in ("plain", "ours"))
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_another_reach_are_refused(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**LLAMA)).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * 3}))
+    with pytest.raises(ConversionError, match="layers of 'chunked_attention' are not supported"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
 
 
 def test_gpt2(tmp_path, ids):
@@ -297,7 +376,10 @@ class TestBadSources:
     def test_an_unknown_architecture(self, tmp_path):
         saved("llama", tmp_path)
         self.config(tmp_path, model_type="mamba")
-        with pytest.raises(ConversionError, match="architecture 'mamba' is not known; known are gpt2, llama, megamem"):
+        with pytest.raises(
+            ConversionError,
+            match="architecture 'mamba' is not known; known are gpt2, llama, mistral, qwen2, qwen3, olmo2, megamem",
+        ):
             from_hf(tmp_path, tmp_path / "ours")
 
     def test_a_shape_that_is_not_the_configurations(self, tmp_path):

@@ -85,7 +85,9 @@ class MaskedMixerConfig(MixerConfig):
 
     def projection_biases(self, model: ModelConfig) -> int:
         """See `MixerConfig.projection_biases`."""
-        return 0 if self.form == "flat" else model.heads * model.resolved_head_dim + model.hidden_size
+        if self.form == "flat" or not model.all_biases:
+            return 0
+        return model.heads * model.resolved_head_dim + model.hidden_size
 
     def extra_parameters(self, model: ModelConfig) -> int:
         """See `MixerConfig.extra_parameters`: the maps, their masked half included, and their biases."""
@@ -194,9 +196,9 @@ class HeadedMixer(MaskedMixer):
         super().__init__(config, model, linears)
         self.width = model.resolved_head_dim
         width = model.heads * self.width
-        self.value = linears.column(model.hidden_size, width, normal(model.init_std), model.bias)
+        self.value = linears.column(model.hidden_size, width, normal(model.init_std), model.all_biases)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.output = linears.row(width, model.hidden_size, back, model.bias)
+        self.output = linears.row(width, model.hidden_size, back, model.all_biases)
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""

@@ -49,8 +49,12 @@ class RecurrentConfig(MixerConfig):
 
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
-        if model.bias:
+        if model.all_biases:
             raise ValueError(f"bias {model.bias} is not for {self.kind}: recurrent memories have no biases; use false")
+
+    def projection_biases(self, model: ModelConfig) -> int:
+        """See `MixerConfig.projection_biases`: none, also where attention has some."""
+        return 0
 
     def values(self, model: ModelConfig) -> int:
         """Return the width of a head's values."""

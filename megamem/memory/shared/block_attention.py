@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
-from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec
+from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
 from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.ops.attention.softmax import Past, attention
@@ -80,6 +80,31 @@ class QueryKeyNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
 
+class ProjectionNorm(nn.Module):
+    """RMSNorm of all heads' queries, or keys, of a token together, with a weight for each of their numbers."""
+
+    def __init__(self, heads: int, width: int, eps: float, linears: Linears) -> None:
+        super().__init__()
+        self.eps, self.count, self.linears = eps, heads * width, linears
+        self.weight = declare(nn.Parameter(torch.empty(self.count // linears.tp_size)), constant(1.0), shard_axis=0)
+
+    def forward(self, x: Tensor, fixed: bool = False) -> Tensor:
+        """[tokens, batch, local heads, head_dim] -> the same; with `fixed` the weight gets no gradient."""
+        exact = x.to(state_dtype(x.dtype))
+        # each tensor-parallel rank has some of the heads: their squares are summed over ranks
+        squares = self.linears.enter(self.linears.leave(exact.square().sum((-2, -1))[..., None]))
+        weight = self.weight.detach() if fixed else self.weight
+        scaled = exact * torch.rsqrt(squares / self.count + self.eps)[..., None]
+        return scaled.to(x.dtype) * weight.unflatten(0, x.shape[-2:])
+
+
+def make_query_key_norm(model: ModelConfig, heads: int, linears: Linears) -> nn.Module | None:
+    """Make the norm of the queries or keys of so many heads, as `model.qk_norm` says; None: there is none."""
+    if model.qk_norm == "projection":
+        return ProjectionNorm(heads, model.resolved_head_dim, model.norm_eps, linears)
+    return QueryKeyNorm(model.resolved_head_dim, model.norm_eps, linears) if model.qk_norm else None
+
+
 class AttentionProjections(Mixer):
     """Query, key, value and output projections of attention mixers; heads are split over tensor-parallel ranks."""
 
@@ -96,19 +121,15 @@ class AttentionProjections(Mixer):
         self.attention_dropout = model.attention_dropout
         self.rotates = model.positions == "rotary"
         self.apply_rotary = apply_rotary if self.rotates else unrotated
-        init = normal(model.init_std)
-        self.query = linears.column(model.hidden_size, model.heads * model.resolved_head_dim, init, model.bias)
-        self.key = linears.column(
-            model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, model.bias
-        )
-        self.value = linears.column(
-            model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, model.bias
-        )
+        init, biased = normal(model.init_std), bool(model.bias)
+        self.query = linears.column(model.hidden_size, model.heads * model.resolved_head_dim, init, biased)
+        self.key = linears.column(model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, biased)
+        self.value = linears.column(model.hidden_size, model.resolved_kv_heads * model.resolved_head_dim, init, biased)
         self.query_norm, self.key_norm = (
-            QueryKeyNorm(self.width, model.norm_eps, linears) if model.qk_norm else None for _ in range(2)
+            make_query_key_norm(model, heads, linears) for heads in (model.heads, model.resolved_kv_heads)
         )
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
-        self.output = linears.row(model.heads * model.resolved_head_dim, model.hidden_size, back, model.bias)
+        self.output = linears.row(model.heads * model.resolved_head_dim, model.hidden_size, back, model.all_biases)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden [tokens, batch, hidden_size] to query, key and value before rotation.
@@ -121,12 +142,14 @@ class AttentionProjections(Mixer):
     def queries(self, x: Tensor) -> Tensor:
         """Project x [tokens, batch, hidden_size] to query [tokens, batch, local heads, head_dim], normalized or not."""
         query = self.heads_of(self.query, x)
-        return query if self.query_norm is None else self.query_norm(query)
+        normalized: Tensor = query if self.query_norm is None else self.query_norm(query)
+        return normalized
 
     def keys(self, x: Tensor) -> Tensor:
         """Project x [tokens, batch, hidden_size] to key [tokens, batch, local kv_heads, head_dim], see `queries`."""
         key = self.heads_of(self.key, x)
-        return key if self.key_norm is None else self.key_norm(key)
+        normalized: Tensor = key if self.key_norm is None else self.key_norm(key)
+        return normalized
 
     def heads_of(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Project x [tokens, batch, hidden_size] by `layer` to [tokens, batch, local heads or kv_heads, head_dim]."""

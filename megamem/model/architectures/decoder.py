@@ -98,7 +98,7 @@ class Decoder(Stage):
                     module.share_biases(self.score_biases)
         if self.last:
             # layers that normalize behind themselves have done so already
-            self.norm = make_norm(model, linears) if model.norm_position == "pre" else nn.Identity()
+            self.norm = make_norm(model, linears) if model.norm_position != "post" else nn.Identity()
             if adaptive and adaptive.softmax:
                 self.head: nn.Module = AdaptiveSoftmax(model, linears)
             elif not model.tie_embeddings:

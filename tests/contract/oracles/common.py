@@ -30,9 +30,13 @@ def heads(hidden: Tensor, weight: Tensor, width: int) -> Tensor:
 def projected(model, weights: dict[str, Tensor], hidden: Tensor, name: str) -> Tensor:
     """Return query, key or value [tokens, heads, width] of hidden [tokens, hidden_size], normalized or not."""
     made = heads(hidden, weights[f"{name}.weight"], model.resolved_head_dim)
+    if f"{name}.bias" in weights:
+        made = made + weights[f"{name}.bias"].reshape(made.shape[1:])
     if not model.qk_norm or name == "value":
         return made
     weight = weights[f"{name}_norm.weight"]
+    if model.qk_norm == "projection":
+        return rms_norm(made.flatten(1), weight, model.norm_eps).reshape(made.shape)
     return torch.stack([rms_norm(token, weight, model.norm_eps) for token in made])
 
 
