@@ -19,6 +19,7 @@ from megamem.config.layers import LayersConfig
 from megamem.config.mup import MupConfig, check_base
 from megamem.config.parts import ModelPart
 from megamem.config.registry import Registry
+from megamem.config.rope import RopeScaling
 from megamem.config.side_rows import SideRows, check_side_rows
 
 if TYPE_CHECKING:
@@ -261,6 +262,8 @@ class ModelConfig(LayersConfig, KernelsConfig):
     """Multiply embeddings by sqrt(hidden_size), as the first Transformers did."""
     rope_theta: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Slower rotations for texts longer than those that a model began with; none if not given."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of all weight matrices at the start; projections back into the residual stream (mixer
     output, MLP down) get init_std / sqrt(2 * layers), norms get ones."""

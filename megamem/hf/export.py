@@ -23,7 +23,7 @@ from megamem.errors import ConversionError
 from megamem.hf.card import model_card
 from megamem.hf.configuration import MegamemConfig
 from megamem.hf.folder import refuse_existing, whole_folder
-from megamem.hf.names import LLAMA, PREFIX, is_llama, renamed
+from megamem.hf.names import LLAMA, PREFIX, SCALING, is_llama, renamed
 from megamem.hf.tokenizer import export_tokenizer
 from megamem.memory.base import DTYPES, Chunk
 from megamem.model.stage import Stage
@@ -109,6 +109,14 @@ def to_hf(
     return facts
 
 
+def rope_parameters(model: ModelConfig) -> dict[str, object]:
+    """Return the model's rotary frequencies in transformers' words."""
+    if model.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": model.rope_theta}
+    scaling = model.rope_scaling.model_dump()
+    return {"rope_type": "llama3", "rope_theta": model.rope_theta, **{SCALING[name]: scaling[name] for name in scaling}}
+
+
 def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
     """Return the configuration under which transformers' Llama computes the same."""
     return LlamaConfig(
@@ -120,7 +128,7 @@ def llama_config(model: ModelConfig, trained_length: int) -> LlamaConfig:
         num_key_value_heads=model.resolved_kv_heads,
         head_dim=model.resolved_head_dim,
         rms_norm_eps=model.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        rope_parameters=rope_parameters(model),
         tie_word_embeddings=model.tie_embeddings,
         initializer_range=model.init_std,
         attention_dropout=model.attention_dropout,

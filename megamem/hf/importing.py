@@ -23,7 +23,7 @@ from megamem.config.model import LayerMixer, MixerConfig, ModelConfig
 from megamem.config.yaml_text import to_yaml
 from megamem.errors import ConversionError
 from megamem.hf.folder import refuse_existing, whole_folder
-from megamem.hf.names import LLAMA, OLMO2, PREFIX, QWEN2, QWEN3, renamed
+from megamem.hf.names import LLAMA, OLMO2, PREFIX, QWEN2, QWEN3, SCALING, renamed
 from megamem.hf.source import IMPORTED, Source, open_source
 from megamem.model.stage import meta_stage
 from megamem.pipeline.start_weights import ADDED, OF_MEMORY, attention_name
@@ -189,8 +189,9 @@ def llama_section(source: Source) -> dict[str, Any]:
     kind = c["model_type"]
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or rope
-    if (form := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-        raise ConversionError(f"{source.folder}: rope_type {form!r} is not supported; only 'default' is")
+    form = scaling.get("rope_type", scaling.get("type", "default"))
+    if form not in ("default", "llama3"):
+        raise ConversionError(f"{source.folder}: rope_type {form!r} is not supported; only 'default' and 'llama3' are")
     _refuse(source, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
     forms: dict[str, dict[str, Any]] = {
         "qwen2": {"bias": "query_key_value"},
@@ -210,6 +211,7 @@ def llama_section(source: Source) -> dict[str, Any]:
         "tie_embeddings": c.get("tie_word_embeddings", False),
         **forms.get(kind, {}),
         "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10_000.0),
+        **({"rope_scaling": {ours: scaling[theirs] for ours, theirs in SCALING.items()}} if form == "llama3" else {}),
         "norm_eps": c["rms_norm_eps"],
         "init_std": c.get("initializer_range", 0.02),
     }

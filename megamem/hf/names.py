@@ -25,6 +25,13 @@ LLAMA = {
     "layers.#.mlp.down.weight": "model.layers.#.mlp.down_proj.weight",
 }
 """Our name -> Llama's; # stands for the layer. Mistral has the same."""
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
+"""Our fields of `rope_scaling` -> those of transformers' `llama3` form."""
 QWEN2 = LLAMA | {
     f"layers.#.mixer.{ours}.bias": f"model.layers.#.self_attn.{theirs}.bias"
     for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))

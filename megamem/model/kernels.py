@@ -36,7 +36,7 @@ from megamem.model.stage import Stage
 from megamem.ops import fla
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
-from megamem.ops.rotary import apply_rotary, rotary_tables
+from megamem.ops.rotary import Rotation, apply_rotary, rotary_tables
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -96,7 +96,7 @@ def _of_rotation(width: int, generator: torch.Generator, dtype: torch.dtype) -> 
     for rows in (1, BATCH):
         positions = torch.randint(4096, (TOKENS, rows), generator=generator)
         x = torch.randn(TOKENS, BATCH, HEADS, width, generator=generator, dtype=torch.float64)
-        yield x.to(dtype), *rotary_tables(positions, width, 1e4, dtype)
+        yield x.to(dtype), *rotary_tables(positions, width, Rotation(1e4), dtype)
 
 
 def _of_gate(width: int, generator: torch.Generator, dtype: torch.dtype) -> Iterator[Operands]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,35 +14,66 @@ RotaryTables = tuple[Tensor, Tensor]
 """Cosine and sine of each token's angles, [tokens, batch or 1, 1, head_dim / 2] each."""
 
 
-def rotary_angles(positions: Tensor, width: int, theta: float) -> Tensor:
-    """Return the angles position * theta^(-2i / width), i = 0 .. width / 2 - 1 (RoFormer, equation 15).
+class RotaryScaling(NamedTuple):
+    """Slower rotations for longer texts; fields as in `megamem.config.rope.RopeScaling`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+class Rotation(NamedTuple):
+    """What the frequencies of rotary positions depend on besides the width of a head."""
+
+    theta: float
+    """Their base."""
+    scaling: RotaryScaling | None = None
+    """How they are slowed down; None: not at all."""
+
+
+def rotary_frequencies(width: int, rotation: Rotation, device: torch.device | None = None) -> Tensor:
+    """Return theta^(-2i / width), i = 0 .. width / 2 - 1 (RoFormer, equation 15), slowed down where `rotation` says so.
+
+    width: width of a head. Returns: [width / 2] in float64.
+    """
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+    frequencies, scaling = rotation.theta**-exponents, rotation.scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    whole = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (whole + (1 - whole) / scaling.factor)
+
+
+def rotary_angles(positions: Tensor, width: int, rotation: Rotation) -> Tensor:
+    """Return the angles of positions, each times the frequencies.
 
     Args:
         positions: integers of any shape [...].
         width: width of a head.
-        theta: base of the frequencies.
     Returns: [..., width / 2] in float64, so that positions beyond a million keep their phase.
     """
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width
-    return positions.to(torch.float64)[..., None] * theta**-exponents
+    return positions.to(torch.float64)[..., None] * rotary_frequencies(width, rotation, positions.device)
 
 
-def rotary_tables(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> RotaryTables:
+def rotary_tables(positions: Tensor, width: int, rotation: Rotation, dtype: torch.dtype) -> RotaryTables:
     """Return cosine and sine, in `dtype`, of the angles of integer `positions` [tokens, batch or 1]."""
-    angles = rotary_angles(positions, width, theta)[:, :, None]
+    angles = rotary_angles(positions, width, rotation)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 @kept_table(32)
 def consecutive_rotary_tables(
-    first: int, tokens: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+    first: int, tokens: int, width: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
     """Return `rotary_tables` of the positions first, first + 1, ..., the same in every row.
 
     Cached, so that layers and chunks share them.
     """
     positions = torch.arange(first, first + tokens, device=device)[:, None]
-    return rotary_tables(positions, width, theta, dtype)
+    return rotary_tables(positions, width, rotation, dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

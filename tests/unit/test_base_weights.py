@@ -21,7 +21,7 @@ from megamem.hf.trained import open_trained
 from megamem.pipeline.start_weights import new_parameters, open_weights, weight_sources
 from megamem.training import held_out
 from tests.unit.evaluation_helpers import document
-from tests.unit.test_importing import saved
+from tests.unit.importing_helpers import saved
 from tests.unit.test_run_config import config
 
 CHUNK = 8

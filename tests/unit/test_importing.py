@@ -8,78 +8,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Olmo2ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from megamem.config.load import parse_config
-from megamem.config.model import ModelConfig
 from megamem.errors import ConfigError, ConversionError
 from megamem.hf.importing import MODEL, WEIGHTS, from_hf
 from megamem.memory.base import Chunk
-from megamem.model.stage import build_stage
-from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.start_weights import open_weights
-
-LENGTH, CHUNK = 48, 16
-LLAMA = {
-    "vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 3,
-    "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "max_position_embeddings": 128,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 48, "initializer_range": 0.2,
-    "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-
-
-def saved(kind, folder, **changes):
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**LLAMA, **changes}) if kind == "llama" else GPT2Config(**{**GPT2, **changes})
-    model = randomized((LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel)(config).eval())
-    model.save_pretrained(folder)
-    return model
-
-
-def randomized(model):
-    """The model with vectors like those of a trained one: biases and norms that are not zeros and ones."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def imported(folder):
-    """Our model from what `from_hf` wrote."""
-    config = parse_config(ModelConfig, yaml.safe_load((folder / MODEL).read_text())["model"], "test")
-    stage = build_stage(config, PlainLinears())
-    initialize_parameters(stage, 0)
-    stage.load_state_dict(load_file(folder / WEIGHTS), strict=False)
-    return stage
-
-
-def logits(stage, ids):
-    """[rows, tokens, vocabulary], read chunk by chunk."""
-    rows, size = len(ids), stage.config.chunk_size
-    states, parts = stage.initial_states(rows, torch.device("cpu"), torch.float32), []
-    with torch.no_grad():
-        for begin in range(0, ids.shape[1], size):
-            hidden, states, _ = stage(ids.T[begin : begin + size], states, Chunk((begin,) * rows))
-            parts.append(stage.logits(hidden))
-    return torch.cat(parts).transpose(0, 1)
-
-
-def theirs(model, ids):
-    with torch.no_grad():
-        return model(ids).logits
+from tests.unit.importing_helpers import CHUNK, LENGTH, imported, logits, saved, theirs
 
 
 @pytest.fixture
@@ -106,69 +42,6 @@ def test_llama(tmp_path, ids, tied):
     found = logits(stage, ids)
     torch.testing.assert_close(found[..., :96], theirs(model, ids), rtol=1e-4, atol=1e-4)
     assert found[..., 96:].isneginf().all(), "rows beyond the vocabulary are never predicted"
-
-
-OTHERS = {
-    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 8}, {"memory": []}),
-    "mistral, window": (
-        MistralForCausalLM, {"sliding_window": 21, "head_dim": 8},
-        {"mixer": {"kind": "sliding_attention", "window": 21}},
-    ),
-    "qwen2": (Qwen2ForCausalLM, {"tie_word_embeddings": True}, {"bias": "query_key_value"}),
-    "qwen2, window": (
-        Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
-        {"memory": [{"layers": [1, 2], "mixer": {"kind": "sliding_attention", "window": 21}}]},
-    ),
-    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}, {"qk_norm": True, "head_dim": 16}),
-    "olmo2": (Olmo2ForCausalLM, {}, {"qk_norm": "projection", "norm_position": "output"}),
-}  # fmt: skip
-"""Architectures near a Llama: class, settings, and what the model section has for them."""
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_near_a_llama(tmp_path, ids, name):
-    architecture, changes, section = OTHERS[name]
-    torch.manual_seed(0)
-    model = architecture(architecture.config_class(**{**LLAMA, **changes})).eval()
-    randomized(model).save_pretrained(tmp_path / "hf")
-    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
-    stage = imported(tmp_path / "ours")
-    assert facts["unused"] == facts["new_parameters"] == []
-    written = stage.config.model_dump(mode="json")
-    assert {key: written[key] for key in section} == section
-    found = logits(stage, ids)[..., :96]
-    torch.testing.assert_close(found, theirs(model, ids), rtol=1e-4, atol=1e-4)
-    # what makes it other than a Llama matters
-    plain = {"bias": False, "qk_norm": False, "norm_position": "pre", "memory": [], "mixer": "full_attention"}
-    changed = parse_config(ModelConfig, {**written, **plain}, "test")
-    if changed != stage.config:
-        other = build_stage(changed, PlainLinears())
-        initialize_parameters(other, 0)
-        other.load_state_dict(load_file(tmp_path / "ours" / WEIGHTS), strict=False)
-        assert not torch.allclose(logits(other, ids)[..., :96], found, atol=1e-2)
-
-
-def test_a_memory_beside_the_attention_of_others(tmp_path, ids):
-    """Qwen2's attention has biases, memories have none; OLMo 2 normalizes what layers add."""
-    for name in ("qwen2", "olmo2"):
-        architecture, changes, _ = OTHERS[name]
-        folder = tmp_path / name
-        randomized(architecture(architecture.config_class(**{**LLAMA, **changes}))).save_pretrained(folder)
-        local = ["chunk_size=16", "mixer=local_attention"]
-        memory = "memory=[{layers: [1], mixer: {kind: added_memory, memory: {kind: delta_net, convolution: 1}}}]"
-        from_hf(folder, tmp_path / f"{name}-plain", local)
-        facts = from_hf(folder, tmp_path / f"{name}-ours", [*local, memory])
-        assert facts["new_parameters"]
-        before, after = (logits(imported(tmp_path / f"{name}-{form}"), ids) for form in ("plain", "ours"))
-        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-
-
-def test_layers_of_another_reach_are_refused(tmp_path):
-    Qwen3ForCausalLM(Qwen3Config(**LLAMA)).save_pretrained(tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * 3}))
-    with pytest.raises(ConversionError, match="layers of 'chunked_attention' are not supported"):
-        from_hf(tmp_path / "hf", tmp_path / "ours")
 
 
 def test_gpt2(tmp_path, ids):
@@ -355,7 +228,7 @@ def test_a_setting_that_is_missing_is_named(tmp_path):
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'linear' is not supported; only 'default' is",
+            "rope_type 'linear' is not supported; only 'default' and 'llama3' are",
         ),
         ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),

@@ -23,8 +23,8 @@ from megamem.pipeline.freezing import check_learns, check_stages_learn, freeze, 
 from megamem.pipeline.start_weights import check_start, new_parameters, open_weights, weight_sources
 from megamem.training.description import describe_learning, describe_start
 from tests.distributed.training_cases import AUTOENCODER, MEMORY_MODEL, MODEL
-from tests.unit.test_importing import CHUNK as LLAMA_CHUNK
-from tests.unit.test_importing import saved as pretrained
+from tests.unit.importing_helpers import CHUNK as LLAMA_CHUNK
+from tests.unit.importing_helpers import saved as pretrained
 
 CHUNK, VOCABULARY = 8, 40
 SHAPE = {

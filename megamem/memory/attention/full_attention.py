@@ -90,7 +90,7 @@ class FullAttention(AttentionProjections):
         query [tokens, batch, local heads, head_dim]; key, value [tokens, batch, local kv_heads, head_dim].
         """
         tokens = query.shape[0]
-        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.rotation, query)
         query, key = (self.apply_rotary(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
         entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]

@@ -192,7 +192,9 @@ class MemorizingAttention(BlockAttention):
         past = queued(state["keys"], state["values"], [min(count, window - 1) for count in entries])
         columns = past.key.shape[0]
         # the newest entry of each row's queue is the token before its block
-        tables = consecutive_rotary_tables(-columns, columns, self.width, self.theta, past.key.dtype, past.key.device)
+        tables = consecutive_rotary_tables(
+            -columns, columns, self.width, self.rotation, past.key.dtype, past.key.device
+        )
         rotated = Past(self.apply_rotary(past.key, *tables), past.value, past.visible)
         return [seen_where(rotated, distances(block_slice, columns, past.key.device) < window)]
 

@@ -93,7 +93,7 @@ class SlidingAttention(AttentionProjections):
         """See `Mixer.forward`."""
         query, key, value = self.project(hidden)
         tokens, before = query.shape[0], self.window - 1
-        tables = row_rotary_tables(chunk, tokens, self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, tokens, self.width, self.rotation, query)
         query, key = self.scaled_query(self.apply_rotary(query, *tables)), self.apply_rotary(key, *tables)
         keys, values = torch.cat((state["keys"], key)), torch.cat((state["values"], value))
         if apart(chunk):

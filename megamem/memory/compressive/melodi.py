@@ -300,7 +300,7 @@ class Melodi(BlockAttention):
         x = self.linears.shared(self._normed(u)).expand(-1, outputs.shape[1], -1)
         query, key, value = self.queries(x), self.keys(x), self.heads_of(self.value, x)
         # summary tokens have no order: all of them stand at the position after the block's last token
-        after = consecutive_rotary_tables(self.block, 1, self.width, self.theta, query.dtype, query.device)
+        after = consecutive_rotary_tables(self.block, 1, self.width, self.rotation, query.dtype, query.device)
         rotated_query, key = (self.apply_rotary(part, *after) for part in (query, key))
         keys = block_slice.dropout
         if keys is not None:
@@ -335,7 +335,7 @@ class Melodi(BlockAttention):
         open_tokens = state["open_keys"].shape[0]
         keys = torch.cat((state["open_keys"], key)) if open_tokens else key
         values = torch.cat((state["open_values"], value)) if open_tokens else value
-        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.theta, keys)
+        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.rotation, keys)
         seen_keys, seen_values = self.local(keys, values)
         rotated_keys = self.apply_rotary(seen_keys, cos, sin)
         # z: attention to the memory and, causally, within the block

@@ -192,7 +192,7 @@ class RisingMelodi(AttentionProjections):
         opened, tokens = state["open_keys"].shape[0], keys.shape[0] - chunk.rows_behind
         # in a call of left padding the chunk's first places may never have been read
         begin = (chunk.starts[0] - opened) % self.rising.tokens
-        cos, sin = consecutive_rotary_tables(begin, keys.shape[0], self.width, self.theta, keys.dtype, keys.device)
+        cos, sin = consecutive_rotary_tables(begin, keys.shape[0], self.width, self.rotation, keys.dtype, keys.device)
         seen_keys, seen_values = self.local(keys[:tokens], values[:tokens])
         rotated_keys = self.apply_rotary(torch.cat((seen_keys, keys[tokens:])), cos, sin)
         rotated_query = self.apply_rotary(query, cos[opened:], sin[opened:])

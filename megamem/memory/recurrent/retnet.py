@@ -17,7 +17,7 @@ from torch import Tensor
 from megamem.config.model import MIXERS, ModelConfig
 from megamem.memory.base import Chunk, state_dtype, to_device
 from megamem.memory.recurrent.matrix import MatrixConfig, MatrixMixer
-from megamem.memory.shared.blocks import row_rotary_tables
+from megamem.memory.shared.blocks import rotation_of, row_rotary_tables
 from megamem.ops.rotary import apply_rotary
 from megamem.parallel.linears import Linears
 
@@ -48,7 +48,7 @@ class RetNet(MatrixMixer):
 
     def __init__(self, config: RetNetConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
-        self.theta = model.rope_theta
+        self.rotation = rotation_of(model)
         local = model.resolved_kv_heads // linears.tp_size
         # the index among all heads: a second tensor-parallel rank does not begin with the first decay again
         self.first = linears.tp_rank * local
@@ -56,7 +56,7 @@ class RetNet(MatrixMixer):
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """See `RecurrentMixer.prepare`: queries and keys rotated by their positions in the document."""
-        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.theta, query)
+        tables = row_rotary_tables(chunk, query.shape[0], self.width, self.rotation, query)
         return super().prepare(apply_rotary(query, *tables), apply_rotary(key, *tables), chunk)
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
-from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible
+from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible, rotation_of
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.dropout import Dropout, DropoutKeys
@@ -115,7 +115,7 @@ class AttentionProjections(Mixer):
         super().__init__(specs, model.state_sizes, linears.tp_size)
         self.linears = linears
         self.width = model.resolved_head_dim
-        self.theta = model.rope_theta
+        self.rotation = rotation_of(model)
         self.backend = model.attention_kernel
         self.score_scale = model.score_scale
         self.attention_dropout = model.attention_dropout
@@ -250,7 +250,7 @@ class BlockAttention(AttentionProjections):
         open_tokens = state["open_keys"].shape[0]
         keys = torch.cat((state["open_keys"], key)) if open_tokens else key
         values = torch.cat((state["open_values"], value)) if open_tokens else value
-        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.theta, keys)
+        cos, sin = block_rotary_tables(block_slice, open_tokens, self.width, self.rotation, keys)
         seen_keys, seen_values = self.local(keys, values)
         rotated_keys = self.apply_rotary(seen_keys, cos, sin)
         rotated_query = self.apply_rotary(query, cos[open_tokens:], sin[open_tokens:])

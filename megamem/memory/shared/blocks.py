@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, to_device
 from megamem.ops.dropout import DropoutKeys
-from megamem.ops.rotary import RotaryTables, consecutive_rotary_tables, rotary_tables
+from megamem.ops.rotary import RotaryScaling, RotaryTables, Rotation, consecutive_rotary_tables, rotary_tables
 from megamem.ops.tables import kept_table
 
 
@@ -114,35 +115,41 @@ def first_tokens(chunk: Chunk, tokens: int, count: int, device: torch.device) ->
         return to_device(at, device), to_device(rows, device), to_device(positions[at, rows], device)
 
 
-def row_rotary_tables(chunk: Chunk, tokens: int, width: int, theta: float, like: Tensor) -> RotaryTables:
+def rotation_of(model: ModelConfig) -> Rotation:
+    """Return what the frequencies of a model's rotary positions are."""
+    scaling = model.rope_scaling
+    return Rotation(model.rope_theta, None if scaling is None else RotaryScaling(**scaling.model_dump()))
+
+
+def row_rotary_tables(chunk: Chunk, tokens: int, width: int, rotation: Rotation, like: Tensor) -> RotaryTables:
     """Return the rotary tables of a call's tokens at their positions in their documents.
 
     Args:
         chunk: where the tokens lie.
         tokens: how many there are.
         width: width of a head.
-        theta: base of the frequencies.
+        rotation: what their frequencies are.
         like: a tensor [tokens, ...] whose dtype and device the tables get.
     """
     if len(set(chunk.starts)) == 1 and not chunk.begins_inside:
-        return consecutive_rotary_tables(chunk.starts[0], tokens, width, theta, like.dtype, like.device)
-    return _rotary_tables(chunk, tokens, width, theta, like.dtype, like.device)
+        return consecutive_rotary_tables(chunk.starts[0], tokens, width, rotation, like.dtype, like.device)
+    return _rotary_tables(chunk, tokens, width, rotation, like.dtype, like.device)
 
 
 @kept_table(8)
 def _rotary_tables(
-    chunk: Chunk, tokens: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
+    chunk: Chunk, tokens: int, width: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
     """See `row_rotary_tables`; cached, as all layers ask for the same."""
-    return rotary_tables(token_positions(chunk, tokens, device), width, theta, dtype)
+    return rotary_tables(token_positions(chunk, tokens, device), width, rotation, dtype)
 
 
 def block_rotary_tables(
-    block_slice: BlockSlice, open_tokens: int, width: int, theta: float, like: Tensor
+    block_slice: BlockSlice, open_tokens: int, width: int, rotation: Rotation, like: Tensor
 ) -> RotaryTables:
     """Return the rotary tables of `positions_in_block`, in the dtype and on the device of `like` [tokens, ...]."""
     chunk = Chunk(tuple(offset - open_tokens for offset in block_slice.offsets))
-    return row_rotary_tables(chunk, open_tokens + block_slice.tokens, width, theta, like)
+    return row_rotary_tables(chunk, open_tokens + block_slice.tokens, width, rotation, like)
 
 
 def open_visible(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor | None:

@@ -1,0 +1,130 @@
+"""Pretrained models that are a Llama but for their positions, biases, norms or windows become ours."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.errors import ConversionError
+from megamem.hf.export import llama_config
+from megamem.hf.importing import WEIGHTS, from_hf
+from megamem.model.stage import build_stage
+from megamem.ops.rotary import RotaryScaling, Rotation, rotary_frequencies
+from megamem.parallel.linears import PlainLinears, initialize_parameters
+from tests.unit.importing_helpers import CHUNK, LENGTH, LLAMA, imported, logits, randomized, theirs
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+OTHERS = {
+    "llama 3.1": (
+        LlamaForCausalLM,
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 24,
+        }},
+        {"rope_scaling": {
+            "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 24,
+        }},
+    ),
+    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 8}, {"memory": []}),
+    "mistral, window": (
+        MistralForCausalLM, {"sliding_window": 21, "head_dim": 8},
+        {"mixer": {"kind": "sliding_attention", "window": 21}},
+    ),
+    "qwen2": (Qwen2ForCausalLM, {"tie_word_embeddings": True}, {"bias": "query_key_value"}),
+    "qwen2, window": (
+        Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+        {"memory": [{"layers": [1, 2], "mixer": {"kind": "sliding_attention", "window": 21}}]},
+    ),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}, {"qk_norm": True, "head_dim": 16}),
+    "olmo2": (Olmo2ForCausalLM, {}, {"qk_norm": "projection", "norm_position": "output"}),
+}  # fmt: skip
+"""Architectures near a Llama: class, settings, and what the model section has for them."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_near_a_llama(tmp_path, ids, name):
+    architecture, changes, section = OTHERS[name]
+    torch.manual_seed(0)
+    model = architecture(architecture.config_class(**{**LLAMA, **changes})).eval()
+    randomized(model).save_pretrained(tmp_path / "hf")
+    facts = from_hf(tmp_path / "hf", tmp_path / "ours", [f"chunk_size={CHUNK}"])
+    stage = imported(tmp_path / "ours")
+    assert facts["unused"] == facts["new_parameters"] == []
+    written = stage.config.model_dump(mode="json")
+    assert {key: written[key] for key in section} == section
+    found = logits(stage, ids)[..., :96]
+    torch.testing.assert_close(found, theirs(model, ids), rtol=1e-4, atol=1e-4)
+    # what makes it other than a Llama matters
+    plain = {
+        "rope_scaling": None,
+        "bias": False,
+        "qk_norm": False,
+        "norm_position": "pre",
+        "memory": [],
+        "mixer": "full_attention",
+    }
+    changed = parse_config(ModelConfig, {**written, **plain}, "test")
+    if changed != stage.config:
+        other = build_stage(changed, PlainLinears())
+        initialize_parameters(other, 0)
+        other.load_state_dict(load_file(tmp_path / "ours" / WEIGHTS), strict=False)
+        assert not torch.allclose(logits(other, ids)[..., :96], found, atol=1e-2)
+
+
+def test_a_memory_beside_the_attention_of_others(tmp_path, ids):
+    """Qwen2's attention has biases, memories have none; OLMo 2 normalizes what layers add."""
+    for name in ("qwen2", "olmo2"):
+        architecture, changes, _ = OTHERS[name]
+        folder = tmp_path / name
+        randomized(architecture(architecture.config_class(**{**LLAMA, **changes}))).save_pretrained(folder)
+        local = ["chunk_size=16", "mixer=local_attention"]
+        memory = "memory=[{layers: [1], mixer: {kind: added_memory, memory: {kind: delta_net, convolution: 1}}}]"
+        from_hf(folder, tmp_path / f"{name}-plain", local)
+        facts = from_hf(folder, tmp_path / f"{name}-ours", [*local, memory])
+        assert facts["new_parameters"]
+        before, after = (logits(imported(tmp_path / f"{name}-{form}"), ids) for form in ("plain", "ours"))
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_another_reach_are_refused(tmp_path):
+    Qwen3ForCausalLM(Qwen3Config(**LLAMA)).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * 3}))
+    with pytest.raises(ConversionError, match="layers of 'chunked_attention' are not supported"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+
+
+def test_slower_rotations_are_exported(tmp_path):
+    architecture, changes, _ = OTHERS["llama 3.1"]
+    architecture(architecture.config_class(**{**LLAMA, **changes})).save_pretrained(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    model = imported(tmp_path / "ours").config
+    assert llama_config(model, LENGTH).rope_parameters == changes["rope_parameters"]
+
+
+def test_turns_of_slower_rotations():
+    """By hand: in 64 tokens a frequency of 8 turns stays, one of half a turn is a quarter, one of 2.5 is between."""
+    scaling = RotaryScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
+    for turns, share in ((8.0, 1.0), (0.5, 0.25), (2.5, 0.5 + 0.5 / 4)):
+        # the second of two frequencies is 1 / theta
+        theta = (2 * math.pi * turns / 64) ** -2
+        plain, slowed = (rotary_frequencies(4, Rotation(theta, each))[1] for each in (None, scaling))
+        assert float(plain) == pytest.approx(2 * math.pi * turns / 64)
+        assert float(slowed / plain) == pytest.approx(share)
