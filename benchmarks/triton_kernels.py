@@ -176,11 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warps", nargs="+", type=int, default=[0])
     parser.add_argument("--stages", nargs="+", type=int, default=[launch.STAGES])
     parser.add_argument("--precision", nargs="+", choices=("tf32", "tf32x3", "ieee"), default=["tf32"])
+    parser.add_argument("--multiprocessors", type=int, default=132, help="1: no programs share a head")
     parser.add_argument("--output", type=Path, default=OUTPUT / "triton_kernels.json")
     options = parser.parse_args(arguments)
     driver.set_active(Absent())
     # as on a device, where programs that share a head wait for each other
     launch.programs_run_together = lambda _: True
+    shared_heads.MULTIPROCESSORS = options.multiprocessors
     found = []
     choices = product(options.models, options.units, options.warps, options.stages, options.precision)
     for model, units, warps, stages, precision in choices:

@@ -383,9 +383,11 @@ class ModelConfig(LayersConfig, KernelsConfig):
         mixers = [self.mixer_at(layer) for layer in range(self.layers)]
         rotated = self.positions == "rotary" and any(mixer.rotates() for mixer in mixers)
         checks.check_rotation(self.resolved_head_dim, rotated)
+        checks.check_scaling(self.rope_scaling is not None, rotated)
         if self.scale_embedding and self.mup:
             raise ValueError("scale_embedding true does not go with mup, which keeps embeddings as in the base model")
-        checks.check_softmax([(m.kind, m.query_key_norms()) for m in mixers], self.qk_norm, self.attention_dropout)
+        norms = [(mixer.kind, mixer.query_key_norms()) for mixer in mixers]
+        checks.check_softmax(norms, self.qk_norm, self.attention_dropout, self.bias)
         self.architecture.check(self)
         side_rows = [self.side_rows_at(layer) for layer in range(self.layers)]
         check_side_rows([m.kind for m in mixers], side_rows, self.architecture.kind)

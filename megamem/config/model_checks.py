@@ -64,7 +64,15 @@ def check_mixer(check: Callable[[], None], chunk_size: int, added: int, architec
         raise ValueError(f"{error} {rows}") from None
 
 
-def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool | str, attention_dropout: float) -> None:
+def check_scaling(scaled: bool, rotated: bool) -> None:
+    """Raise ValueError for `rope_scaling` in a model without rotations."""
+    if scaled and not rotated:
+        raise ValueError("rope_scaling: no layer rotates queries and keys by their positions; leave it out")
+
+
+def check_softmax(
+    mixers: Sequence[tuple[str, int]], qk_norm: bool | str, attention_dropout: float, bias: bool | str
+) -> None:
     """Raise ValueError for options of softmax attention in a model that has none.
 
     mixers: kind and `MixerConfig.query_key_norms` of each layer's mixer.
@@ -73,6 +81,8 @@ def check_softmax(mixers: Sequence[tuple[str, int]], qk_norm: bool | str, attent
         return
     if qk_norm:
         raise ValueError("qk_norm: no layer has softmax attention whose queries and keys it could normalize")
+    if bias == "query_key_value":
+        raise ValueError(f"bias {bias}: no layer has softmax attention, whose projections alone would have it")
     if attention_dropout:
         raise ValueError(
             f"attention_dropout {attention_dropout:g}: no layer has softmax attention with shares to drop (mixers: "

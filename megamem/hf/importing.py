@@ -57,6 +57,8 @@ def from_hf(source: Path, out: Path, overrides: Sequence[str] = (), vocab_multip
     if not ours and tree["model"].get("adaptive"):
         raise ConversionError(f"{source}: model.adaptive does not go with a {kind}, whose embedding is one table")
     model = with_closed_gates(parse_config(ModelConfig, tree["model"], f"{source}: as a model section"))
+    if kind in LLAMA_TYPES:
+        check_windows(opened, section, model, overrides)
     weights, new_parameters = collect(opened, kind, model)
     tokenizer = None
     with whole_folder(out) as partial:
@@ -218,12 +220,15 @@ def llama_section(source: Source) -> dict[str, Any]:
 
 
 def attention_reach(source: Source) -> dict[str, Any]:
-    """Return the mixers of layers that read all tokens, or only those of a window, as Mistral's and Qwen's may."""
+    """Return the mixers of layers that read all tokens, or only those of a window, as transformers decides it."""
     c, layers = source.config, source.config["num_hidden_layers"]
-    window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
-    first = c.get("max_window_layers", 0)
-    assumed = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]
-    types = c.get("layer_types") or assumed
+    window, types = None, ["full_attention"] * layers
+    if c["model_type"] == "mistral" and (window := c.get("sliding_window", 4096)):
+        types = ["sliding_attention"] * layers
+    elif c["model_type"] in ("qwen2", "qwen3") and c.get("use_sliding_window", False):
+        window, first = c.get("sliding_window", 4096), c.get("max_window_layers", 28)
+        assumed = [types[0] if layer < first or not window else "sliding_attention" for layer in range(layers)]
+        types = c.get("layer_types") or assumed
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ConversionError(f"{source.folder}: layers of {unknown[0]!r} are not supported; only full or sliding ones")
     sliding = [layer for layer, form in enumerate(types) if form == "sliding_attention"]
@@ -231,6 +236,20 @@ def attention_reach(source: Source) -> dict[str, Any]:
     if len(sliding) == layers:
         return {"mixer": mixer}
     return {"mixer": "full_attention", **({"memory": [{"layers": sliding, "mixer": mixer}]} if sliding else {})}
+
+
+def check_windows(source: Source, section: Mapping[str, Any], model: ModelConfig, overrides: Sequence[str]) -> None:
+    """Raise ConversionError where `memory=` takes away the windows that some layers of the source attend within.
+
+    section: of the source; overrides: with `mixer=` another reach of all layers is asked for.
+    """
+    windows = {layer for entry in section.get("memory", []) for layer in entry["layers"]}
+    named = {layer for entry in model.memory for layer in entry.layers}
+    if (lost := sorted(windows - named)) and not any(override.startswith("mixer=") for override in overrides):
+        raise ConversionError(
+            f"{source.folder}: memory= replaces the windows of layers {', '.join(map(str, lost))}; list them in it "
+            "too, or say with mixer= what they become"
+        )
 
 
 def llama_tensor(source: Source, name: str) -> Tensor | None:

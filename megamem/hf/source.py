@@ -112,13 +112,21 @@ def _names(path: Path) -> list[str]:
 def _open_gguf(path: Path) -> Source:
     """Weights that transformers puts back from llama.cpp's quantised form. Needs the `gguf` package."""
     try:
-        import gguf  # noqa: F401
+        import gguf
     except ImportError:
         raise ConversionError(
             f"{path}: reading GGUF needs the packages gguf and accelerate; pip install them"
         ) from None
     from transformers import AutoModelForCausalLM
 
+    try:
+        reader = gguf.GGUFReader(path)
+        slowed = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
+        scalings = [field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")]
+    except Exception as error:  # gguf raises all kinds for files that it cannot read
+        raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    if slowed or any(scaling != "none" for scaling in scalings):
+        raise ConversionError(f"{path}: scaled rotary positions are not read from GGUF; take the model's safetensors")
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
     except Exception as error:  # transformers and gguf raise all kinds for files they cannot read

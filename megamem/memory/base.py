@@ -324,7 +324,8 @@ class Mixer(Stateful, nn.Module, ABC):
         """Mix the tokens of one call.
 
         Args:
-            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already.
+            hidden: [tokens, batch, hidden_size], any number of tokens; normalized already with
+                `norm_position: pre`.
             state: as `initial_state` or as the previous call left it.
             chunk: where the tokens lie in their documents.
         Returns: output like `hidden` (without the residual), the new state, auxiliary losses by name.

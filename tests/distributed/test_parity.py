@@ -18,9 +18,13 @@ from tests.distributed.training_cases import (
     RECURRENT,
     SHARED_BIASES,
     SIDE_ROWS,
+    layers_of,
 )
 
 pytestmark = pytest.mark.distributed
+
+PROJECTED = ["local_attention", "melodi", "compressive_transformer", "infinity_former"]
+"""Mixers that make queries and keys of other rows than the call's tokens, of which sequence parallelism has a share."""
 
 # world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage. Three layouts
 # take all steps: one process, weights split in both ways, weights gathered; those between them do so in `REST`
@@ -37,7 +41,9 @@ WORLDS = {
         "dp2-zero2-documents-anywhere": case(1, 2, micro=4, steps=SOME, data=ANYWHERE),
         "tp2-mup-tied": case(2, 1, micro=8, model={**MUP, "tie_embeddings": True, "qk_norm": True}),
         # squares of all heads are summed over ranks
-        "tp2-projection-norm": case(2, 1, micro=8, model=PROJECTION_NORM, parallel={"sequence_parallel": True}),
+        "tp2-projection-norm": case(
+            2, 1, micro=8, model={**PROJECTION_NORM, **layers_of(PROJECTED)}, parallel={"sequence_parallel": True}
+        ),
         "dp2-zero3-dropout": case(1, 3, micro=1, model=DROPOUT),
         "tp2-adaptive-sequence-parallel": case(
             2, 1, micro=8, model=ADAPTIVE, parallel={"sequence_parallel": True}, training={"recompute": True}

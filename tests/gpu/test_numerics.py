@@ -154,11 +154,12 @@ def test_recurrence_kernels(gates, device):
 @pytest.mark.parametrize(("tokens", "width"), [(64, 96), (16, 64), (128, 64)])
 @pytest.mark.parametrize("momentum", [False, True], ids=["dla", "titans"])
 @pytest.mark.parametrize(("precision", "much"), [("ieee", 1), ("tf32x3", 2), ("tf32", 200)])
-def test_deep_memory_kernels(precision, much, momentum, tokens, width, device):
+@pytest.mark.parametrize("rows", [2, 60])
+def test_deep_memory_kernels(precision, much, momentum, tokens, width, rows, device):
     """Triton's against float64: as near as float32, or 2^-11 = 5e-4 for each factor of a product."""
     from megamem.ops.deep_memory.triton.launch import passes
 
-    errors = deep_memory_errors(passes(precision), device, momentum, tokens, width)
+    errors = deep_memory_errors(passes(precision), device, momentum, tokens, width, rows)
     assert all(errors[what] <= much * TOLERANCES[torch.float32][what] for what in errors), errors
 
 

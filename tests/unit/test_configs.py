@@ -132,6 +132,18 @@ def test_norms_of_queries_and_keys_are_counted(mixer: object, pairs: int) -> Non
     assert assert_counts(normed) - assert_counts(plain) == pairs * 2 * 8
 
 
+@pytest.mark.parametrize("kind", ["delta_net", "memory_caching", "log_linear"])
+def test_recurrent_memories_have_no_biases_beside_attention(kind: str) -> None:
+    of_segments = {"memory": "delta_net", "segment": 8}
+    tree = {
+        "layers": 2, "hidden_size": 32, "heads": 4, "vocab_size": 77, "chunk_size": 8, "bias": "query_key_value",
+        "memory": [{"layers": [0], "mixer": {"kind": kind, **({} if kind == "delta_net" else of_segments)}}],
+    }  # fmt: skip
+    model = parse_config(ModelConfig, tree, "test")
+    plain = parse_config(ModelConfig, {**tree, "bias": False}, "test")
+    assert assert_counts(model) - assert_counts(plain) == 3 * 32
+
+
 @pytest.mark.parametrize(("size", "memory"), [("100m", 777_600), ("200m", 1_166_400), ("400m", 1_555_200)])
 def test_memory_of_the_paper(size: str, memory: int) -> None:
     """Table 4 of the Elastic Memory paper: 0.8M, 1.2M and 1.6M numbers of memory a row."""

@@ -103,8 +103,41 @@ def test_a_memory_beside_the_attention_of_others(tmp_path, ids):
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "mixer"),
+    [
+        ("llama", {"sliding_window": 21, "layer_types": ["sliding_attention"] * 3}, "full_attention"),
+        ("olmo2", {"sliding_window": 21}, "full_attention"),
+        ("qwen3", {"sliding_window": 21}, "full_attention"),
+        ("mistral", {}, "sliding_attention"),
+    ],
+)
+def test_windows_are_those_of_transformers(tmp_path, kind, changes, mixer):
+    """Keys that an architecture does not read change nothing, and what a file leaves out is its default."""
+    architecture = LlamaForCausalLM if kind == "llama" else OTHERS[kind][0]
+    architecture(architecture.config_class(**LLAMA)).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for key in ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"):
+        config.pop(key, None)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **changes}))
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    found = imported(tmp_path / "ours").config
+    assert found.mixer.kind == mixer
+    assert not found.memory
+    assert mixer == "full_attention" or found.mixer.window == 4096
+
+
+def test_a_memory_does_not_take_windows_away(tmp_path):
+    architecture, changes, _ = OTHERS["qwen2, window"]
+    architecture(architecture.config_class(**{**LLAMA, **changes})).save_pretrained(tmp_path / "hf")
+    memory = "memory=[{layers: [1], mixer: elastic_memory}]"
+    with pytest.raises(ConversionError, match="memory= replaces the windows of layers 2; list them in it too"):
+        from_hf(tmp_path / "hf", tmp_path / "ours", [memory])
+    from_hf(tmp_path / "hf", tmp_path / "ours", ["mixer=local_attention", memory])
+
+
 def test_layers_of_another_reach_are_refused(tmp_path):
-    Qwen3ForCausalLM(Qwen3Config(**LLAMA)).save_pretrained(tmp_path / "hf")
+    Qwen3ForCausalLM(Qwen3Config(**LLAMA, use_sliding_window=True, sliding_window=21)).save_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * 3}))
     with pytest.raises(ConversionError, match="layers of 'chunked_attention' are not supported"):

@@ -51,6 +51,12 @@ def memory(mixer, layers=(1,)):
             "max_positions 12 is not a multiple of chunk_size 8: the table would begin again inside a chunk",
         ),
         ({"qk_norm": True, "mixer": "titans"}, "qk_norm: no layer has softmax attention"),
+        ({"bias": "query_key_value", "mixer": "titans"}, "bias query_key_value: no layer has softmax attention"),
+        ({"rope_scaling": {"factor": 2}, "mixer": "transformer_xl"}, "rope_scaling: no layer rotates queries and keys"),
+        (
+            {"rope_scaling": {"factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor 4.0 is not below high_freq_factor 4.0",
+        ),
         (
             {"qk_norm": True, **memory({"kind": "memorizing_attention", "queue": 8, "normalize_keys": True})},
             "qk_norm does not go with normalize_keys",

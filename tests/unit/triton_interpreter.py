@@ -316,12 +316,14 @@ def main() -> None:
     for number, form in enumerate(FORMS):
         # both blocks of inner units in one program, and one each in two
         shared_heads.MULTIPROCESSORS = groups.ROWS * groups.HEADS * (1 + number % 2)
-        expected = results(form, TORCH)
-        worst[form.name] = largest_difference(results(form, passes("ieee")), expected)
-    # the last one once more, with programs that wait for each other
-    with programs_at_a_time() as counts:
-        worst["programs that meet"] = largest_difference(results(form, passes("ieee")), expected)
-    assert 2 * groups.ROWS * groups.HEADS in counts, counts
+        worst[form.name] = largest_difference(results(form, passes("ieee")), results(form, TORCH))
+    # two of them once more, with programs that wait for each other
+    shared_heads.MULTIPROCESSORS = 2 * groups.ROWS * groups.HEADS
+    for form in (FORMS[1], FORMS[-1]):
+        with programs_at_a_time() as counts:
+            found = largest_difference(results(form, passes("ieee")), results(form, TORCH))
+        assert shared_heads.MULTIPROCESSORS in counts, counts
+        worst["programs that meet"] = max(found, worst.get("programs that meet", 0.0))
     # more rows and inner units than a block has
     launch_kept.PROGRAM_ROWS = dict.fromkeys((2, 4, 8), 16)
     launch_kept.UNITS = 16

@@ -145,8 +145,14 @@ def in_host_memory(x: Tensor) -> Tensor:
 
 
 def _appended(columns: Tensor, new: Tensor, axis: int) -> Tensor:
-    """Return columns [..., N, ...] and new ones behind them; these themselves where there are no others."""
-    return torch.cat((columns, new), dim=axis) if columns.shape[axis] else new
+    """Return columns [..., N, ...] and new ones behind them, in the order of memory, which readers want."""
+    return torch.cat((columns, new), dim=axis) if columns.shape[axis] else whole(new)
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return x [...] itself, or a copy where it is only a part of a larger tensor, which it would keep alive."""
+    apart = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if apart else x.clone(memory_format=torch.contiguous_format)
 
 
 def _without_columns(columns: Tensor, axis: int) -> Tensor:

@@ -33,6 +33,14 @@ class SegmentedConfig(MixerConfig):
             raise ValueError(f"memory {self.memory.kind} {self.unfit}; valid: {valid}")
         return cast(RecurrentConfig, self.memory)
 
+    def projection_biases(self, model: ModelConfig) -> int:
+        """See `MixerConfig.projection_biases`."""
+        return self.recurrent.projection_biases(model)
+
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`."""
+        return self.recurrent.rotates()
+
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
         self.recurrent.check(model)

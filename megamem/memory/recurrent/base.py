@@ -52,6 +52,10 @@ class RecurrentConfig(MixerConfig):
         if model.all_biases:
             raise ValueError(f"bias {model.bias} is not for {self.kind}: recurrent memories have no biases; use false")
 
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`: what is written in order needs no positions."""
+        return False
+
     def projection_biases(self, model: ModelConfig) -> int:
         """See `MixerConfig.projection_biases`: none, also where attention has some."""
         return 0

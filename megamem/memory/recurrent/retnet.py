@@ -34,6 +34,10 @@ class RetNetConfig(MatrixConfig):
     expand_v: PositiveInt = 2
     """Width of a head's values over that of its keys."""
 
+    def rotates(self) -> bool:
+        """See `MixerConfig.rotates`."""
+        return True
+
     def transition_size(self, model: ModelConfig) -> int:
         """See `RecurrentConfig.transition_size`: the product of decays."""
         return 1

@@ -91,8 +91,8 @@ class ProjectionNorm(nn.Module):
     def forward(self, x: Tensor, fixed: bool = False) -> Tensor:
         """[tokens, batch, local heads, head_dim] -> the same; with `fixed` the weight gets no gradient."""
         exact = x.to(state_dtype(x.dtype))
-        # each tensor-parallel rank has some of the heads: their squares are summed over ranks
-        squares = self.linears.enter(self.linears.leave(exact.square().sum((-2, -1))[..., None]))
+        # each tensor-parallel rank has some of the heads: their squares are summed over ranks, gradients of the sum too
+        squares = self.linears.shared(self.linears.sum_over_ranks(exact.square().sum((-2, -1))[..., None]))
         weight = self.weight.detach() if fixed else self.weight
         scaled = exact * torch.rsqrt(squares / self.count + self.eps)[..., None]
         return scaled.to(x.dtype) * weight.unflatten(0, x.shape[-2:])
