@@ -212,3 +212,18 @@ def test_normalized_levels_of_log_linear_attention_are_kept_as_they_were() -> No
 def test_options_that_do_not_go_together_are_refused(memory: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_of({"kind": "memory_caching", "memory": memory, "segment": SEGMENT, **options})
+
+
+@pytest.mark.parametrize("segment", [SEGMENT, CHUNK])
+def test_what_is_kept_is_no_part_of_something_larger(segment: int) -> None:
+    """Sums of keys are the last of a chunk's running sums, matrices may be transposed: both are copied once."""
+    mixer = built(
+        {"kind": "memory_caching", "memory": {"kind": "dla", "inner_chunk": 4}, "segment": segment, "pooling": "sum"}
+    )
+    state = mixer.initial_state(ROWS, torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        _, state, _ = mixer(hidden(CHUNK), state, Chunk((0,) * ROWS))
+    (kept,) = state["kept"]
+    for name, tensor in kept.items():
+        assert tensor.is_contiguous(), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
