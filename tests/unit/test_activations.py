@@ -227,9 +227,9 @@ def test_tables_made_while_measuring_are_real():
     regression = gaussian_basis.Regression(gaussian_basis.Basis(64, (0.01, 0.05)), 1.0, 64, 32, 0.5, "zeros")
     device = torch.device("cpu")
     with Ledger():
-        cos, sin = rotary.consecutive_rotary_tables(5, 512, 64, 1e4, torch.float32, device)
+        cos, sin = rotary.consecutive_rotary_tables(5, 512, 64, rotary.Rotation(1e4), torch.float32, device)
         made = gaussian_basis.operators(regression, torch.float32, device)
-    again = rotary.rotary_tables(torch.arange(5, 517)[:, None], 64, 1e4, torch.float32)
+    again = rotary.rotary_tables(torch.arange(5, 517)[:, None], 64, rotary.Rotation(1e4), torch.float32)
     assert torch.equal(cos, again[0])
     assert torch.equal(sin, again[1])
     assert gaussian_basis.operators(regression, torch.float32, device) is made
