@@ -112,7 +112,7 @@ def read_kept(dtype: torch.dtype, precision: launch.Precision) -> None:
     matrices = [torch.empty(ROWS, HEADS, kept, INNER, WIDTH, device="meta", requires_grad=True) for _ in range(2)]
     made = kept_networks(query, matrices, shares, 1e-5, passes=launch_kept.kept_passes(precision))
     made.sum().backward()
-    made = selected_networks(query, [matrices], [shares], 2, 1e-5, launch_selected.selected_passes(precision))
+    made = selected_networks(query, [matrices], shares, 2, 1e-5, launch_selected.selected_passes(precision))
     made.sum().backward()
 
 

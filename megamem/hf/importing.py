@@ -34,6 +34,12 @@ CLOSED = -6.0
 """A memory's gate before its sigmoid, when it lets 0.25 % of the memory through."""
 LLAMA_TYPES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "olmo2": OLMO2}
 """Architectures that are a Llama but for what `llama_section` says, with the names of their tensors."""
+FORMS: dict[str, dict[str, Any]] = {
+    "qwen2": {"bias": "query_key_value"},
+    "qwen3": {"qk_norm": True},
+    "olmo2": {"qk_norm": "projection", "norm_position": "output"},
+}
+"""What the model section of some of them has besides."""
 KNOWN = ("gpt2", *LLAMA_TYPES, "megamem", IMPORTED)
 WEIGHTS, MODEL, TOKENIZER = IMPORTED_WEIGHTS, IMPORTED_MODEL, "tokenizer"
 
@@ -188,18 +194,12 @@ def _refuse(source: Source, expected: Mapping[str, Any]) -> None:
 def llama_section(source: Source) -> dict[str, Any]:
     """Return the model section of a Llama, or of what differs from one in biases, norms or the reach of attention."""
     c = source.config
-    kind = c["model_type"]
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or rope
     form = scaling.get("rope_type", scaling.get("type", "default"))
     if form not in ("default", "llama3"):
         raise ConversionError(f"{source.folder}: rope_type {form!r} is not supported; only 'default' and 'llama3' are")
     _refuse(source, {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"})
-    forms: dict[str, dict[str, Any]] = {
-        "qwen2": {"bias": "query_key_value"},
-        "qwen3": {"qk_norm": True},
-        "olmo2": {"qk_norm": "projection", "norm_position": "output"},
-    }
     return {
         "layers": c["num_hidden_layers"],
         "hidden_size": c["hidden_size"],
@@ -211,7 +211,7 @@ def llama_section(source: Source) -> dict[str, Any]:
         "chunk_size": 512,
         **attention_reach(source),
         "tie_embeddings": c.get("tie_word_embeddings", False),
-        **forms.get(kind, {}),
+        **FORMS.get(c["model_type"], {}),
         "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10_000.0),
         **({"rope_scaling": {ours: scaling[theirs] for ours, theirs in SCALING.items()}} if form == "llama3" else {}),
         "norm_eps": c["rms_norm_eps"],
@@ -227,8 +227,9 @@ def attention_reach(source: Source) -> dict[str, Any]:
         types = ["sliding_attention"] * layers
     elif c["model_type"] in ("qwen2", "qwen3") and c.get("use_sliding_window", False):
         window, first = c.get("sliding_window", 4096), c.get("max_window_layers", 28)
-        assumed = [types[0] if layer < first or not window else "sliding_attention" for layer in range(layers)]
-        types = c.get("layer_types") or assumed
+        # where a file does not say it, the layers from `first` on have the window
+        full = min(first, layers) if window else layers
+        types = c.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ConversionError(f"{source.folder}: layers of {unknown[0]!r} are not supported; only full or sliding ones")
     sliding = [layer for layer, form in enumerate(types) if form == "sliding_attention"]

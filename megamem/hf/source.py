@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from checkpoints.weights import IMPORTED_MODEL, IMPORTED_WEIGHTS
 from megamem.config.load import read_yaml
 from megamem.errors import ConversionError
+
+if TYPE_CHECKING:
+    import gguf
 
 IMPORTED = "imported"
 """Architecture of what `megamem convert from-hf` has written: names and tensors are ours already."""
@@ -109,6 +112,14 @@ def _names(path: Path) -> list[str]:
         raise ConversionError(f"{path}: cannot be read ({error})") from None
 
 
+def _scales_rotations(reader: gguf.GGUFReader) -> bool:
+    """Return whether a GGUF file has scaled rotary positions, which transformers passes over when it reads one."""
+    scalings = [field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")]
+    return any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or any(
+        scaling != "none" for scaling in scalings
+    )
+
+
 def _open_gguf(path: Path) -> Source:
     """Weights that transformers puts back from llama.cpp's quantised form. Needs the `gguf` package."""
     try:
@@ -120,17 +131,14 @@ def _open_gguf(path: Path) -> Source:
     from transformers import AutoModelForCausalLM
 
     try:
-        reader = gguf.GGUFReader(path)
-        slowed = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
-        scalings = [field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")]
-    except Exception as error:  # gguf raises all kinds for files that it cannot read
-        raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
-    if slowed or any(scaling != "none" for scaling in scalings):
-        raise ConversionError(f"{path}: scaled rotary positions are not read from GGUF; take the model's safetensors")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
+        scaled = _scales_rotations(gguf.GGUFReader(path))
+        model = None if scaled else AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype="float32"
+        )  # fmt: skip
     except Exception as error:  # transformers and gguf raise all kinds for files they cannot read
         raise ConversionError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    if model is None:
+        raise ConversionError(f"{path}: scaled rotary positions are not read from GGUF; take the model's safetensors")
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

@@ -102,7 +102,9 @@ class Work(NamedTuple):
     def of(cls, operations: Sequence[Operation]) -> Work:
         """Return operations as numbers."""
         kinds = np.array([operation.kind for operation in operations], dtype=np.int8)
-        numbers = np.array([operation[1:] for operation in operations], dtype=np.float64).reshape(-1, 6)
+        numbers = np.array([operation[1:] for operation in operations], dtype=np.float64).reshape(
+            -1, len(Operation._fields) - 1
+        )
         return cls(kinds, *numbers.T)
 
 

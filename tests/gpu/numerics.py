@@ -278,7 +278,7 @@ def kept_network_errors(
         asked, share, *matrices = (x.to(where, exact, copy=True).requires_grad_() for x in given)
         asks = asked.to(dtype) if kernels else asked
         if kernels and selected:
-            made = selected_networks(asks, [matrices], [share], 2, 1e-5, selected_passes(precision))
+            made = selected_networks(asks, [matrices], share, 2, 1e-5, selected_passes(precision))
         else:
             by = kept_passes(precision) if kernels else kept_networks.TORCH
             made = kept_networks.kept_networks(asks, matrices, share, 1e-5, passes=by)

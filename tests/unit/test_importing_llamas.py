@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from megamem.config.model import ModelConfig
 from megamem.errors import ConversionError
 from megamem.hf.export import llama_config
 from megamem.hf.importing import WEIGHTS, from_hf
+from megamem.hf.source import _scales_rotations
 from megamem.model.stage import build_stage
 from megamem.ops.rotary import RotaryScaling, Rotation, rotary_frequencies
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -161,3 +163,14 @@ def test_turns_of_slower_rotations():
         plain, slowed = (rotary_frequencies(4, Rotation(theta, each))[1] for each in (None, scaling))
         assert float(plain) == pytest.approx(2 * math.pi * turns / 64)
         assert float(slowed / plain) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scaling", "scaled"),
+    [((), None, False), ((), "none", False), ((), "yarn", True), (("rope_freqs.weight",), None, True)],
+)
+def test_scaled_rotations_of_a_gguf_file_are_seen(tensors, scaling, scaled):
+    """llama.cpp writes Llama 3.1's as a tensor and others as a field; transformers passes over both."""
+    fields = {} if scaling is None else {"qwen2.rope.scaling.type": SimpleNamespace(contents=lambda: scaling)}
+    reader = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in ("output", *tensors)])
+    assert _scales_rotations(reader) is scaled

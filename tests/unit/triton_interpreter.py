@@ -177,8 +177,7 @@ def kept_results(form: KeptForm, kernels: bool) -> list[torch.Tensor]:
     if form.selected and kernels:
         # one network in a list, the others in another one
         lists = [[x[:, :, part] for x in given[2:]] for part in (slice(1), slice(1, None))]
-        own = given[1].split((1, count - 1), dim=-1)
-        answered = selected_networks(given[0], lists, own, 2, form.eps, selected_passes("ieee"))
+        answered = selected_networks(given[0], lists, given[1], 2, form.eps, selected_passes("ieee"))
     else:
         by = kept_passes("ieee") if kernels else kept_networks.TORCH
         answered = kept_networks.kept_networks(given[0], given[2:], given[1], form.eps, form.spans, passes=by)

@@ -251,8 +251,9 @@ class DeepMemory(RecurrentMixer):
         if passes is None:
             return super().answer_selected(inputs, kept, shares, most, copies, far)
         eps = self.norm_eps if self.config.layer_norm else None
-        made = selected_networks(query, kept, shares, most, eps, passes)
-        return self.answered(made, inputs, torch.cat(list(shares), dim=-1).sum(-1, keepdim=True))
+        together = torch.cat(list(shares), dim=-1)
+        made = selected_networks(query, kept, together, most, eps, passes)
+        return self.answered(made, inputs, together.sum(-1, keepdim=True))
 
     def _asked(self, query: Tensor, kept: Tensor) -> Tensor:
         """Return queries [..., D] in the dtype of the products with kept matrices [..., D]."""

@@ -55,22 +55,22 @@ def pairs_of(shares: Tensor, most: int) -> Pairs:
 
 
 def selected_networks(
-    query: Tensor, lists: Lists, shares: Sequence[Tensor], most: int, eps: float | None, passes: SelectedPasses
+    query: Tensor, lists: Lists, shares: Tensor, most: int, eps: float | None, passes: SelectedPasses
 ) -> Tensor:
     """Return the sum of what the networks of shares that are not zero answer, times the shares.
 
     Args:
         query: [B, H, G, T, D], in the dtype of the products.
-        shares: w of each list, [B, H, G, T, n], whose dtype the answer has.
+        shares: w of all lists, one behind the other, [B, H, G, T, N], whose dtype the answer has.
         most: how many of a query's shares are not zero at most.
         eps: the number added to the layer norm's variance; None: there is no norm.
         passes: what computes it, and goes back through it.
     Returns: y [B, H, G, T, D].
     """
     groups = query.shape[2]
-    rows, together = (x.movedim(2, 3).flatten(2, 3) for x in (query, torch.cat(list(shares), dim=-1)))
+    rows, shares = (x.movedim(2, 3).flatten(2, 3) for x in (query, shares))
     matrices = [matrix for each in lists for matrix in each]
-    made: Tensor = _Selected.apply(passes, rows, together, pairs_of(together, most), eps, len(lists), *matrices)
+    made: Tensor = _Selected.apply(passes, rows, shares, pairs_of(shares, most), eps, len(lists), *matrices)
     return made.unflatten(2, (-1, groups)).movedim(3, 2)
 
 
