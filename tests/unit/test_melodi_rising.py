@@ -60,7 +60,7 @@ def ids(tokens: int, rows: int = 1) -> torch.Tensor:
         ),
         (
             {"bias": True},
-            "model.bias all does not go with form rising: a document's first memory is zeros, whose keys have no "
+            "model.bias true does not go with form rising: a document's first memory is zeros, whose keys have no "
             "direction; use bias false",
         ),
         ({"mixer": {**RISING, "block": 4}}, "block 4 does not go with form rising: rows rise once per chunk"),

@@ -105,7 +105,7 @@ def memory(mixer, layers=(1,)):
         ),
         (
             {"bias": True, "norm": "layer", **memory({"kind": "retnet", "inner_chunk": 8})},
-            "bias True is not for retnet: recurrent memories have no biases; use false",
+            "bias true is not for retnet: recurrent memories have no biases; use false",
         ),
         (
             memory({"kind": "melodi", "long_memory": 2, "long_increment": 3}),

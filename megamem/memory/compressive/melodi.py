@@ -91,7 +91,7 @@ class MelodiConfig(MixerConfig):
         if self.form == "rising" and model.bias:
             # keys would be the bias alone, which starts at zero: the gradient of its direction would be without bounds
             raise ValueError(
-                f"model.bias {model.bias} does not go with form rising: a document's first memory is zeros, whose keys "
+                f"model.bias {str(model.bias).lower()} does not go with form rising: a document's first memory is zeros, whose keys "
                 "have no direction; use bias false"
             )
         if self.form == "rising" and model.qk_norm:

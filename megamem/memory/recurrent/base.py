@@ -50,7 +50,9 @@ class RecurrentConfig(MixerConfig):
     def check(self, model: ModelConfig) -> None:
         """See `MixerConfig.check`."""
         if model.all_biases:
-            raise ValueError(f"bias {model.bias} is not for {self.kind}: recurrent memories have no biases; use false")
+            raise ValueError(
+                f"bias {str(model.bias).lower()} is not for {self.kind}: recurrent memories have no biases; use false"
+            )
 
     def rotates(self) -> bool:
         """See `MixerConfig.rotates`: what is written in order needs no positions."""
