@@ -91,8 +91,8 @@ class MelodiConfig(MixerConfig):
         if self.form == "rising" and model.bias:
             # keys would be the bias alone, which starts at zero: the gradient of its direction would be without bounds
             raise ValueError(
-                f"model.bias {str(model.bias).lower()} does not go with form rising: a document's first memory is zeros, whose keys "
-                "have no direction; use bias false"
+                f"model.bias {str(model.bias).lower()} does not go with form rising: a document's first memory is "
+                "zeros, whose keys have no direction; use bias false"
             )
         if self.form == "rising" and model.qk_norm:
             raise ValueError("qk_norm does not go with form rising, whose queries and keys have length one already")
