@@ -61,6 +61,7 @@ class Ledger(TorchDispatchMode):
         """`live` after each operation, in order."""
         self.operations: list[Operation] = []
         """Those that a device would run, in order."""
+        self._views = 0
         self._known: dict[int, _Entry] = {}
 
     @classmethod
@@ -81,8 +82,11 @@ class Ledger(TorchDispatchMode):
         out = _run(func, args, kwargs, size)
         for result in tensors_in((out,)):
             self.enter_storage(result)
-        if not asks_nothing(func):
-            self.operations.append(_asked(func, args, kwargs, out))
+        if asks_nothing(func):
+            self._views += 1
+        else:
+            self.operations.append(_asked(func, args, kwargs, out)._replace(views=float(self._views)))
+            self._views = 0
         self.live_after.append(self.live)
         return out
 

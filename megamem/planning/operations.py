@@ -51,11 +51,27 @@ class Operation(NamedTuple):
     """How often programs that share one's work wait for each other."""
     terms: float = 0.0
     """Bytes of results that each of them writes for itself and that are added up after."""
+    side: float = 0.0
+    """Rows and columns of square matrices whose product has as much arithmetic as a matrix product, or as each of many.
+    0: not known."""
+    functions: float = 0.0
+    """Results that are exponentials, or made of them: a core takes longer over them than over their bytes."""
+    views: float = 0.0
+    """Views made since the operation before: they ask nothing of a device, but time of the host."""
 
 
 _aten = torch.ops.aten
 _ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu.default}
 _ATTENTION_BACKWARD = {_aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+_FUNCTIONS = {
+    f"aten::{name}"
+    for name in (
+        "exp", "expm1", "log", "log1p", "sigmoid", "tanh", "softplus", "softplus_backward", "log_sigmoid_forward",
+        "log_sigmoid_backward", "silu", "silu_backward", "gelu", "gelu_backward", "_softmax", "_log_softmax",
+        "_log_softmax_backward_data", "logsumexp",
+    )
+}  # fmt: skip
+"""Operations whose results are exponentials or made of them; so in place."""
 _NOTHING = {
     _aten._unsafe_view.default,
     _aten.empty.memory_format,
@@ -92,8 +108,18 @@ def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         first = next(iter(tensors_in(args)))
-        return Operation(Kind.MATMUL_BF16 if first.dtype == torch.bfloat16 else Kind.MATMUL_FP32, float(flops), moved)
+        kind = Kind.MATMUL_BF16 if first.dtype == torch.bfloat16 else Kind.MATMUL_FP32
+        return Operation(kind, float(flops), moved, side=_side(flops, out))
+    if func._schema.name.removesuffix("_") in _FUNCTIONS:
+        results = next(iter(tensors_in((out,)))).numel()
+        return Operation(Kind.ELEMENTWISE, 0.0, moved, functions=float(results))
     return Operation(Kind.ELEMENTWISE, 0.0, moved)
+
+
+def _side(flops: int, out: object) -> float:
+    """Return `Operation.side` of products, whose results are `out` [..., M, N]."""
+    shape = next(iter(tensors_in((out,)))).shape
+    return float((flops / 2 / max(1, shape[:-2].numel())) ** (1 / 3))
 
 
 def _attention(func: OpOverload, args: Sequence[object], moved: float) -> Operation:

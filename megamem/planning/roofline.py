@@ -8,6 +8,8 @@ other to a device, which works on them meanwhile: a pass takes as long as the sl
 
     host     |launch|launch|launch|launch|
     device          |op    |op|   |op        |op|
+
+A core is its own host and does one thing after the other: launch, bytes and arithmetic add up.
 """
 
 from __future__ import annotations
@@ -48,14 +50,20 @@ class Rates(ConfigModel):
     """FLOP/s of its backward pass, and of kernels of our own whose products in BF16 are of blocks of the same sizes."""
     memory: PositiveFloat
     """Bytes per second that operations read and write."""
+    functions: PositiveFloat | None = None
+    """Exponentials and the like per second that a core computes, besides their bytes; None: as many as bytes move."""
+    half_rate_side: NonNegativeFloat = 0.0
+    """Rows and columns of square FP32 matrices whose product reaches half the rate of large ones, besides its bytes."""
     kernel: NonNegativeFloat
     """Seconds of the smallest operation on the device."""
     launch: NonNegativeFloat
     """Seconds of host time that an operation takes."""
+    view: NonNegativeFloat = 0.0
+    """Seconds of host time that a view takes; 0: `launch` has a share of them."""
     multiprocessors: PositiveInt = 1
     """How many the device has. A kernel of fewer programs leaves the others idle."""
     ahead: bool = True
-    """Whether the host runs ahead of the device; where it computes itself, both times add up."""
+    """Whether the host runs ahead of the device. Where it computes itself, launch, bytes and arithmetic add up."""
 
     def flops(self) -> Floats:
         """Return the FLOP/s of each kind of operation, in the order of `Kind`."""
@@ -74,6 +82,13 @@ class Rates(ConfigModel):
         """Return the share of the multiprocessors that kernels of so many programs use, over all of their turns."""
         turns = np.maximum(1, np.ceil(programs / self.multiprocessors))
         return np.where(programs > 0, programs / (turns * self.multiprocessors), 1.0)
+
+    def arithmetic(self, work: Work, programs: Floats) -> Floats:
+        """Return the seconds of each operation's arithmetic, by kernels of so many programs."""
+        reached = self.flops()[work.kinds] * self.busy(programs)
+        small = work.kinds == Kind.MATMUL_FP32
+        side = np.where(small & (work.side > 0), work.side, np.inf)
+        return work.flops / reached * (1 + self.half_rate_side / side)
 
     def parts(self, programs: Floats, divisible: Floats) -> Floats:
         """Return how many programs share what each of so many could do alone."""
@@ -97,6 +112,9 @@ class Work(NamedTuple):
     """See `Operation`; so the following ones."""
     meetings: Floats
     terms: Floats
+    side: Floats
+    functions: Floats
+    views: Floats
 
     @classmethod
     def of(cls, operations: Sequence[Operation]) -> Work:
@@ -117,7 +135,7 @@ class PassTime:
     attention: float = 0.0
     """Arithmetic of attention kernels."""
     memory: float = 0.0
-    """Bytes that move."""
+    """Bytes that move, and functions of the numbers that do."""
     launches: float = 0.0
     """Operations too small for the device, and the host that is slower than it."""
 
@@ -138,18 +156,26 @@ class PassTime:
 def pass_time(work: Work, rates: Rates) -> PassTime:
     """Return the time of a pass by the roofline."""
     parts = rates.parts(work.programs, work.divisible)
-    arithmetic = work.flops / (rates.flops()[work.kinds] * rates.busy(work.programs * parts))
+    arithmetic = rates.arithmetic(work, work.programs * parts)
     # terms are written by each part, and read and written as they are added up, where one alone would write its results
     shared = parts > 1
     moving = (work.moved + np.where(shared, 2 * parts * work.terms, 0.0)) / rates.memory
+    host = rates.launch * len(arithmetic) + rates.view * float(work.views.sum())
+    attends = work.kinds >= Kind.ATTENTION
+    multiplies = (work.kinds > Kind.ELEMENTWISE) & ~attends
+    if not rates.ahead:
+        return PassTime(
+            products=float(arithmetic[multiplies].sum()),
+            attention=float(arithmetic[attends].sum()),
+            memory=float(moving.sum() + work.functions.sum() / (rates.functions or np.inf)),
+            launches=host,
+        )
     seconds = np.maximum(np.maximum(arithmetic, moving), rates.kernel)
     # each operation's seconds go to what it waits for
-    computes = (arithmetic >= moving) & (arithmetic >= rates.kernel)
-    moves = ~computes & (moving >= rates.kernel)
-    attends = work.kinds >= Kind.ATTENTION
-    products, attention = float(seconds[computes & ~attends].sum()), float(seconds[computes & attends].sum())
-    memory, launches = float(seconds[moves].sum()), float(seconds[~computes & ~moves].sum())
+    small = (arithmetic < rates.kernel) & (moving < rates.kernel)
+    computes = ~small & (arithmetic >= moving)
+    products, attention = float(seconds[computes & multiplies].sum()), float(seconds[computes & attends].sum())
+    memory, launches = float(seconds[~small & ~(computes & (multiplies | attends))].sum()), float(seconds[small].sum())
     launches += rates.kernel * float(work.meetings[shared].sum())
-    host, device = rates.launch * len(seconds), products + attention + memory + launches
-    late = max(0.0, host - device) if rates.ahead else host
-    return PassTime(products, attention, memory, launches + late)
+    device = products + attention + memory + launches
+    return PassTime(products, attention, memory, launches + max(0.0, host - device))

@@ -17,7 +17,7 @@ from megamem.planning.device_rates import Sizes, device_rates
 from megamem.planning.machines import ACHIEVED, Machine, machine
 from megamem.planning.roofline import MatmulRates, Rates
 
-TINY = Sizes(32, (1, 2, 16, 8), torch.float32, 2**10, 10)
+TINY = Sizes(32, (4, 8), (1, 2, 16, 8), torch.float32, (2, 2**10), 10)
 H100 = {"name": "NVIDIA H100 80GB HBM3", "bytes": 85e9}
 
 
@@ -135,6 +135,8 @@ def test_bad_options(
 def test_rates_of_a_device() -> None:
     found = device_rates(torch.device("cpu"), TINY)
     assert min(*found.matmul.values(), found.attention, found.attention_backward, found.memory, found.launch) > 0
+    assert found.functions is not None
+    assert found.functions > 0
     assert found.kernel == 0.0
     assert not found.ahead, "the host computes itself"
 
