@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeVar, cast
 
@@ -74,18 +75,26 @@ class Ledger(TorchDispatchMode):
     ) -> object:
         """Run an operation, or make room for its results, and enter them."""
         kwargs = kwargs or {}
-        size = 0
-        # operands that were made outside cost nothing; they must be known, as a result may be a view of them
-        for operand in tensors_in((*args, *kwargs.values())):
-            self.enter_storage(operand, counted=False)
-            size += operand.nbytes
-        out = _run(func, args, kwargs, size)
-        for result in tensors_in((out,)):
-            self.enter_storage(result)
-        if asks_nothing(func):
+        shares, nothing = _traits(func)
+        if shares:
+            # operands that were made outside cost nothing; they must be known, as a result may share their storage
+            for operand in tensors_in((*args, *kwargs.values())):
+                self.enter_storage(operand, counted=False)
+        if nothing:
+            # a view, or memory whose size the arguments say
+            out: object = func(*args, **kwargs)
+            asked = None
+        else:
+            out, asked = _run(func, args, kwargs)
+        if isinstance(out, Tensor):
+            self.enter_storage(out)
+        else:
+            for result in tensors_in((out,)):
+                self.enter_storage(result)
+        if asked is None:
             self._views += 1
         else:
-            self.operations.append(_asked(func, args, kwargs, out)._replace(views=float(self._views)))
+            self.operations.append(asked._replace(views=float(self._views)) if self._views else asked)
             self._views = 0
         self.live_after.append(self.live)
         return out
@@ -145,41 +154,54 @@ def _map_values(change: Callable[[Any], Any], value: T) -> T:
     return cast(T, change(value))
 
 
-def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], size: int) -> object:
-    """Return the operation's results, or only room for them where they are large floating-point numbers.
+@cache
+def _traits(func: OpOverload) -> tuple[bool, bool]:
+    """Return whether results of an operation may share storage with its operands, and whether it asks nothing."""
+    schema = func._schema
+    shares = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    return shares or func in _VIEWS, asks_nothing(func)
 
-    size: bytes of the operands.
-    """
-    # small ones, views and choices are computed
-    computed = size < LARGE and func not in _ZEROS
-    if computed or func in _VIEWS or (func in _CHOICE_OPERATIONS and size < _CHOICE_BYTES):
-        return func(*args, **kwargs)
-    # an operation on operands of the same shapes has results of the same shapes: find them out once
-    key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
-    if key not in _results:
-        _results[key] = _result_shapes(func, args, kwargs)
-    shapes = _results[key]
+
+def _run(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, Operation]:
+    """Return the operation's results, or only room for them where they are large floating-point numbers, and what it
+    asks of a device: found out once for operands of the same shapes, of which results have the same shapes."""
+    # torch has one object for each operation, for good
+    key: list[Hashable] = [id(func)]
+    size = _describe(args, key)
+    for name, value in kwargs.items():
+        key.append(name)
+        size += _describe((value,), key)
+    met = tuple(key)
+    if (known := _operations.get(met)) is None:
+        shapes = None if _is_computed(func, size) else _result_shapes(func, args, kwargs)
+        out = _results(shapes, func, args, kwargs)
+        asked = operation(func, args, kwargs, out)
+        # what the values decide is found out each time
+        if not _DECIDED_BY_VALUES.intersection(func.tags):
+            _operations[met] = shapes, asked
+        return out, asked
+    return _results(known[0], func, args, kwargs), known[1]
+
+
+def _is_computed(func: OpOverload, size: int) -> bool:
+    """Return whether an operation on operands of so many bytes is computed: a small one, or one that makes a choice."""
+    return (size < LARGE and func not in _ZEROS) or (func in _CHOICE_OPERATIONS and size < _CHOICE_BYTES)
+
+
+def _results(shapes: object, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Return results that shapes, see `_result_shapes`, tell."""
     if shapes is None:
         return func(*args, **kwargs)
     if shapes is _IN_PLACE:
         return kwargs.get("out", args[0])
-    return _map_values(room, shapes)
+    return room(shapes) if isinstance(shapes, Tensor) else _map_values(room, shapes)
 
 
-def _asked(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], out: object) -> Operation:
-    """Return what an operation asks of a device, found out once for operands and results of the same shapes."""
-    key = func, _description(args), _description(tuple(kwargs.items())), _description(out)
-    if key not in _operations:
-        _operations[key] = operation(func, args, kwargs, out)
-    return _operations[key]
-
-
-_operations: dict[Hashable, Operation] = {}
-"""What operations ask of a device, by operation and shapes."""
+_DECIDED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_operations: dict[Hashable, tuple[object, Operation]] = {}
+"""What results look like, see `_result_shapes`, and what operations ask of a device, by operation and shapes."""
 _IN_PLACE = object()
 """Stands for the result of an operation that writes to its first operand, or to `out`, and returns it."""
-_results: dict[Hashable, object] = {}
-"""Results on the meta device, by operation and operands' shapes; None for operations that must be computed."""
 
 
 def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -202,13 +224,20 @@ def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str
     return shaped if all(result.is_floating_point() for result in tensors_in((shaped,))) else None
 
 
-def _description(value: object) -> Hashable:
-    """Return what of an argument decides the shapes of results."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_description, value))
-    return type(value), value
+def _describe(values: Sequence[object], key: list[Hashable]) -> int:
+    """Add to `key` what of arguments decides the shapes of results, and return the bytes of the tensors among them."""
+    size = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            key += (value.shape, value.stride(), value.dtype)
+            size += value.nbytes
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            size += _describe(value, key)
+        else:
+            # numbers that are equal and of different types make different results
+            key += cast(tuple[Hashable, Hashable], (type(value), value))
+    return size
 
 
 def _on_meta(value: object) -> object:
