@@ -289,7 +289,7 @@ def most_bytes(config, stage):
 def test_what_is_not_computed_is_remembered(monkeypatch):
     """A second look at the same shapes costs no second search."""
     x, asked, search = torch.ones(300, 300), [], ledger._result_shapes
-    monkeypatch.setattr(ledger, "_results", {})
+    monkeypatch.setattr(ledger, "_operations", {})
     monkeypatch.setattr(ledger, "_result_shapes", lambda func, *operands: asked.append(func) or search(func, *operands))
     with Ledger():
         x @ x

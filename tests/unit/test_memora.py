@@ -22,7 +22,7 @@ def sequence(tokens: int, spread: float) -> tuple[Tensor, Tensor, tuple[Tensor, 
     """Keys and values, learned logarithms, and gates as they start, with decays that differ from channel to channel."""
     key, value = (random(1, 1, tokens, WIDTH, seed=seed) for seed in (1, 2))
     logs = random(1, 1, INNER, WIDTH, seed=3) / WIDTH**0.5, random(1, 1, WIDTH, INNER, seed=4) / INNER**0.5
-    # 4.6 is the start value of the gates
+    # gates that fade by a hundredth
     channel, token = random(1, 1, 1, WIDTH, seed=5), random(1, 1, tokens, WIDTH, seed=6)
     log_decay = torch.nn.functional.logsigmoid(4.6 + spread * channel + 0.3 * spread * token)
     rates = ChannelRates(torch.full_like(log_decay, 0.5 / WIDTH), log_decay, torch.zeros(1, dtype=torch.int64))

@@ -12,8 +12,9 @@ from megamem.memory.base import StateSpec, TensorSpec
 from megamem.memory.recurrent.base import RecurrentConfig
 from megamem.ops.deep_memory.error import Loss
 
-FIRST_DECAY = 4.6
-"""Start value of the decay gate before its sigmoid: a memory fades by 1 % per token."""
+FIRST_DECAY = 6.9
+"""Start value of the decay gate before its sigmoid: a memory fades by a thousandth per token. Where weights under a
+layer norm fade faster, gradients through the text grow without bound (docs/mechanisms/deep.md)."""
 
 
 class DeepConfig(RecurrentConfig):
