@@ -12,15 +12,14 @@ from megamem.memory.base import StateSpec, TensorSpec
 from megamem.memory.recurrent.base import RecurrentConfig
 from megamem.ops.deep_memory.error import Loss
 
-FIRST_DECAY = 6.9
-"""Start value of the decay gate before its sigmoid: a memory fades by a thousandth per token. Where weights under a
-layer norm fade faster, gradients through the text grow without bound (docs/mechanisms/deep.md)."""
-
 
 class DeepConfig(RecurrentConfig):
     """Fields of every deep memory."""
 
     loss: ClassVar[Loss]
+    first_decay: ClassVar[float] = 6.9
+    """Start value of the decay gate before its sigmoid: a memory fades by a thousandth per token. Where weights under a
+    layer norm fade faster, gradients through the text grow without bound (docs/mechanisms/deep.md)."""
     network: Literal["mlp", "linear"] = "mlp"
     """The memory of a head: two layers with a GELU between, or one matrix."""
     expansion: PositiveInt = 4
@@ -59,7 +58,7 @@ class DeepConfig(RecurrentConfig):
     def gate_starts(self) -> dict[str, float]:
         """Name the gates that each token has by projection, with their start values before the sigmoid."""
         starts = {"rate": 0.0} if self.rate == "token" else {}
-        return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
+        return {**starts, "log_decay": self.first_decay} if self.decay else starts
 
     def token_gates(self) -> int:
         """See `RecurrentConfig.token_gates`."""

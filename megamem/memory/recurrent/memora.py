@@ -35,10 +35,6 @@ from megamem.ops.deep_memory.simplex import (
 )
 from megamem.parallel.linears import Linears, constant, declare, normal
 
-FIRST_DECAY = 9.2
-"""Start value of the decay gates before their sigmoid: logarithms fade by a ten-thousandth per token. Rows that are
-nearly even answer all keys alike, and a layer norm enlarges what is left."""
-
 
 @MIXERS.register
 class MemoraConfig(DeepConfig):
@@ -47,6 +43,9 @@ class MemoraConfig(DeepConfig):
     kind: Literal["memora"] = "memora"
     """`memora`"""
     loss: ClassVar[Loss] = "l2"
+    first_decay: ClassVar[float] = 9.2
+    """Logarithms fade by a ten-thousandth per token: rows that are nearly even answer all keys alike, and a layer norm
+    enlarges what is left."""
     decay: bool = True
     """Flatten the distributions at a rate of each token and channel."""
     gate_rank: PositiveInt = 8
@@ -59,11 +58,6 @@ class MemoraConfig(DeepConfig):
         if self.start == "zero":
             raise ValueError("start zero is not for memora, whose rows would be alike for ever; use learned")
         super().check(model)
-
-    def gate_starts(self) -> dict[str, float]:
-        """See `DeepConfig.gate_starts`."""
-        starts = super().gate_starts()
-        return {**starts, "log_decay": FIRST_DECAY} if self.decay else starts
 
     def gate_shape(self, model: ModelConfig) -> tuple[int, ...]:
         """See `DeepConfig.gate_shape`: one number per channel."""
