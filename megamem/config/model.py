@@ -327,8 +327,8 @@ class ModelConfig(LayersConfig, KernelsConfig):
 
     def rows_rise_from(self, layer: int) -> bool:
         """Return whether `layer` takes side rows and a layer above reads what it makes of them."""
-        here, *above = (self.side_rows_at(i) is not None for i in range(layer, self.layers))
-        return here and any(above)
+        takes = (self.side_rows_at(i) is not None for i in range(layer, self.layers))
+        return next(takes) and any(takes)
 
     def rows_end_at(self, layer: int) -> bool:
         """Return whether `layer` is the topmost of those that take side rows."""
@@ -363,13 +363,20 @@ class ModelConfig(LayersConfig, KernelsConfig):
 
     def component_specs(self) -> dict[str, StateSpec]:
         """Return the declared state of the whole model by component: layers, what stands below them or spans them."""
-        layers = {}
-        for layer in (layer for layer in range(self.layers) if self.part(layer).keeps_state):
+        return self.stage_specs(range(self.layers))
+
+    def stage_specs(self, layers: range) -> dict[str, StateSpec]:
+        """Return the declared state of the pipeline stage with `layers` by component.
+
+        The first stage also holds what stands below the layers of the model or spans them.
+        """
+        specs = {}
+        for layer in (layer for layer in layers if self.part(layer).keeps_state):
             mixer, inner = self.mixer_at(layer), self.layer_model(layer)
             top = self.rows_end_at(layer)
-            layers[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
-        beside = self.specs_beside(range(self.layers))
-        return {**layers, **beside, **self.entry_specs, **self.architecture.state_specs(self)}
+            specs[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
+        spanning = {**self.entry_specs, **self.architecture.state_specs(self)} if layers.start == 0 else {}
+        return {**specs, **self.specs_beside(layers), **spanning}
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:

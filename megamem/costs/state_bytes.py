@@ -126,14 +126,22 @@ def stage_state_bytes(
     The first stage also holds the memories that span the model, and what side rows are made of. Returns and raises as
     `state_bytes`.
     """
+    return component_bytes(model, model.stage_specs(layers), rows, compute, tp_size, chunks_seen)
+
+
+def component_bytes(
+    model: ModelConfig,
+    specs: Mapping[str, StateSpec],
+    rows: int,
+    compute: torch.dtype,
+    tp_size: int = 1,
+    chunks_seen: int = 0,
+) -> dict[str, int]:
+    """Count the bytes of a model's states with such `specs`, by component. Returns and raises as `state_bytes`."""
     total = {"memory": 0, "open": 0}
-    spanning = {**model.entry_specs, **model.architecture.state_specs(model)} if layers.start == 0 else {}
-    keeping = (f"layers.{layer}" for layer in layers if model.part(layer).keeps_state)
-    names = [*keeping, *model.specs_beside(layers), *spanning]
-    declared = model.component_specs()
-    for name in names:
+    for name, declared in specs.items():
         sizes = state_sizes(model, name, rows)
-        for kind, count in state_bytes(declared[name], sizes, compute, tp_size, chunks_seen).items():
+        for kind, count in state_bytes(declared, sizes, compute, tp_size, chunks_seen).items():
             total[kind] += count
     return total
 

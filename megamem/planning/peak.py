@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megamem.config.run import RunConfig
-from megamem.costs.state_bytes import stage_state_bytes
+from megamem.costs.state_bytes import component_bytes
 from megamem.memory.base import DTYPES
 from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
 from megamem.pipeline.freezing import learning_of
@@ -110,7 +110,8 @@ def step_peak(
     # the chunks, played through; after so many micro-batches the schedule repeats itself
     repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
     order = _order(config, stage, min(config.micro_batches(dp_size), repeats))
-    states = [_state_bytes(config, layers, tp_size, chunk) for chunk in range(config.chunks)]
+    specs, dtype = model.stage_specs(layers), DTYPES[config.training.precision]
+    states = [sum(component_bytes(model, specs, rows, dtype, tp_size, n).values()) for n in range(config.chunks)]
     gradients = _gradients(config, sizes, dp_size)
     moment = _play(order, parts, hidden if stage else 0, states, config.bptt_chunks, gradients)
 
@@ -180,12 +181,6 @@ def _carried_states(config: RunConfig, states: int, dp_size: int) -> float:
     if config.data.feeding != "streams":
         return 0.0
     return float((2 * config.accumulation_steps(dp_size) + 1) * states)
-
-
-def _state_bytes(config: RunConfig, layers: range, tp_size: int, chunks: int) -> int:
-    """Return the bytes of the layers' states once so many chunks of a micro-batch are read."""
-    rows, dtype = config.training.micro_batch_size, DTYPES[config.training.precision]
-    return sum(stage_state_bytes(config.model, layers, rows, dtype, tp_size, chunks).values())
 
 
 def _play(

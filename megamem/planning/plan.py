@@ -214,7 +214,7 @@ def make_plan(
         machine,
         ranks,
         rank_reports(other_layout, activations),
-        stage_traffic(layout, parameters),
+        stage_traffic(layout, parameters, config.model.rows_per_chunk),
         step_time(layout, parameters, machine, StageWork(activations, machine.reached)),
         split_state_bytes(config.model, *sizes),
         host_memory(config.model, *sizes),

@@ -97,6 +97,7 @@ class StageWork:
         self.rows_per_chunk = activations.model.rows_per_chunk
         # by the identity of what `activations` keeps
         self._timed: dict[int, tuple[PassTime, PassTime]] = {}
+        self._stages: dict[tuple[range, Share], list[tuple[PassTime, PassTime]]] = {}
 
     def stages(self, layout: Layout) -> list[list[tuple[PassTime, PassTime]]]:
         """Return by stage and chunk the times of the forward and the backward pass of a micro-batch."""
@@ -105,6 +106,12 @@ class StageWork:
 
     def stage(self, layers: range, share: Share) -> list[tuple[PassTime, PassTime]]:
         """Return by chunk the times of the forward and the backward pass of a stage with these layers."""
+        if (layers, share) not in self._stages:
+            self._stages[layers, share] = self._sum(layers, share)
+        return self._stages[layers, share]
+
+    def _sum(self, layers: range, share: Share) -> list[tuple[PassTime, PassTime]]:
+        """Return the sums over a stage's parts; see `stage`."""
         parts = [self.activations.layer_work(layer, share) for layer in layers]
         if layers.start == 0:
             parts.append(self.activations.embedding_work(share))
@@ -177,7 +184,7 @@ def step_time(
     else:
         makespan = busy[slowest] * (1 + (stages - 1) / (layout.sequences * config.chunks))
     rate = machine.rate(layout.dp_size, parallel.tp)
-    stages_passes = zip(stage_traffic(layout, parameters), parameters, passes, strict=True)
+    stages_passes = zip(stage_traffic(layout, parameters, work.rows_per_chunk), parameters, passes, strict=True)
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=sum_of(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
@@ -216,10 +223,11 @@ def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: flo
     return passes * sum(waits) / len(waits)
 
 
-def stage_traffic(layout: Layout, parameters: Sequence[StageParameters]) -> list[Traffic]:
-    """Return the traffic of a rank of each stage. parameters: of a rank of each stage."""
+def stage_traffic(layout: Layout, parameters: Sequence[StageParameters], rows_per_chunk: int) -> list[Traffic]:
+    """Return the traffic of a rank of each stage; see `traffic`. parameters: of a rank of each stage."""
+    config, dp_size = layout.config, layout.dp_size
     stages = enumerate(zip(contiguous(layout.counts), parameters, strict=True))
-    return [traffic(layout.config, layers, stage, count, layout.dp_size) for stage, (layers, count) in stages]
+    return [traffic(config, layers, stage, count, dp_size, rows_per_chunk) for stage, (layers, count) in stages]
 
 
 def _sequence_seconds(stage: int, chunks: int, cost: Cost) -> float:

@@ -43,16 +43,20 @@ class Traffic:
         return self.tensor + self.pipeline + self.data
 
 
-def traffic(config: RunConfig, layers: range, stage: int, parameters: StageParameters, dp_size: int) -> Traffic:
+def traffic(
+    config: RunConfig, layers: range, stage: int, parameters: StageParameters, dp_size: int, rows_per_chunk: int
+) -> Traffic:
     """Return the traffic of a rank of `stage`, which holds `layers` with `parameters`.
 
     Sums over ranks that some mechanisms make besides (their pages say so) are small and left out.
+
+    rows_per_chunk: `ModelConfig.rows_per_chunk`, which looks through all layers: a search does so once.
     """
     parallel, training, model = config.parallel, config.training, config.model
     element = DTYPES[training.precision].itemsize
     chunks = config.global_rows // dp_size * config.chunks * training.objective.readings
     # all hidden chunks of a step: of their tokens alone, and with the rows beside them that layers read
-    tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, model.rows_per_chunk))
+    tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, rows_per_chunk))
 
     # two sums forward and two backward per layer; recomputation needs the first of the forward ones again
     reach = backward_pass_of(config)

@@ -48,7 +48,7 @@ def test_bytes_of_two_ranks(zero: int, precision: str, gradients: float, weights
     """By parameter."""
     config = run(zero, precision)
     assert (config.chunks, config.micro_batches(2)) == (8, 2)
-    sent = traffic(config, range(4), 0, StageParameters(1_000, 1_000), 2)
+    sent = traffic(config, range(4), 0, StageParameters(1_000, 1_000), 2, config.model.rows_per_chunk)
     assert (sent.gradients, sent.weights) == (1_000 * gradients, 1_000 * weights)
     assert sent.data == sent.gradients + sent.weights
 

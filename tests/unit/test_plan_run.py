@@ -187,8 +187,10 @@ def test_zero3_gathers_as_often_as_deepspeed_lets_go():
     """Once a window while a model and a backward pass lie within 1e9 parameters, else for each chunk and pass."""
     config = demo("parallel.zero_stage=3", "training.recompute=false", "training.micro_batch_size=1")
     windows = config.accumulation_steps(2)
+    rows = config.model.rows_per_chunk
     small, large = (
-        traffic(config, range(4), 0, StageParameters(count, count), 2).data / count for count in (10**8, 2 * 10**9)
+        traffic(config, range(4), 0, StageParameters(count, count), 2, rows).data / count
+        for count in (10**8, 2 * 10**9)
     )
     assert small == windows * (4 / 2 + 4 / 2)
     assert large == windows * (4 / 2 + 2 * config.bptt_chunks * 4 / 2)
@@ -212,14 +214,14 @@ def test_traffic_by_hand():
     config = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=false")
     rows = config.global_rows // 2
     hidden = rows * 2048 * 192 * 4
-    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2)
+    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2, config.model.rows_per_chunk)
     assert first.tensor == (2 * 2 * 2 + 1) * 2 * hidden / 2  # two layers, two sums each way, the embedding's
     assert first.pipeline == hidden
     assert first.data == 2 * 4_000 / 2
     again = demo("parallel.tp=2", "parallel.pp=2", "parallel.zero_stage=0", "training.recompute=true")
-    assert (
-        traffic(again, range(2), 0, StageParameters(1_000, 1_000), 2).tensor == (5 * 2 + 1) * 2 * hidden / 2
-    )  # the first sum of each layer again
+    # the first sum of each layer again
+    repeated = traffic(again, range(2), 0, StageParameters(1_000, 1_000), 2, again.model.rows_per_chunk)
+    assert repeated.tensor == (5 * 2 + 1) * 2 * hidden / 2
 
 
 def test_rows_beside_the_tokens_travel_with_them():
@@ -228,7 +230,7 @@ def test_rows_beside_the_tokens_travel_with_them():
     config = demo(*layout, "model.memory=[]", "model.mixer={kind: melodi, form: rising, summaries: 64}")
     tokens = config.global_rows // 2 * 2048 * 192 * 4
     hidden = tokens * (config.model.chunk_size + 64) // config.model.chunk_size
-    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2)
+    first = traffic(config, range(2), 0, StageParameters(1_000, 1_000), 2, config.model.rows_per_chunk)
     assert first.tensor == 2 * (2 * 2 * 2 * hidden + tokens) / 2
     assert first.pipeline == hidden
 
