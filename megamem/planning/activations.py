@@ -1,26 +1,25 @@
 """Bytes of activations: a layer of each kind reads chunks on the CPU, and the ledger counts what it makes.
 
 The layer is the one that trains, so that it runs the code that it runs in training. But large numbers are not computed
-(`megamem.planning.ledger`), and the layer is the share of one of many tensor-parallel ranks, for two or three rows: so
-this takes seconds. Bytes are linear in the number of rows and in a rank's share of the heads: four measurements decide
-what any other share and number of rows takes.
+(`megamem.planning.ledger`), and the layer is the share of one of many tensor-parallel ranks, for two rows and for five:
+so this takes seconds. Each number is a multiple of the rows or does not depend on them, and is linear in a rank's share
+of the heads: two measurements decide what any other share and number of rows takes (`megamem.planning.measured_chunk`).
 
-Three steps, from the inside out: `_read_chunks` measures chunk after chunk of one part at one size, `_Measurements`
-does so at four sizes and interpolates, `Activations` keeps the results by part.
+Three steps, from the inside out: `measure_both` measures chunk after chunk of one part at one size, `_Measurements`
+does so at two sizes and finds what lies between, `Activations` keeps the results by part.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import product
 from multiprocessing import get_context
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -32,15 +31,14 @@ from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
+from megamem.planning.measured_chunk import Lines, MeasuredChunk, PartBytes, PartWork
 from megamem.planning.measured_part import (
-    Bytes,
     Kernels,
-    MeasuredChunk,
     Part,
-    PartWork,
     Share,
     end_tokens,
     kernels_of,
+    measure_both,
     measure_part,
     recurrence_of,
     zero_stage,
@@ -52,24 +50,10 @@ T = TypeVar("T")
 Wanted = tuple[str, range, Share]
 """A part by name and layers (none: embedding or head), and the share of it that is asked for."""
 _Key = tuple[str, bool, bool, int]
-ROWS = (2, 3)
-"""Numbers of rows that are measured; with one row some operations need no copies that they need with more."""
+FEWEST_ROWS = 2
+"""Rows of the first measurement; with one row some operations need no copies that they need with more."""
 MOST_CHUNKS = 8
 """Chunks after which a memory of fixed size has filled, or a growing one grows at its pace."""
-
-
-class PartBytes(NamedTuple):
-    """The bytes that a part of a stage (a layer, the embedding, the head) takes for one chunk of one micro-batch."""
-
-    kept: float
-    """Bytes from the chunk's forward to its backward: activations, the hidden chunk it hands on, new states."""
-    forward: float
-    """Most bytes while its forward runs, above those that there were before."""
-    backward: float
-    """Most bytes while its backward runs, above those that there were before; gradients of parameters are among the
-    latter."""
-    state_gradients: float
-    """Bytes of gradients on the states that it read, from its backward to that of the chunk before."""
 
 
 class Activations:
@@ -95,8 +79,7 @@ class Activations:
         self.dtype = DTYPES[precision]
         # by part and by what changes the operations (the slices of a loss among it); rows and TP are interpolated
         self._measurements: dict[_Key, _Measurements] = {}
-        self._interpolated: dict[tuple[str, Share], list[PartBytes]] = {}
-        self._work: dict[tuple[str, Share], list[PartWork]] = {}
+        self._found: dict[tuple[str, Share], tuple[list[PartBytes], list[PartWork]]] = {}
 
     @classmethod
     def of_run(cls, config: RunConfig, processes: int = 1, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
@@ -123,27 +106,27 @@ class Activations:
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
-        return self._bytes(*self._layer(layer, share))
+        return self._at(*self._layer(layer, share))[0]
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
-        return self._bytes(*self._embedding(share)) * self.chunks
+        return self._at(*self._embedding(share))[0] * self.chunks
 
     def head(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._bytes(*self._head(share)) * self.chunks
+        return self._at(*self._head(share))[0] * self.chunks
 
     def layer_work(self, layer: int, share: Share) -> list[PartWork]:
         """Return the operations of a layer for each chunk of a sequence."""
-        return self._works(*self._layer(layer, share))
+        return self._at(*self._layer(layer, share))[1]
 
     def embedding_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the embedding for each chunk of a sequence."""
-        return self._works(*self._embedding(share)) * self.chunks
+        return self._at(*self._embedding(share))[1] * self.chunks
 
     def head_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._works(*self._head(share)) * self.chunks
+        return self._at(*self._head(share))[1] * self.chunks
 
     def _layer(self, layer: int, share: Share) -> Wanted:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
@@ -178,46 +161,39 @@ class Activations:
         """
         return replace(share, rows=share.rows * self.model.chunk_size / end_tokens(self.model))
 
-    def _bytes(self, name: str, layers: range, share: Share) -> list[PartBytes]:
-        """Return the bytes of a part by chunk, interpolated where they are not known yet."""
-        if (name, share) not in self._interpolated:
-            self._interpolated[name, share] = self._measured(name, layers, share).at(share)
-        return self._interpolated[name, share]
-
-    def _works(self, name: str, layers: range, share: Share) -> list[PartWork]:
-        """Return the operations of a part by chunk, interpolated where they are not known yet."""
-        if (name, share) not in self._work:
-            self._work[name, share] = self._measured(name, layers, share).work_at(share)
-        return self._work[name, share]
-
-    def _measured(self, name: str, layers: range, share: Share) -> _Measurements:
-        """Return the measurements of a part, made at its first use."""
-        self._measure([(name, layers, share)])
-        return self._measurements[_key(name, share)]
+    def _at(self, name: str, layers: range, share: Share) -> tuple[list[PartBytes], list[PartWork]]:
+        """Return the bytes and the operations of a part by chunk, measured if they are not known yet."""
+        if (name, share) not in self._found:
+            self._measure([(name, layers, share)])
+            self._found[name, share] = self._measurements[_key(name, layers, share)].at(share)
+        return self._found[name, share]
 
     def _measure(self, parts: Iterable[Wanted]) -> None:
         """Measure those parts that are not yet, all side by side where this process may fork."""
         new: dict[_Key, _Measurements] = {}
         for name, layers, share in parts:
-            key = _key(name, share)
+            key = _key(name, layers, share)
             if key not in self._measurements and key not in new:
                 new[key] = _Measurements(self, layers, share)
         if not new:
             return
-        wanted = [(made, corner) for made in new.values() for corner in made.corners]
+        wanted = [measure for made in new.values() for measure in made.to_measure()]
         with _one_thread():
-            results = _side_by_side([made.at_corner(*corner) for made, corner in wanted], self.processes)
-        for (made, corner), result in zip(wanted, results, strict=True):
-            made.measured[corner] = result
+            results = iter(_side_by_side(wanted, self.processes))
+        for made in new.values():
+            made.measured = next(results), next(results)
         self._measurements |= new
 
 
-def _key(name: str, share: Share) -> _Key:
-    """Return what tells measurements apart: the part, and what changes its operations."""
-    return name, share.recompute, share.sequence_parallel, share.loss_slices
+def _key(name: str, layers: range, share: Share) -> _Key:
+    """Return what tells measurements apart: the part, and what changes its operations.
+
+    Layers are measured with and without recomputation at once.
+    """
+    return name, share.recompute and not layers, share.sequence_parallel, share.loss_slices
 
 
-def _side_by_side(measure: Sequence[Callable[[], list[MeasuredChunk]]], processes: int) -> list[list[MeasuredChunk]]:
+def _side_by_side(measure: Sequence[Callable[[], T]], processes: int) -> list[T]:
     """Return what each of `measure` returns, in so many processes forked from this one if there are several."""
     if processes == 1:
         return [each() for each in measure]
@@ -243,7 +219,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Measurements:
-    """Measurements of one part at two numbers of rows and two TP sizes, and the straight lines through them."""
+    """Two measurements of one part, and what follows from them at any number of rows and TP size."""
 
     def __init__(self, activations: Activations, layers: range, share: Share) -> None:
         """Say what to measure of the part that holds `layers`; `measured` is filled in by who does.
@@ -261,94 +237,39 @@ class _Measurements:
         # the largest two: the smallest shares are measured fastest. As with rows, with a single head some operations
         # need no copies that they need with more: such sizes are taken only if there are no others
         several_heads = [size for size in sizes if model.resolved_kv_heads // size > 1]
-        self.sizes = several_heads[-2:] if len(several_heads) > 1 else sizes[-2:]
+        fewer, more = ([sizes[0], *sizes] if len(several_heads) < 2 else several_heads)[-2:]
+        # so many rows that what is made of rows grows from the first to the second, though a rank has fewer heads
+        self.lines = Lines((FEWEST_ROWS, FEWEST_ROWS * more // fewer + 1), (fewer, more))
         self.chunks = activations.chunks if layers else 1
         self.grows_for = _growing_chunks(stage, self.chunks)
-
-        self.corners = list(product(ROWS, self.sizes))
-        self.measured: dict[tuple[int, int], list[MeasuredChunk]] = {}
+        self.measured: tuple[list[tuple[MeasuredChunk, ...]], list[tuple[MeasuredChunk, ...]]] = [], []
+        """By chunk, without recomputation and with it; of embedding and head there is one."""
         self._part, self._share = part, share
 
-    def at_corner(self, rows: int, tp_size: int) -> Callable[[], list[MeasuredChunk]]:
-        """Return what measures the part at a number of rows and a TP size."""
-        chunks = min(self.chunks, MOST_CHUNKS)
-        return partial(
-            measure_part, self._part, chunks, self.grows_for > 0, replace(self._share, rows=rows, tp_size=tp_size)
-        )
+    def to_measure(self) -> Iterator[Callable[[], list[tuple[MeasuredChunk, ...]]]]:
+        """Yield what measures the part, for one half of `measured` after the other."""
+        chunks, growing = min(self.chunks, MOST_CHUNKS), self.grows_for > 0
+        for rows, tp_size in zip(self.lines.rows, self.lines.tp_sizes, strict=True):
+            share = replace(self._share, rows=rows, tp_size=tp_size)
+            yield partial(measure_both if self._part.layers else _measure_end, self._part, chunks, growing, share)
 
-    def at(self, share: Share) -> list[PartBytes]:
-        """Return the bytes at any number of rows and TP size, by chunk."""
-        weights = self._weights(share)
-        measured = [np.array(self._chunk(chunk, weights)) for chunk in range(self._known)]
-        extended = _extended(measured, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
-        return [PartBytes(*map(float, row)) for row in extended]
-
-    def work_at(self, share: Share) -> list[PartWork]:
-        """Return the operations at any number of rows and TP size, by chunk."""
-        weights = self._weights(share)
-        measured = []
-        for chunk in range(self._known):
-            corners = [(chunks[chunk].work, weights[corner]) for corner, chunks in self.measured.items()]
-            forward, backward = (_weighted([(work[way], weight) for work, weight in corners]) for way in (0, 1))
-            measured.append(PartWork(forward, backward))
-        return _extended(measured, self.chunks, self.grows_for, lambda *works: PartWork(*map(_grown, *works)))
-
-    @property
-    def _known(self) -> int:
-        """The chunks that are known: a corner may have become steady after fewer than the others."""
-        return min(len(chunks) for chunks in self.measured.values())
-
-    def _weights(self, share: Share) -> dict[tuple[int, int], float]:
-        """Return the weight of each corner: bilinear in rows and in 1 / TP, a product of two."""
-        return {
-            (rows, tp): _weight(rows, ROWS, share.rows)
-            * _weight(1 / tp, [1 / size for size in self.sizes], 1 / share.tp_size)
-            for rows, tp in self.measured
-        }
-
-    def _chunk(self, chunk: int, weights: Mapping[tuple[int, int], float]) -> PartBytes:
-        """Return the weighted bytes of one chunk. weights: of the corners."""
-        corners = [(chunks[chunk], weights[corner]) for corner, chunks in self.measured.items()]
-        return PartBytes(
-            sum(weight * measured.kept for measured, weight in corners),
-            _highest([(measured.forward, weight) for measured, weight in corners]),
-            _highest([(measured.backward, weight) for measured, weight in corners]),
-            sum(weight * measured.state_gradients for measured, weight in corners),
-        )
+    def at(self, share: Share) -> tuple[list[PartBytes], list[PartWork]]:
+        """Return bytes and operations at any number of rows and TP size, by chunk."""
+        way = -1 if share.recompute else 0
+        found = [
+            self.lines.chunk((first[way], second[way]), share.rows, share.tp_size)
+            # one measurement may have become steady after fewer chunks than the other
+            for first, second in zip(*self.measured, strict=False)
+        ]
+        sizes, works = [np.array(size) for size, _ in found], [work for _, work in found]
+        sizes = _extended(sizes, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
+        works = _extended(works, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
+        return [PartBytes(*map(float, size)) for size in sizes], works
 
 
-def _highest(corners: Sequence[tuple[Bytes, float]]) -> float:
-    """Return the highest point of the weighted sum of bytes over operations.
-
-    Which operation holds most may change with the size, so operations are summed before the highest is taken. Where
-    choices made the corners run different operations, their own highest points are summed.
-    """
-    if len({len(over_operations) for over_operations, _ in corners}) > 1:
-        return float(sum(weight * over_operations.max() for over_operations, weight in corners))
-    return float(np.sum([weight * over_operations for over_operations, weight in corners], axis=0).max())
-
-
-def _weight(point: float, points: Sequence[float], wanted: float) -> float:
-    """Return the weight of the value at `point` in the straight line through the values at `points` (one or two)."""
-    if len(points) == 1:
-        return 1.0
-    (other,) = (candidate for candidate in points if candidate != point)
-    return (wanted - other) / (point - other)
-
-
-def _weighted(corners: Sequence[tuple[Work, float]]) -> Work:
-    """Return the weighted sum of the operations at the corners, one by one.
-
-    Where choices made the corners run different operations, those of the last corner stand for all, in proportion.
-    """
-    works = [work for work, _ in corners]
-    if all(np.array_equal(work.kinds, works[0].kinds) for work in works):
-        numbers = (sum(weight * work[field] for work, weight in corners) for field in range(1, len(Work._fields)))
-        return Work(works[0].kinds, *(np.maximum(each, 0) for each in numbers))
-    last = works[-1]
-    whole = [sum(weight * float(work[field].sum()) for work, weight in corners) for field in (1, 2)]
-    flops, moved = (last[field] * whole[field - 1] / max(1.0, float(last[field].sum())) for field in (1, 2))
-    return last._replace(flops=np.maximum(flops, 0), moved=np.maximum(moved, 0))
+def _measure_end(part: Part, chunks: int, growing: bool, share: Share) -> list[tuple[MeasuredChunk, ...]]:
+    """Return the measurements of the embedding or the head; see `measure_part`."""
+    return [(chunk,) for chunk in measure_part(part, chunks, growing, share)]
 
 
 def _grown(last: Work, new: Work, before: Work) -> Work:

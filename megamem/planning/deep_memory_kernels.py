@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,7 @@ def planned_passes(precision: Precision) -> GroupPasses:
             if not units:
                 return Operation(kind, flops, moved, math.prod(blocks.shape[:3]))
             heads, divisible = math.prod(blocks.shape[:2]), math.ceil(units / UNITS)
-            return Operation(kind, flops, moved, heads, divisible, blocks.shape[2], bytes_moved(terms(out)))
+            return Operation(kind, flops, moved, heads, divisible, blocks.shape[2], sum(bytes_moved(terms(out))))
 
         return joined_as(kernel, function, *given)
 
@@ -177,7 +178,8 @@ def planned_selected_passes(precision: Precision) -> SelectedPasses:
         share, block = here / (pairs.begins.shape[-1] - 1), PROGRAM_ROWS[rows.itemsize]
         filled = pairs.order.numel() * share + rows.shape[:2].numel() * here * block / 2
         flops = 2.0 * times * products * inner * filled * 2 ** (rows.shape[-1] - 1).bit_length()
-        moved = share * (sum(map(bytes_moved, read)) + bytes_moved(written, pairs)) + bytes_moved(matrices)
+        of_pairs = (*chain.from_iterable(map(bytes_moved, read)), *bytes_moved(written, pairs))
+        moved = (*(share * each for each in of_pairs), *bytes_moved(matrices))
         return Operation(kind, flops, moved, max(1.0, filled / block))
 
     def answer(rows: Tensor, shares: Tensor, pairs: Pairs, eps: float | None, lists: Lists) -> Tensor:
@@ -244,9 +246,9 @@ def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:
     return 2.0 * rows.shape[:2].numel() * blocks * size * 2 ** (rows.shape[-1] - 1).bit_length()
 
 
-def bytes_moved(*of: object) -> float:
+def bytes_moved(*of: object) -> tuple[float, ...]:
     """Return the bytes of all tensors in some values, each once."""
-    return float(sum({id(x): touched(x) for x in tensors_in(of)}.values()))
+    return tuple({id(x): touched(x) for x in tensors_in(of)}.values())
 
 
 def _of_reads(written: Written) -> object:

@@ -86,7 +86,7 @@ def _kernel(flops: float, read: tuple[Tensor | None, ...], *made: Tensor | tuple
 
     def as_kernel(_: object, out: tuple[Tensor, ...]) -> Operation:
         """Return the operation."""
-        return Operation(Kind.MATMUL_BF16, flops, sum(map(touched, tensors_in((*read, *out)))), programs)
+        return Operation(Kind.MATMUL_BF16, flops, tuple(map(touched, tensors_in((*read, *out)))), programs)
 
     def results() -> tuple[Tensor, ...]:
         """Return zeros [...]."""

@@ -11,8 +11,10 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -58,12 +60,27 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.live = 0
         """Bytes that live now."""
-        self.live_after: list[int] = []
-        """`live` after each operation, in order."""
         self.operations: list[Operation] = []
         """Those that a device would run, in order."""
+        self.time = 0
+        """Moments so far: each operation takes one, and so does `wait`."""
+        self.sizes: list[int] = []
+        """Bytes of each storage that operations made, in order."""
+        self.made: list[int] = []
+        """The moment in which each of them was made."""
+        self.gone: list[tuple[int, int]] = []
+        """The place in `sizes` of each that has gone since, and the moment at whose end it was gone, in order."""
         self._views = 0
         self._known: dict[int, _Entry] = {}
+
+    def wait(self) -> None:
+        """Let a moment go by, so that what is gone before it can be told from what the next operation lets go."""
+        self.time += 1
+
+    @property
+    def live_after(self) -> npt.NDArray[np.float64]:
+        """Bytes that lived at the end of each moment."""
+        return Storages.of(self).live(self.time)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -96,7 +113,7 @@ class Ledger(TorchDispatchMode):
         else:
             self.operations.append(asked._replace(views=float(self._views)) if self._views else asked)
             self._views = 0
-        self.live_after.append(self.live)
+            self.time += 1
         return out
 
     def enter_storage(self, tensor: Tensor, counted: bool = True) -> None:
@@ -104,16 +121,56 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         # the address of torch's own object: two Python objects may stand for one storage
         key = storage._cdata
-        if key not in self._known:
-            entry = _Entry(storage, self._leave)
-            entry.key, entry.size = key, storage.nbytes() if counted else 0
-            self._known[key] = entry
-            self.live += entry.size
+        if key in self._known:
+            return
+        self._known[key] = entry = _Entry(storage, self._leave)
+        entry.key, entry.place = key, None
+        if counted:
+            size = storage.nbytes()
+            entry.place = len(self.sizes)
+            self.sizes.append(size)
+            self.made.append(self.time)
+            self.live += size
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """Return the place in `sizes` of the storage of `tensor` [...]; None for one that operations did not make."""
+        entry = self._known.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry.place
 
     def _leave(self, entry: _Entry) -> None:
         """Forget a storage that has gone."""
         del self._known[entry.key]
-        self.live -= entry.size
+        if entry.place is not None:
+            self.live -= self.sizes[entry.place]
+            self.gone.append((entry.place, self.time))
+
+
+NEVER = 2**62
+"""The moment at whose end a storage is gone that stays."""
+
+
+class Storages(NamedTuple):
+    """What operations made, in order: how much, and from when to when it lived."""
+
+    sizes: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    """Bytes of each."""
+    made: npt.NDArray[np.int64]
+    """The moment in which each was made."""
+    gone: npt.NDArray[np.int64]
+    """The moment at whose end each was gone; see `NEVER`."""
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> Storages:
+        """Return what is known so far."""
+        gone = np.full(len(ledger.sizes), NEVER)
+        places = np.array(ledger.gone, dtype=np.int64).reshape(-1, 2)
+        gone[places[:, 0]] = places[:, 1]
+        return cls(np.array(ledger.sizes, dtype=np.int64), np.array(ledger.made, dtype=np.int64), gone)
+
+    def live(self, moments: int) -> npt.NDArray[np.float64]:
+        """Return the bytes that live at the end of each of so many moments."""
+        made, gone = (np.bincount(at[at < moments], self.sizes[at < moments], moments) for at in (self.made, self.gone))
+        return np.cumsum(made - gone)
 
 
 def joined(function: Callable[..., T], *given: object) -> T:
@@ -121,7 +178,7 @@ def joined(function: Callable[..., T], *given: object) -> T:
 
     def as_one(steps: Sequence[Operation], out: T) -> Operation:
         """Return an operation of its operands' and results' bytes alone."""
-        return Operation(Kind.ELEMENTWISE, 0.0, sum(map(touched, tensors_in((*given, out)))))
+        return Operation(Kind.ELEMENTWISE, 0.0, tuple(map(touched, tensors_in((*given, out)))))
 
     return joined_as(as_one, function, *given)
 
@@ -129,20 +186,23 @@ def joined(function: Callable[..., T], *given: object) -> T:
 def joined_as(as_one: Callable[[Sequence[Operation], T], Operation], function: Callable[..., T], *given: object) -> T:
     """Return what a function returns; ledgers that watch see what `as_one` makes of its steps and its result."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Ledger)]
-    before = [(len(mode.operations), len(mode.live_after)) for mode in modes]
+    before = [(len(mode.operations), len(mode.made), len(mode.gone), mode.time) for mode in modes]
     out = function(*given)
-    for mode, (operations, live) in zip(modes, before, strict=True):
+    for mode, (operations, made, gone, time) in zip(modes, before, strict=True):
         mode.operations[operations:] = [as_one(mode.operations[operations:], out)]
-        mode.live_after[live:] = [mode.live]
+        # all of it is made, and what it does not keep is gone, in one moment
+        mode.made[made:] = [time] * (len(mode.made) - made)
+        mode.gone[gone:] = [(place, time) for place, _ in mode.gone[gone:]]
+        mode.time = time + 1
     return out
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, with what must be known of it once it has gone."""
 
-    __slots__ = ("key", "size")
+    __slots__ = ("key", "place")
     key: int
-    size: int
+    place: int | None
 
 
 def _map_values(change: Callable[[Any], Any], value: T) -> T:

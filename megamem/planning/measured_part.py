@@ -8,28 +8,27 @@ takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
 from megamem.config.training import TrainingConfig
-from megamem.memory.base import Chunk, States, detach, map_state, state_tensors
+from megamem.memory.base import Chunk, Losses, State, States, detach, map_state, state_tensors
 from megamem.model.kernels import FLA, OPERATIONS
+from megamem.model.layer import Layer
 from megamem.model.stage import Stage, build_stage, typical_labels
 from megamem.pipeline.freezing import Learning, freeze
 from megamem.pipeline.train_chunk import dropout_keys
 from megamem.planning.joined import join_kernels
-from megamem.planning.ledger import Ledger, room
+from megamem.planning.ledger import Ledger, Storages, room
+from megamem.planning.measured_chunk import ForwardAlone, MeasuredChunk, Seen, recomputed
 from megamem.planning.rank_linears import RankLinears
-from megamem.planning.roofline import Work
 
-Bytes = npt.NDArray[np.float64]
 Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
 """Hidden vectors or losses, new states by component, auxiliary losses."""
 Kernels = Literal["separate", "cuda", "libraries", "compiled"]
@@ -95,25 +94,6 @@ class Share:
         return cls(training.micro_batch_size, tp_size, training.recompute, split)
 
 
-class PartWork(NamedTuple):
-    """The operations of a part for one chunk of one micro-batch."""
-
-    forward: Work
-    backward: Work
-    """Operations of the backward pass, those that recomputation repeats among them."""
-
-
-class MeasuredChunk(NamedTuple):
-    """The measurement of one chunk of a part. See `PartBytes`; forward and backward are the bytes after each operation,
-    above those at the beginning."""
-
-    kept: float
-    forward: Bytes
-    backward: Bytes
-    state_gradients: float
-    work: PartWork
-
-
 class Part(NamedTuple):
     """What is measured of a model."""
 
@@ -128,19 +108,34 @@ class Part(NamedTuple):
 
 def measure_part(part: Part, chunks: int, growing: bool, share: Share) -> list[MeasuredChunk]:
     """Return the measurements of the first chunks; see `_read_chunks`."""
-    measured, ledgers = _read_chunks(part, chunks, growing, share)
-    # what still lives are tables that are made at the first use and kept: the second time they are there already
+    return [chunk for chunk, _ in _read_twice(part, chunks, growing, share, alone=False)]
+
+
+def measure_both(part: Part, chunks: int, growing: bool, share: Share) -> list[tuple[MeasuredChunk, ...]]:
+    """Return the measurements of the first chunks of layers, without recomputation and with it; see `_read_chunks`."""
+    found = _read_twice(part, chunks, growing, replace(share, recompute=False), alone=True)
+    return [(chunk, recomputed(chunk, alone)) for chunk, alone in found if alone is not None]
+
+
+Found = list[tuple[MeasuredChunk, ForwardAlone | None]]
+
+
+def _read_twice(part: Part, chunks: int, growing: bool, share: Share, alone: bool) -> Found:
+    """Return what `_read_chunks` does, once all tables are made that are made at the first use and kept."""
+    found, ledgers = _read_chunks(part, chunks, growing, share, alone)
+    # what still lives are such tables
     if any(ledger.live for ledger in ledgers):
-        measured, _ = _read_chunks(part, chunks, growing, share)
-    return measured
+        found, _ = _read_chunks(part, chunks, growing, share, alone)
+    return found
 
 
-def _read_chunks(part: Part, chunks: int, growing: bool, share: Share) -> tuple[list[MeasuredChunk], list[Ledger]]:
+def _read_chunks(part: Part, chunks: int, growing: bool, share: Share, alone: bool) -> tuple[Found, list[Ledger]]:
     """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
 
     Args:
         chunks: the most that are read.
         growing: whether the part's memory grows with each chunk.
+        alone: whether to run each forward pass once more as under recomputation.
 
     Returns: measurements by chunk, and their ledgers.
     """
@@ -153,12 +148,12 @@ def _read_chunks(part: Part, chunks: int, growing: bool, share: Share) -> tuple[
     enters = learning is None or learning.reaches_input(layers.start)
     leaf = _leaf if learning is None else _leaf_with_gradient
     ledgers: list[Ledger] = []
-    measured: list[MeasuredChunk] = []
-    while len(measured) < chunks:
+    found: Found = []
+    while len(found) < chunks:
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
         reads = {name: map_state(leaf, state) for name, state in states.items()}
         keys = dropout_keys(model, 0, 0, range(rows))
-        position = Chunk((len(measured) * size,) * rows, dropout=keys and keys.after(len(measured) * size))
+        position = Chunk((len(found) * size,) * rows, dropout=keys and keys.after(len(found) * size))
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
@@ -169,14 +164,17 @@ def _read_chunks(part: Part, chunks: int, growing: bool, share: Share) -> tuple[
             # a list, so that the loss is an output of which gradients are taken
             return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 
+        again = _forward_alone(stage, forward, reads) if alone else None
         ledgers.append(Ledger())
         (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
+        if again is not None and len(again.storages.sizes) != chunk.made_forward:
+            again = _forward_alone(stage, forward, reads)  # the first made tables
         states = detach(new) if learning is None else new
-        measured.append(chunk)
+        found.append((chunk, again))
         # a line needs one chunk more than a constant, and the first chunk reads no memory
-        if len(measured) > (3 if growing else 2) and _is_steady([chunk.kept for chunk in measured], growing):
+        if len(found) > (3 if growing else 2) and _is_steady([chunk.kept for chunk, _ in found], growing):
             break
-    return measured, ledgers
+    return found, ledgers
 
 
 def _is_steady(kept: Sequence[float], growing: bool) -> bool:
@@ -207,37 +205,72 @@ def zero_stage(part: Part, share: Share) -> Stage:
 def _measure_chunk(
     ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
 ) -> tuple[Outputs, MeasuredChunk]:
-    """Run forward and backward of one chunk, and return what the forward returned and the bytes of both.
+    """Run forward and backward of one chunk, and return what the forward returned and what was seen of both.
 
     Args:
         forward: reads the chunk.
         reads: the states that it reads, leaves of autograd.
     """
-    # parameters, their gradients and the states are counted elsewhere: here they cost nothing
+    _enter_given(ledger, stage, reads)
+    with ledger:
+        outputs = forward()
+    forward_operations, ledger.operations = ledger.operations, []
+    ledger.wait()
+    # gradients come from the next layer, the loss and the next chunk: they are there when the backward begins
+    roots = [tensor for tensor in state_tensors(outputs) if tensor.requires_grad]
+    gradients = [room(root) for root in roots]
+    for gradient in gradients:
+        ledger.enter_storage(gradient, counted=False)
+    with ledger:
+        if roots:
+            torch.autograd.backward(roots, gradients)
+    state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
+    seen_forward, seen_backward = Seen.of(forward_operations), Seen.of(ledger.operations)
+    return outputs, MeasuredChunk(Storages.of(ledger), seen_forward, seen_backward, float(state_gradients))
+
+
+def _enter_given(ledger: Ledger, stage: Stage, reads: States) -> None:
+    """Let parameters, their gradients and the states cost nothing: they are counted elsewhere."""
     for parameter in stage.parameters():
         parameter.grad = room(parameter)
         ledger.enter_storage(parameter, counted=False)
         ledger.enter_storage(parameter.grad, counted=False)
     for state in state_tensors(reads):
         ledger.enter_storage(state, counted=False)
+
+
+def _forward_alone(stage: Stage, forward: Callable[[], Outputs], reads: States) -> ForwardAlone:
+    """Run the forward pass of one chunk as under recomputation, and return what was seen; see `_measure_chunk`."""
+    ledger = Ledger()
+    _enter_given(ledger, stage, reads)
+    begin, end, needed, given = 0, 0, set[int | None](), set[int | None]()
+
+    def pack(tensor: Tensor) -> None:
+        """Keep nothing of a tensor [...] for the backward pass, but note that it is needed."""
+        nonlocal end
+        end = ledger.time
+        needed.add(ledger.place_of(tensor))
+
+    def through(layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """See `Decoder.through`; hidden: [tokens, batch, hidden]."""
+        nonlocal begin, end
+        begin = end = ledger.time
+        arguments.append((hidden, state))
+        given.update(map(ledger.place_of, state_tensors(arguments)))
+        # nothing is ever unpacked: no backward pass is run
+        with saved_tensors_hooks(cast(Any, pack), cast(Any, lambda _: None)):
+            return layer.forward(hidden, state, chunk)
+
+    arguments: list[object] = []
+    stage.through = through  # type: ignore[assignment]
     with ledger:
         outputs = forward()
-    kept, forward_work = ledger.live, Work.of(ledger.operations)
-    forward_bytes = np.array(ledger.live_after, dtype=np.float64)
-    # gradients come from the next layer, the loss and the next chunk: they are there when the backward begins
-    roots = [tensor for tensor in state_tensors(outputs) if tensor.requires_grad]
-    gradients = [room(root) for root in roots]
-    for gradient in gradients:
-        ledger.enter_storage(gradient, counted=False)
-    ledger.live_after, ledger.operations = [], []
-    with ledger:
-        if roots:
-            torch.autograd.backward(roots, gradients)
-    state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
-    # where nothing learns there is no backward pass
-    backward_bytes = np.array(ledger.live_after or [kept], dtype=np.float64) - kept
-    work = PartWork(forward_work, Work.of(ledger.operations))
-    return outputs, MeasuredChunk(kept, forward_bytes, backward_bytes, state_gradients, work)
+    del stage.through
+    # while its results live, and what it was given
+    storages = Storages.of(ledger)
+    del outputs
+    places = [sorted(place for place in each if place is not None) for each in (needed, given)]
+    return ForwardAlone(storages, slice(begin, end), *places)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

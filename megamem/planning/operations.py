@@ -41,8 +41,8 @@ class Operation(NamedTuple):
 
     kind: Kind
     flops: float
-    moved: float
-    """Bytes read and written."""
+    moved: tuple[float, ...]
+    """Bytes read and written, by operand and result."""
     programs: float = 0.0
     """Programs of a kernel that has only so many, one on a multiprocessor; 0: as many as the device takes."""
     divisible: float = 1.0
@@ -51,9 +51,8 @@ class Operation(NamedTuple):
     """How often programs that share one's work wait for each other."""
     terms: float = 0.0
     """Bytes of results that each of them writes for itself and that are added up after."""
-    side: float = 0.0
-    """Rows and columns of square matrices whose product has as much arithmetic as a matrix product, or as each of many.
-    0: not known."""
+    products: float = 0.0
+    """Number of matrix products of one size that the arithmetic is in; 0: not known."""
     functions: float = 0.0
     """Results that are exponentials, or made of them: a core takes longer over them than over their bytes."""
     views: float = 0.0
@@ -99,7 +98,7 @@ def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
     """
     # what is written to `out` is not read before, and what only gives a shape is not read at all
     read = () if func in _SHAPED else (*args, *(value for name, value in kwargs.items() if name != "out"))
-    moved = sum(map(touched, tensors_in(read))) + sum(map(touched, tensors_in((out,))))
+    moved = (*map(touched, tensors_in(read)), *map(touched, tensors_in((out,))))
     if func in _ATTENTION or func in _ATTENTION_BACKWARD:
         return _attention(func, args, moved)
     packet = func._overloadpacket
@@ -109,20 +108,15 @@ def operation(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obj
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         first = next(iter(tensors_in(args)))
         kind = Kind.MATMUL_BF16 if first.dtype == torch.bfloat16 else Kind.MATMUL_FP32
-        return Operation(kind, float(flops), moved, side=_side(flops, out))
+        shape = next(iter(tensors_in((out,)))).shape
+        return Operation(kind, float(flops), moved, products=float(shape[:-2].numel()))
     if func._schema.name.removesuffix("_") in _FUNCTIONS:
         results = next(iter(tensors_in((out,)))).numel()
         return Operation(Kind.ELEMENTWISE, 0.0, moved, functions=float(results))
     return Operation(Kind.ELEMENTWISE, 0.0, moved)
 
 
-def _side(flops: int, out: object) -> float:
-    """Return `Operation.side` of products, whose results are `out` [..., M, N]."""
-    shape = next(iter(tensors_in((out,)))).shape
-    return float((flops / 2 / max(1, shape[:-2].numel())) ** (1 / 3))
-
-
-def _attention(func: OpOverload, args: Sequence[object], moved: float) -> Operation:
+def _attention(func: OpOverload, args: Sequence[object], moved: tuple[float, ...]) -> Operation:
     """Return a fused attention kernel's forward or backward pass; half of a causal one's products are left out."""
     backward = func in _ATTENTION_BACKWARD
     tensors = tuple(tensors_in(args))

@@ -16,7 +16,8 @@ from megamem.pipeline.deepspeed_settings import BUCKET, LIVE
 from megamem.pipeline.freezing import learning_of
 from megamem.pipeline.program import POSTED
 from megamem.pipeline.schedule import Action, Order, stage_order, window_schedule
-from megamem.planning.activations import Activations, PartBytes
+from megamem.planning.activations import Activations
+from megamem.planning.measured_chunk import PartBytes
 from megamem.planning.measured_part import Share
 from megamem.planning.ranks import part_parameters, stage_parameters
 

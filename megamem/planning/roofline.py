@@ -86,8 +86,9 @@ class Rates(ConfigModel):
     def arithmetic(self, work: Work, programs: Floats) -> Floats:
         """Return the seconds of each operation's arithmetic, by kernels of so many programs."""
         reached = self.flops()[work.kinds] * self.busy(programs)
-        small = work.kinds == Kind.MATMUL_FP32
-        side = np.where(small & (work.side > 0), work.side, np.inf)
+        # rows and columns of square matrices whose product has as much arithmetic
+        small = (work.kinds == Kind.MATMUL_FP32) & (work.products > 0) & (work.flops > 0)
+        side = np.where(small, np.cbrt(work.flops / 2 / np.where(small, work.products, 1.0)), np.inf)
         return work.flops / reached * (1 + self.half_rate_side / side)
 
     def parts(self, programs: Floats, divisible: Floats) -> Floats:
@@ -112,7 +113,7 @@ class Work(NamedTuple):
     """See `Operation`; so the following ones."""
     meetings: Floats
     terms: Floats
-    side: Floats
+    products: Floats
     functions: Floats
     views: Floats
 
@@ -120,10 +121,9 @@ class Work(NamedTuple):
     def of(cls, operations: Sequence[Operation]) -> Work:
         """Return operations as numbers."""
         kinds = np.array([operation.kind for operation in operations], dtype=np.int8)
-        numbers = np.array([operation[1:] for operation in operations], dtype=np.float64).reshape(
-            -1, len(Operation._fields) - 1
-        )
-        return cls(kinds, *numbers.T)
+        others = len(Operation._fields) - 2
+        numbers = [(each.flops, sum(each.moved), *each[3:]) for each in operations]
+        return cls(kinds, *np.array(numbers, dtype=np.float64).reshape(-1, others + 1).T)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from megamem.pipeline.schedule import Action, chunk_schedule
 from megamem.pipeline.simulate import Cost, simulate
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine
-from megamem.planning.measured_part import PartWork, Share
+from megamem.planning.measured_chunk import PartWork
+from megamem.planning.measured_part import Share
 from megamem.planning.roofline import PassTime, Rates, pass_time
 from megamem.planning.traffic import (
     StageParameters,

@@ -15,9 +15,9 @@ from megamem.ops import linear_cross_entropy, rotary
 from megamem.pipeline.freezing import freeze, learning_names
 from megamem.pipeline.window import Window
 from megamem.planning import ledger
-from megamem.planning.activations import Activations, PartBytes
+from megamem.planning.activations import Activations
 from megamem.planning.ledger import Ledger
-from megamem.planning.measured_part import Part, Share, measure_part
+from megamem.planning.measured_part import Part, Share, measure_both, measure_part
 from megamem.planning.peak import step_peak
 from megamem.planning.rank_linears import RankLinears
 from tests.contract.cases import CASES
@@ -55,21 +55,36 @@ def test_large_results_are_not_computed_but_have_their_shapes():
     assert count.live == product.nbytes + chosen.nbytes  # the values chosen are gone, and x is not from here
 
 
-@pytest.mark.parametrize(
-    ("case", "recompute"),
-    [(case, False) for case in CASES] + [(case, True) for case in CASES if case.kind == "elastic_memory"],
-    ids=lambda value: getattr(value, "id", value),
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("recompute", [False, True])
 def test_other_shares_lie_on_the_lines(case, recompute):
-    """All heads and 5 rows from measurements of a half and a quarter of them with 2 and 3 rows, within a hundredth:
-    a few operations copy at one shape what they need not copy at another."""
+    """All heads and 7 rows from measurements of a half of the heads with 2 rows and a quarter with 5.
+
+    Within a hundredth: a few operations copy at one shape what they need not copy at another. With recomputation, where
+    the passes are put together from those without, a new state that the backward pass needs too is taken to stay.
+    """
     model = case.model(heads=8 * case.queries_per_key)
     found = Activations(model, "fp32", CHUNKS)
-    predicted = found.layer(0, Share(5, 1, recompute))
-    measured = measure_part(Part(model, torch.float32, range(1), None), CHUNKS, False, Share(5, 1, recompute))
+    predicted = found.layer(0, Share(7, 1, recompute))
+    measured = measure_part(Part(model, torch.float32, range(1), None), CHUNKS, False, Share(7, 1, recompute))
     for here, there in zip(predicted, measured, strict=False):
-        expected = PartBytes(there.kept, there.forward.max(), there.backward.max(), there.state_gradients)
-        assert tuple(here) == pytest.approx(tuple(expected), rel=0.01, abs=0.01 * there.kept)
+        expected = there.bytes
+        stays = 0.03 * expected.backward if recompute and case.kind == "memory_caching" else 0.0
+        assert 0 <= here.backward - expected.backward + 0.01 * there.kept <= 0.02 * there.kept + stays
+        close = pytest.approx(tuple(expected._replace(backward=0)), rel=0.01, abs=0.01 * there.kept)
+        assert tuple(here._replace(backward=0)) == close
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_recomputation_runs_what_the_backward_pass_needs_again(case):
+    """Operation by operation what a run with recomputation was seen to do, though no such run is measured."""
+    part = Part(case.model(heads=8 * case.queries_per_key), torch.float32, range(1), None)
+    both = measure_both(part, 3, False, Share(2, 1))
+    with_it = measure_part(part, 3, False, Share(2, 1, recompute=True))
+    for (_, found), seen in zip(both, with_it, strict=True):
+        for here, there in zip(found.work, seen.work, strict=True):
+            assert sorted(zip(*here[:3], strict=True)) == sorted(zip(*there[:3], strict=True))
+        assert (found.kept, found.forward.max()) == (seen.kept, seen.forward.max())
 
 
 def test_tables_that_last_are_not_counted():

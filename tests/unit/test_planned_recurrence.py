@@ -25,7 +25,7 @@ def operands(decay, rate):
 
 def kernels(ledger):
     """Those that multiply: their FLOPs and bytes."""
-    return [(each.flops, each.moved) for each in ledger.operations if each.kind == Kind.MATMUL_BF16 and each.flops]
+    return [(each.flops, sum(each.moved)) for each in ledger.operations if each.kind == Kind.MATMUL_BF16 and each.flops]
 
 
 @pytest.mark.parametrize("resets", [(), ((5,), ())])

@@ -43,17 +43,15 @@ class TestOperations:
 
     def test_a_product(self):
         a, b = torch.ones(3, 4), torch.ones(4, 5)
-        assert seen(lambda: a @ b) == [
-            Operation(Kind.MATMUL_FP32, 2 * 3 * 4 * 5, 4 * (12 + 20 + 15), side=60 ** (1 / 3))
-        ]
+        assert seen(lambda: a @ b) == [Operation(Kind.MATMUL_FP32, 2 * 3 * 4 * 5, (4 * 12, 4 * 20, 4 * 15), products=1)]
         a, b = torch.ones(2, 3, 4, dtype=torch.bfloat16), torch.ones(2, 4, 5, dtype=torch.bfloat16)
-        product = Operation(Kind.MATMUL_BF16, 2 * 2 * 3 * 4 * 5, 2 * (24 + 40 + 30), side=60 ** (1 / 3))
+        product = Operation(Kind.MATMUL_BF16, 2 * 2 * 3 * 4 * 5, (2 * 24, 2 * 40, 2 * 30), products=2)
         assert seen(lambda: torch.bmm(a, b)) == [product]
 
     def test_views_take_time_of_the_host(self):
         a = torch.ones(3, 4)
         (found,) = seen(lambda: a.mT[1:].neg())
-        assert found == Operation(Kind.ELEMENTWISE, 0, 4 * (9 + 9), views=2)
+        assert found == Operation(Kind.ELEMENTWISE, 0, (4 * 9, 4 * 9), views=2)
         rates = RATES.model_copy(update={"view": 7.0})
         assert pass_time(Work.of([found]), rates).total == 1.0 + 2 * 7.0
 
@@ -61,10 +59,10 @@ class TestOperations:
         a = torch.ones(3, 4, requires_grad=True)
         b = torch.ones(3, 4)
         forward, backward, *_ = seen(lambda: F.silu(a).backward(b))
-        assert forward == Operation(Kind.ELEMENTWISE, 0, 4 * (12 + 12), functions=12)
-        assert backward == Operation(Kind.ELEMENTWISE, 0, 4 * (12 + 12 + 12), functions=12)
+        assert forward == Operation(Kind.ELEMENTWISE, 0, (4 * 12,) * 2, functions=12)
+        assert backward == Operation(Kind.ELEMENTWISE, 0, (4 * 12,) * 3, functions=12)
         b = torch.ones(6)
-        assert seen(lambda: b.exp_()) == [Operation(Kind.ELEMENTWISE, 0, 4 * (6 + 6), functions=6)]
+        assert seen(lambda: b.exp_()) == [Operation(Kind.ELEMENTWISE, 0, (4 * 6,) * 2, functions=6)]
 
     def test_views_and_memory_without_values_are_nothing(self):
         a = torch.ones(3, 4)
@@ -72,11 +70,11 @@ class TestOperations:
 
     def test_a_number_that_stands_for_many_moves_once(self):
         a, b = torch.ones(3, 4), torch.ones(4).expand(3, 4)
-        assert seen(lambda: a * b) == [Operation(Kind.ELEMENTWISE, 0, 4 * (12 + 4 + 12))]
+        assert seen(lambda: a * b) == [Operation(Kind.ELEMENTWISE, 0, (4 * 12, 4 * 4, 4 * 12))]
 
     def test_what_is_changed_in_place_is_read_and_written(self):
         a, b = torch.ones(6), torch.ones(6)
-        assert seen(lambda: a.add_(b)) == [Operation(Kind.ELEMENTWISE, 0, 4 * (6 + 6 + 6))]
+        assert seen(lambda: a.add_(b)) == [Operation(Kind.ELEMENTWISE, 0, (4 * 6,) * 3)]
 
     @pytest.mark.parametrize(("causal", "pairs"), [(False, 2 * 3 * 8 * 8), (True, 2 * 3 * 8 * 8 / 2)])
     def test_attention(self, causal, pairs):
@@ -192,18 +190,18 @@ class TestRoofline:
     def test_the_slowest_of_three(self):
         work = Work.of(
             [
-                Operation(Kind.MATMUL_FP32, 300.0, 10.0),  # 3 s of arithmetic, 1 s of bytes
-                Operation(Kind.MATMUL_BF16, 300.0, 10.0),  # 0.75 and 1
-                Operation(Kind.ATTENTION, 100.0, 5.0),  # 2 and 0.5
-                Operation(Kind.ATTENTION_BACKWARD, 100.0, 5.0),  # 4 and 0.5
-                Operation(Kind.ELEMENTWISE, 0.0, 1.0),  # 0.1 of bytes: the smallest kernel
+                Operation(Kind.MATMUL_FP32, 300.0, (10.0,)),  # 3 s of arithmetic, 1 s of bytes
+                Operation(Kind.MATMUL_BF16, 300.0, (10.0,)),  # 0.75 and 1
+                Operation(Kind.ATTENTION, 100.0, (5.0,)),  # 2 and 0.5
+                Operation(Kind.ATTENTION_BACKWARD, 100.0, (5.0,)),  # 4 and 0.5
+                Operation(Kind.ELEMENTWISE, 0.0, (1.0,)),  # 0.1 of bytes: the smallest kernel
             ]
         )
         assert asdict(pass_time(work, RATES)) == {"products": 3.0, "attention": 6.0, "memory": 1.0, "launches": 0.5}
 
     def test_a_host_that_is_late(self):
         """Ten small operations: 5 s of the device, 10 s of the host, which a device waits for."""
-        work = Work.of([Operation(Kind.ELEMENTWISE, 0.0, 1.0)] * 10)
+        work = Work.of([Operation(Kind.ELEMENTWISE, 0.0, (1.0,))] * 10)
         assert pass_time(work, RATES).total == pytest.approx(10.0)
 
     def test_a_core_does_one_after_the_other(self):
@@ -214,11 +212,12 @@ class TestRoofline:
         rates = RATES.model_copy(update={"ahead": False, "kernel": 0.0, "functions": 20.0, "half_rate_side": 16.0})
         work = Work.of(
             [
-                Operation(Kind.MATMUL_FP32, 300.0, 10.0),  # 3 s of arithmetic, 1 s of bytes
-                Operation(Kind.MATMUL_FP32, 300.0, 10.0, side=16.0),  # 6 and 1
-                Operation(Kind.MATMUL_BF16, 400.0, 10.0, side=16.0),  # 1 and 1: its rate has no such side
-                Operation(Kind.ATTENTION, 100.0, 5.0),  # 2 and 0.5
-                Operation(Kind.ELEMENTWISE, 0.0, 5.0, functions=10.0),  # 0.5 and 0.5
+                Operation(Kind.MATMUL_FP32, 300.0, (10.0,)),  # 3 s of arithmetic, 1 s of bytes
+                Operation(Kind.MATMUL_FP32, 300.0, (10.0,), products=300 / 2 / 16**3),  # 6 and 1
+                # 1 and 1: its rate has no such side
+                Operation(Kind.MATMUL_BF16, 400.0, (10.0,), products=400 / 2 / 16**3),
+                Operation(Kind.ATTENTION, 100.0, (5.0,)),  # 2 and 0.5
+                Operation(Kind.ELEMENTWISE, 0.0, (5.0,), functions=10.0),  # 0.5 and 0.5
             ]
         )
         assert asdict(pass_time(work, rates)) == {"products": 10.0, "attention": 2.0, "memory": 4.5, "launches": 5.0}
@@ -227,7 +226,7 @@ class TestRoofline:
         """300 of 200 a second take 1.5 s; on 2 of 4 multiprocessors 3 s, and 5 programs take two turns of 4."""
         rates = RATES.model_copy(update={"multiprocessors": 4})
         for programs, seconds in ((0, 1.5), (4, 1.5), (2, 3.0), (5, 1.5 * 8 / 5)):
-            work = Work.of([Operation(Kind.MATMUL_TF32, 300.0, 1.0, programs)])
+            work = Work.of([Operation(Kind.MATMUL_TF32, 300.0, (1.0,), programs)])
             assert pass_time(work, rates).products == pytest.approx(seconds)
 
     def test_programs_that_share_what_one_could_do(self):
@@ -237,7 +236,7 @@ class TestRoofline:
         bytes, which are read, and written once more as sums: 72 bytes, where one alone would write 8.
         """
         rates = RATES.model_copy(update={"multiprocessors": 4, "kernel": 0.25, "launch": 0.0})
-        shared = Operation(Kind.MATMUL_TF32, 300.0, 1.0, 1.0, divisible=4.0, meetings=4.0)
+        shared = Operation(Kind.MATMUL_TF32, 300.0, (1.0,), 1.0, divisible=4.0, meetings=4.0)
         assert pass_time(Work.of([shared]), rates).total == pytest.approx(1.5 + 4 * 0.25)
         in_three = shared._replace(divisible=6.0)
         assert pass_time(Work.of([in_three]), rates).total == pytest.approx(1.5 * 4 / 3 + 4 * 0.25)

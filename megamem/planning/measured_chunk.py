@@ -1,0 +1,242 @@
+"""What a part of a model was seen to do with one chunk, and what that says of other shares of it.
+
+Each operation's numbers and each storage's bytes are products of sizes: rows of the micro-batch are among them or not,
+and so are heads of the rank. A measurement with few rows and many heads, and one with more rows and fewer heads, tell
+which: what is larger the second time has rows among its sizes, as nothing else grew. With what is left of it, once the
+rows are divided out, two shares of the heads make a line in 1 / TP, and so the numbers at any rows and TP are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megamem.planning.ledger import NEVER, Storages
+from megamem.planning.operations import Operation
+from megamem.planning.roofline import Work
+
+Floats = npt.NDArray[np.float64]
+Interpolate = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Floats]
+"""Takes numbers [N] of two measurements and returns those of another share."""
+
+
+class PartWork(NamedTuple):
+    """The operations of a part for one chunk of one micro-batch."""
+
+    forward: Work
+    backward: Work
+    """Operations of the backward pass, those that recomputation repeats among them."""
+
+
+class PartBytes(NamedTuple):
+    """The bytes that a part of a stage (a layer, the embedding, the head) takes for one chunk of one micro-batch."""
+
+    kept: float
+    """Bytes from the chunk's forward to its backward: activations, the hidden chunk it hands on, new states."""
+    forward: float
+    """Most bytes while its forward runs, above those that there were before."""
+    backward: float
+    """Most bytes while its backward runs, above those that there were before; gradients of parameters are among the
+    latter."""
+    state_gradients: float
+    """Bytes of gradients on the states that it read, from its backward to that of the chunk before."""
+
+
+class Seen(NamedTuple):
+    """Operations as they were seen, with the bytes of each tensor that they read or wrote."""
+
+    work: Work
+    moved: Floats
+    """Bytes of tensors, one operation's after the other's."""
+    first: npt.NDArray[np.int64]
+    """Where in `moved` each operation's begin."""
+
+    @classmethod
+    def of(cls, operations: Sequence[Operation]) -> Seen:
+        """Return operations as numbers."""
+        moved = [operation.moved for operation in operations]
+        first = np.cumsum([0, *map(len, moved)])[:-1]
+        return cls(Work.of(operations), np.array([size for each in moved for size in each], dtype=np.float64), first)
+
+    def part(self, begin: int, end: int) -> Seen:
+        """Return the operations from one to before another."""
+        first, last = ([*self.first, len(self.moved)][place] for place in (begin, end))
+        work = Work(self.work.kinds[begin:end], *(each[begin:end] for each in self.work[1:]))
+        return Seen(work, self.moved[first:last], self.first[begin:end] - first)
+
+    def then(self, other: Seen) -> Seen:
+        """Return these operations and others after them."""
+        kinds, *numbers = (np.concatenate([ours, theirs]) for ours, theirs in zip(self.work, other.work, strict=True))
+        work = Work(kinds.astype(np.int8), *numbers)
+        first = np.concatenate([self.first, other.first + len(self.moved)])
+        return Seen(work, np.concatenate([self.moved, other.moved]), first)
+
+
+@dataclass(frozen=True)
+class MeasuredChunk:
+    """A part's operations and storages for one chunk.
+
+    Moments of `storages`: one for each operation of the forward pass, one between the passes, and one for each
+    operation of the backward pass.
+    """
+
+    storages: Storages
+    seen_forward: Seen
+    seen_backward: Seen
+    state_gradients: float
+
+    @property
+    def work(self) -> PartWork:
+        """What both passes ask of a device."""
+        return PartWork(self.seen_forward.work, self.seen_backward.work)
+
+    @property
+    def kept(self) -> float:
+        """See `PartBytes`."""
+        return float(self._live[self._border])
+
+    @property
+    def forward(self) -> Floats:
+        """Bytes after each operation of the forward pass, above those at its beginning."""
+        return self._live[: self._border]
+
+    @property
+    def backward(self) -> Floats:
+        """Bytes after each operation of the backward pass, above those at its beginning."""
+        # where nothing learns there is no backward pass
+        after = self._live[self._border + 1 :]
+        return after - self.kept if len(after) else np.zeros(1)
+
+    @property
+    def bytes(self) -> PartBytes:
+        """The bytes that count."""
+        return PartBytes(self.kept, float(self.forward.max()), float(self.backward.max()), self.state_gradients)
+
+    @property
+    def made_forward(self) -> int:
+        """The number of storages that the forward pass made."""
+        return int((self.storages.made <= self._border).sum())
+
+    @property
+    def _border(self) -> int:
+        """The moment between the passes."""
+        return len(self.seen_forward.first)
+
+    @cached_property
+    def _live(self) -> Floats:
+        """Bytes at the end of each moment."""
+        return self.storages.live(self._border + 1 + len(self.seen_backward.first))
+
+
+class ForwardAlone(NamedTuple):
+    """A forward pass that keeps nothing for a backward pass, which will run it again (`training.recompute`)."""
+
+    storages: Storages
+    again: slice
+    """The operations that are run again: the layer's, up to the last one whose operands or results are needed."""
+    needed: list[int]
+    """Places in `storages` of what it needs."""
+    given: list[int]
+    """Places of what the layer is given, which stays."""
+
+
+def recomputed(chunk: MeasuredChunk, alone: ForwardAlone) -> MeasuredChunk:
+    """Return a chunk as it is with recomputation, of how it is without and of its forward pass alone.
+
+    Its backward pass runs the forward pass again, up to the last tensor that it needs, and is then as without.
+    """
+    plain, count, border = chunk.storages, chunk.made_forward, len(chunk.seen_forward.first)
+    made, gone, sizes = plain.made[:count], plain.gone[:count], plain.sizes[:count]
+    begin, end = alone.again.start, alone.again.stop
+    # an operation that is run again is so much later, and the others of the backward pass are by so many
+    later, more = border + 1 - begin, end - begin
+    in_backward = np.where(gone > border, _after(gone, more), NEVER)
+    # the forward pass: what outlives it is gone when it is without recomputation, or stays with the layer
+    first_gone = np.where(alone.storages.gone == NEVER, in_backward, alone.storages.gone)
+    first_gone[alone.given] = NEVER
+    # the same again, of which what is not needed is gone with its end
+    again = (made >= begin) & (made < end)
+    needed = np.zeros(count, dtype=bool)
+    needed[alone.needed] = True
+    again_gone = np.where(needed & (gone > border), in_backward, later + np.minimum(gone, end))
+
+    storages = Storages(
+        np.concatenate([sizes, sizes[again], plain.sizes[count:]]),
+        np.concatenate([made, later + made[again], plain.made[count:] + more]),
+        np.concatenate([first_gone, again_gone[again], _after(plain.gone[count:], more)]),
+    )
+    backward = chunk.seen_forward.part(begin, end).then(chunk.seen_backward)
+    return MeasuredChunk(storages, chunk.seen_forward, backward, chunk.state_gradients)
+
+
+def _after(moments: npt.NDArray[np.int64], later: int) -> npt.NDArray[np.int64]:
+    """Return moments so much later; those that never come stay so."""
+    return np.where(moments == NEVER, NEVER, moments + later)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Which numbers follow from two measurements, with `rows` and `tp_sizes` each, at others."""
+
+    rows: tuple[int, int]
+    tp_sizes: tuple[int, int]
+
+    def at(self, first: npt.NDArray[Any], second: npt.NDArray[Any], rows: float, tp_size: int) -> Floats:
+        """Return numbers [N] at so many rows and TP ranks, from what they were in both measurements."""
+        near, far = self._weights(tp_size)
+        per_row = near * first / self.rows[0] + far * second / self.rows[1]
+        return np.maximum(0, np.where(second > first, rows * per_row, near * first + far * second))
+
+    def _weights(self, tp_size: int) -> tuple[float, float]:
+        """Return the weights of both in a line in 1 / TP."""
+        here, there = self.tp_sizes
+        if here == there:
+            return 0.5, 0.5
+        far = (1 / tp_size - 1 / here) / (1 / there - 1 / here)
+        return 1 - far, far
+
+    def chunk(
+        self, measured: tuple[MeasuredChunk, MeasuredChunk], rows: float, tp_size: int
+    ) -> tuple[PartBytes, PartWork]:
+        """Return the bytes and the operations of a chunk at so many rows and TP ranks."""
+        first, second = measured
+
+        def at(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
+            return self.at(a, b, rows, tp_size)
+
+        ways = zip((first.seen_forward, first.seen_backward), (second.seen_forward, second.seen_backward), strict=True)
+        work = PartWork(*(_seen_at(at, a, b) for a, b in ways))
+        state_gradients = float(at(*(np.array([each.state_gradients]) for each in (first, second)))[0])
+        return PartBytes(*_bytes_at(at, first, second), state_gradients), work
+
+
+def _bytes_at(at: Interpolate, first: MeasuredChunk, second: MeasuredChunk) -> tuple[float, float, float]:
+    """Return what is kept, and the most of the forward and of the backward pass."""
+    ours, theirs = first.storages, second.storages
+    if np.array_equal(ours.made, theirs.made):
+        # which operation holds most may change with the size: each storage is sized before the most is looked for
+        sized = replace(first, storages=ours._replace(sizes=at(ours.sizes, theirs.sizes))).bytes
+        return sized.kept, sized.forward, sized.backward
+    # choices made them do different things
+    found = at(*(np.array(each.bytes[:3]) for each in (first, second)))
+    return float(found[0]), float(found[1]), float(found[2])
+
+
+def _seen_at(at: Interpolate, first: Seen, second: Seen) -> Work:
+    """Return operations, one by one. Where choices made different ones, the second's stand for all, in proportion."""
+    ours, theirs = first.work, second.work
+    if np.array_equal(ours.kinds, theirs.kinds) and np.array_equal(first.first, second.first):
+        numbers = {name: at(getattr(ours, name), getattr(theirs, name)) for name in Work._fields[1:]}
+        count = np.diff(first.first, append=len(first.moved))
+        moved = np.bincount(np.repeat(np.arange(len(count)), count), at(first.moved, second.moved), len(count))
+        return Work(ours.kinds, **{**numbers, "moved": moved.astype(np.float64)})
+    scale = []
+    for mine, other in ((ours.flops, theirs.flops), (ours.moved, theirs.moved)):
+        (whole,) = at(np.array([mine.sum()]), np.array([other.sum()]))
+        scale.append(whole / max(1.0, float(other.sum())))
+    return theirs._replace(flops=scale[0] * theirs.flops, moved=scale[1] * theirs.moved)
