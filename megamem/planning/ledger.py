@@ -26,6 +26,8 @@ from megamem.planning.tensors import tensors_in
 T = TypeVar("T")
 LARGE = 2**14
 """Bytes of operands from which floating-point results are not computed: they would take nearly all of the time."""
+MAPPED = 2**17
+"""Bytes from which zeros are a mapping of the system's, which costs more than to write few of them."""
 _VIEWS = {torch.ops.aten._unsafe_view.default}
 """Operations that return a view without declaring it."""
 _CHOICE_OPERATIONS = {
@@ -95,26 +97,34 @@ class Ledger(TorchDispatchMode):
         shares, nothing = _traits(func)
         if shares:
             # operands that were made outside cost nothing; they must be known, as a result may share their storage
-            for operand in tensors_in((*args, *kwargs.values())):
-                self.enter_storage(operand, counted=False)
+            if isinstance(args[0], Tensor) and not kwargs:
+                self.enter_storage(args[0], counted=False)
+            else:
+                for operand in tensors_in((*args, *kwargs.values())):
+                    self.enter_storage(operand, counted=False)
         if nothing:
             # a view, or memory whose size the arguments say
             out: object = func(*args, **kwargs)
-            asked = None
-        else:
-            out, asked = _run(func, args, kwargs)
+            self._views += 1
+            if not shares:
+                self._enter_results(out)
+            return out
+        out, asked = _run(func, args, kwargs)
+        self._enter_results(out)
+        if self._views:
+            asked = asked.after(self._views)
+            self._views = 0
+        self.operations.append(asked)
+        self.time += 1
+        return out
+
+    def _enter_results(self, out: object) -> None:
+        """Know the storages of an operation's results."""
         if isinstance(out, Tensor):
             self.enter_storage(out)
         else:
             for result in tensors_in((out,)):
                 self.enter_storage(result)
-        if asked is None:
-            self._views += 1
-        else:
-            self.operations.append(asked._replace(views=float(self._views)) if self._views else asked)
-            self._views = 0
-            self.time += 1
-        return out
 
     def enter_storage(self, tensor: Tensor, counted: bool = True) -> None:
         """Know the storage of `tensor` [N, ...] from now on; if not `counted`, it costs nothing."""
@@ -312,12 +322,13 @@ def _on_meta(value: object) -> object:
 def room(value: T) -> T:
     """Return zeros like a tensor, of any shape, which cost nothing until they are read; other values as they are.
 
-    Each has a mapping of its own, whose pages the system makes at the first read: an allocator would fill with zeros
-    what it has used before.
+    Large ones have a mapping of their own, whose pages the system makes at the first read: an allocator would fill with
+    zeros what it has used before.
     """
     if not isinstance(value, Tensor):
         return value
-    if not value.numel():
-        return cast(T, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype))
-    mapped = mmap(-1, value.untyped_storage().nbytes(), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    return cast(T, torch.frombuffer(mapped, dtype=value.dtype).as_strided(value.shape, value.stride()))
+    shape, stride = value.shape, value.stride()
+    if (size := value.untyped_storage().nbytes()) < MAPPED:
+        return cast(T, torch.empty_strided(shape, stride, dtype=value.dtype).zero_())
+    mapped = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return cast(T, torch.frombuffer(mapped, dtype=value.dtype).as_strided(shape, stride))
