@@ -361,20 +361,13 @@ class ModelConfig(LayersConfig, KernelsConfig):
         """Return the declared states of what a stage with `layers` keeps besides their mixers' states."""
         return {name: specs for layer in layers for name, specs in self.part(layer).beside.items()}
 
-    def component_specs(self) -> dict[str, StateSpec]:
-        """Return the declared state of the whole model by component: layers, what stands below them or spans them."""
-        return self.stage_specs(range(self.layers))
-
-    def stage_specs(self, layers: range) -> dict[str, StateSpec]:
-        """Return the declared state of the pipeline stage with `layers` by component.
-
-        The first stage also holds what stands below the layers of the model or spans them.
-        """
-        specs = {}
+    def component_specs(self, layers: range | None = None) -> dict[str, StateSpec]:
+        """Return the declared states of the model or of a stage by component; the first stage has what spans the model."""
+        layers, specs = range(self.layers) if layers is None else layers, {}
         for layer in (layer for layer in layers if self.part(layer).keeps_state):
             mixer, inner = self.mixer_at(layer), self.layer_model(layer)
-            top = self.rows_end_at(layer)
-            specs[f"layers.{layer}"] = mixer.top_state_specs(inner) if top else mixer.state_specs(inner)
+            of_layer = mixer.top_state_specs if self.rows_end_at(layer) else mixer.state_specs
+            specs[f"layers.{layer}"] = of_layer(inner)
         spanning = {**self.entry_specs, **self.architecture.state_specs(self)} if layers.start == 0 else {}
         return {**specs, **self.specs_beside(layers), **spanning}
 

@@ -126,7 +126,7 @@ def stage_state_bytes(
     The first stage also holds the memories that span the model, and what side rows are made of. Returns and raises as
     `state_bytes`.
     """
-    return component_bytes(model, model.stage_specs(layers), rows, compute, tp_size, chunks_seen)
+    return component_bytes(model, model.component_specs(layers), rows, compute, tp_size, chunks_seen)
 
 
 def component_bytes(

@@ -111,7 +111,7 @@ def step_peak(
     # the chunks, played through; after so many micro-batches the schedule repeats itself
     repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
     order = _order(config, stage, min(config.micro_batches(dp_size), repeats))
-    specs, dtype = model.stage_specs(layers), DTYPES[config.training.precision]
+    specs, dtype = model.component_specs(layers), DTYPES[config.training.precision]
     states = [sum(component_bytes(model, specs, rows, dtype, tp_size, n).values()) for n in range(config.chunks)]
     gradients = _gradients(config, sizes, dp_size)
     moment = _play(order, parts, hidden if stage else 0, states, config.bptt_chunks, gradients)
