@@ -191,8 +191,21 @@ ALL_CASES = [
         queries_per_key=2,
         core=False,
     ),
-    Case("titans", "paper", {"inner_chunk": 4, "expansion": 2, "max_rate": 0.05}, queries_per_key=2, core=False),
-    Case("titans", "matrix", {"inner_chunk": 8, "network": "linear", "normalize": False, "max_rate": 0.02}, core=False),
+    Case(
+        "titans",
+        "paper",
+        {"inner_chunk": 4, "expansion": 2, "max_rate": 0.05},
+        queries_per_key=2,
+        shape=FEW_CHANNELS,
+        core=False,
+    ),
+    Case(
+        "titans",
+        "matrix",
+        {"inner_chunk": 8, "network": "linear", "normalize": False, "max_rate": 0.02},
+        shape=FEW_CHANNELS,
+        core=False,
+    ),
     Case(
         "titans",
         "no_momentum",
@@ -200,7 +213,13 @@ ALL_CASES = [
         core=False,
     ),
     # steps that nothing takes back let rounding grow: to 1.3e-12 with rates up to 0.05; with 0.02 it stays at 5e-14
-    Case("titans", "no_decay", {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.02}, core=False),
+    Case(
+        "titans",
+        "no_decay",
+        {"inner_chunk": 2, "decay": False, "residual": False, "max_rate": 0.02},
+        shape=FEW_CHANNELS,
+        core=False,
+    ),
     *CACHING,
     Case(
         "memora",
