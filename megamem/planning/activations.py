@@ -234,6 +234,8 @@ class _Measurements:
         tokens = model.chunk_size if layers else end_tokens(model)
         split = math.gcd(tokens, sum(stage.rows_around(0, tokens))) if share.sequence_parallel else 0
         sizes = [size for size in tp_sizes(model) if split % size == 0]
+        if share.sequence_parallel and len(sizes) > 1:
+            sizes.remove(1)  # one rank runs other operations: there is nothing to gather
         # the largest two: the smallest shares are measured fastest. As with rows, with a single head some operations
         # need no copies that they need with more: such sizes are taken only if there are no others
         several_heads = [size for size in sizes if model.resolved_kv_heads // size > 1]
@@ -242,11 +244,11 @@ class _Measurements:
         self.lines = Lines((FEWEST_ROWS, FEWEST_ROWS * more // fewer + 1), (fewer, more))
         self.chunks = activations.chunks if layers else 1
         self.grows_for = _growing_chunks(stage, self.chunks)
-        self.measured: tuple[list[tuple[MeasuredChunk, ...]], list[tuple[MeasuredChunk, ...]]] = [], []
+        self.measured: tuple[Sequence[tuple[MeasuredChunk, ...]], Sequence[tuple[MeasuredChunk, ...]]] = [], []
         """By chunk, without recomputation and with it; of embedding and head there is one."""
         self._part, self._share = part, share
 
-    def to_measure(self) -> Iterator[Callable[[], list[tuple[MeasuredChunk, ...]]]]:
+    def to_measure(self) -> Iterator[Callable[[], Sequence[tuple[MeasuredChunk, ...]]]]:
         """Yield what measures the part, for one half of `measured` after the other."""
         chunks, growing = min(self.chunks, MOST_CHUNKS), self.grows_for > 0
         for rows, tp_size in zip(self.lines.rows, self.lines.tp_sizes, strict=True):
@@ -267,7 +269,7 @@ class _Measurements:
         return [PartBytes(*map(float, size)) for size in sizes], works
 
 
-def _measure_end(part: Part, chunks: int, growing: bool, share: Share) -> list[tuple[MeasuredChunk, ...]]:
+def _measure_end(part: Part, chunks: int, growing: bool, share: Share) -> Sequence[tuple[MeasuredChunk, ...]]:
     """Return the measurements of the embedding or the head; see `measure_part`."""
     return [(chunk,) for chunk in measure_part(part, chunks, growing, share)]
 

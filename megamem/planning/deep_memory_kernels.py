@@ -247,7 +247,7 @@ def _pairs(rows: Tensor, reading: Sequence[slice]) -> float:
 
 
 def bytes_moved(*of: object) -> tuple[float, ...]:
-    """Return the bytes of all tensors in some values, each once."""
+    """Return the bytes of each tensor in some values, once."""
     return tuple({id(x): touched(x) for x in tensors_in(of)}.values())
 
 

@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
         self.operations: list[Operation] = []
         """Those that a device would run, in order."""
         self.time = 0
-        """Moments so far: each operation takes one, and so does `wait`."""
+        """Moments so far: each operation takes one, and so does `next_moment`."""
         self.sizes: list[int] = []
         """Bytes of each storage that operations made, in order."""
         self.made: list[int] = []
@@ -75,14 +75,9 @@ class Ledger(TorchDispatchMode):
         self._views = 0
         self._known: dict[int, _Entry] = {}
 
-    def wait(self) -> None:
+    def next_moment(self) -> None:
         """Let a moment go by, so that what is gone before it can be told from what the next operation lets go."""
         self.time += 1
-
-    @property
-    def live_after(self) -> npt.NDArray[np.float64]:
-        """Bytes that lived at the end of each moment."""
-        return Storages.of(self).live(self.time)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -156,7 +151,7 @@ class Ledger(TorchDispatchMode):
 
 
 NEVER = 2**62
-"""The moment at whose end a storage is gone that stays."""
+"""Stands for the moment at whose end a storage is gone, where it stays."""
 
 
 class Storages(NamedTuple):

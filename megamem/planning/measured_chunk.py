@@ -21,6 +21,7 @@ from megamem.planning.operations import Operation
 from megamem.planning.roofline import Work
 
 Floats = npt.NDArray[np.float64]
+Moments = npt.NDArray[np.int64]
 Interpolate = Callable[[npt.NDArray[Any], npt.NDArray[Any]], Floats]
 """Takes numbers [N] of two measurements and returns those of another share."""
 
@@ -47,34 +48,36 @@ class PartBytes(NamedTuple):
     """Bytes of gradients on the states that it read, from its backward to that of the chunk before."""
 
 
-class Seen(NamedTuple):
+class SeenOperations(NamedTuple):
     """Operations as they were seen, with the bytes of each tensor that they read or wrote."""
 
     work: Work
     moved: Floats
-    """Bytes of tensors, one operation's after the other's."""
-    first: npt.NDArray[np.int64]
-    """Where in `moved` each operation's begin."""
+    """Bytes [tensors] of one operation's tensors after the other's."""
+    offsets: npt.NDArray[np.int64]
+    """Where in `moved` the tensors of each operation begin, [operations]."""
 
     @classmethod
-    def of(cls, operations: Sequence[Operation]) -> Seen:
+    def of(cls, operations: Sequence[Operation]) -> SeenOperations:
         """Return operations as numbers."""
         moved = [operation.moved for operation in operations]
-        first = np.cumsum([0, *map(len, moved)])[:-1]
-        return cls(Work.of(operations), np.array([size for each in moved for size in each], dtype=np.float64), first)
+        offsets = np.cumsum([0, *map(len, moved)])[:-1]
+        sizes = np.array([size for each in moved for size in each], dtype=np.float64)
+        return cls(Work.of(operations), sizes, offsets)
 
-    def part(self, begin: int, end: int) -> Seen:
-        """Return the operations from one to before another."""
-        first, last = ([*self.first, len(self.moved)][place] for place in (begin, end))
+    def part(self, begin: int, end: int | None = None) -> SeenOperations:
+        """Return the operations from one to before another, or to the last."""
+        borders = np.append(self.offsets, len(self.moved))
+        first, last = borders[begin], borders[-1 if end is None else end]
         work = Work(self.work.kinds[begin:end], *(each[begin:end] for each in self.work[1:]))
-        return Seen(work, self.moved[first:last], self.first[begin:end] - first)
+        return SeenOperations(work, self.moved[first:last], self.offsets[begin:end] - first)
 
-    def then(self, other: Seen) -> Seen:
+    def then(self, other: SeenOperations) -> SeenOperations:
         """Return these operations and others after them."""
         kinds, *numbers = (np.concatenate([ours, theirs]) for ours, theirs in zip(self.work, other.work, strict=True))
         work = Work(kinds.astype(np.int8), *numbers)
-        first = np.concatenate([self.first, other.first + len(self.moved)])
-        return Seen(work, np.concatenate([self.moved, other.moved]), first)
+        offsets = np.concatenate([self.offsets, other.offsets + len(self.moved)])
+        return SeenOperations(work, np.concatenate([self.moved, other.moved]), offsets)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ class MeasuredChunk:
     """
 
     storages: Storages
-    seen_forward: Seen
-    seen_backward: Seen
+    seen_forward: SeenOperations
+    seen_backward: SeenOperations
     state_gradients: float
 
     @property
@@ -114,8 +117,9 @@ class MeasuredChunk:
 
     @property
     def bytes(self) -> PartBytes:
-        """The bytes that count."""
-        return PartBytes(self.kept, float(self.forward.max()), float(self.backward.max()), self.state_gradients)
+        """What is kept, and the most of each pass."""
+        forward, backward = (float(each.max(initial=0.0)) for each in (self.forward, self.backward))
+        return PartBytes(self.kept, forward, backward, self.state_gradients)
 
     @property
     def made_forward(self) -> int:
@@ -125,63 +129,74 @@ class MeasuredChunk:
     @property
     def _border(self) -> int:
         """The moment between the passes."""
-        return len(self.seen_forward.first)
+        return len(self.seen_forward.offsets)
 
     @cached_property
     def _live(self) -> Floats:
         """Bytes at the end of each moment."""
-        return self.storages.live(self._border + 1 + len(self.seen_backward.first))
+        return self.storages.live(self._border + 1 + len(self.seen_backward.offsets))
 
 
-class ForwardAlone(NamedTuple):
-    """A forward pass that keeps nothing for a backward pass, which will run it again (`training.recompute`)."""
+class Saved(NamedTuple):
+    """What a layer's backward pass needs of its forward pass."""
 
-    storages: Storages
-    again: slice
-    """The operations that are run again: the layer's, up to the last one whose operands or results are needed."""
-    needed: list[int]
-    """Places in `storages` of what it needs."""
+    operations: slice
+    """The layer's operations, up to the last one whose operands or results are needed."""
+    unneeded: int
+    """Operations of the backward pass before the first tensor is asked for."""
+    until: dict[int, int]
+    """The moment at whose end a storage is needed no more, by its place; others are not needed."""
+
+
+class Kept(NamedTuple):
+    """What a forward pass keeps that saves nothing for a backward pass, which will run it again."""
+
+    gone: Moments
+    """See `Storages`; as long as the pass and its results live."""
     given: list[int]
     """Places of what the layer is given, which stays."""
 
 
-def recomputed(chunk: MeasuredChunk, alone: ForwardAlone) -> MeasuredChunk:
-    """Return a chunk as it is with recomputation, of how it is without and of its forward pass alone.
+def recomputed(chunk: MeasuredChunk, saved: Saved, kept: Kept) -> MeasuredChunk:
+    """Return the chunk with recomputation, put together from the chunk without it and what a forward pass then keeps.
 
-    Its backward pass runs the forward pass again, up to the last tensor that it needs, and is then as without.
+    The backward pass runs until it asks for the first tensor. Then the forward pass is run again, up to the last tensor
+    that is needed, and the backward pass goes on as it would without recomputation.
     """
-    plain, count, border = chunk.storages, chunk.made_forward, len(chunk.seen_forward.first)
+    plain, count, border = chunk.storages, chunk.made_forward, len(chunk.seen_forward.offsets)
+    assert len(kept.gone) == count, "a forward pass made other storages the second time"
+    begin, end = saved.operations.start, saved.operations.stop
+    # an operation that is run again comes so much later, and the backward pass behind it by so many operations
+    resumes = border + 1 + saved.unneeded
+    later, more = resumes - begin, end - begin
+
+    def delayed(moments: Moments) -> Moments:
+        """Return moments [N] of the backward pass without recomputation as they are with it."""
+        return np.where((moments == NEVER) | (moments < resumes), moments, moments + more)
+
     made, gone, sizes = plain.made[:count], plain.gone[:count], plain.sizes[:count]
-    begin, end = alone.again.start, alone.again.stop
-    # an operation that is run again is so much later, and the others of the backward pass are by so many
-    later, more = border + 1 - begin, end - begin
-    in_backward = np.where(gone > border, _after(gone, more), NEVER)
-    # the forward pass: what outlives it is gone when it is without recomputation, or stays with the layer
-    first_gone = np.where(alone.storages.gone == NEVER, in_backward, alone.storages.gone)
-    first_gone[alone.given] = NEVER
-    # the same again, of which what is not needed is gone with its end
+    # the first time: what outlives the forward pass is gone when it is without recomputation, or stays with the layer
+    first_gone = np.where(kept.gone == NEVER, np.where(gone > border, delayed(gone), NEVER), kept.gone)
+    first_gone[kept.given] = NEVER
+    # the second time: what the backward pass does not need is gone when the forward pass has been run again
+    until = np.zeros(count, dtype=np.int64)
+    until[list(saved.until)] = list(saved.until.values())
     again = (made >= begin) & (made < end)
-    needed = np.zeros(count, dtype=bool)
-    needed[alone.needed] = True
-    again_gone = np.where(needed & (gone > border), in_backward, later + np.minimum(gone, end))
+    again_gone = np.where(until > border, delayed(until), later + np.minimum(gone, end))
 
     storages = Storages(
         np.concatenate([sizes, sizes[again], plain.sizes[count:]]),
-        np.concatenate([made, later + made[again], plain.made[count:] + more]),
-        np.concatenate([first_gone, again_gone[again], _after(plain.gone[count:], more)]),
+        np.concatenate([made, later + made[again], delayed(plain.made[count:])]),
+        np.concatenate([first_gone, again_gone[again], delayed(plain.gone[count:])]),
     )
-    backward = chunk.seen_forward.part(begin, end).then(chunk.seen_backward)
+    before, after = chunk.seen_backward.part(0, saved.unneeded), chunk.seen_backward.part(saved.unneeded)
+    backward = before.then(chunk.seen_forward.part(begin, end)).then(after)
     return MeasuredChunk(storages, chunk.seen_forward, backward, chunk.state_gradients)
-
-
-def _after(moments: npt.NDArray[np.int64], later: int) -> npt.NDArray[np.int64]:
-    """Return moments so much later; those that never come stay so."""
-    return np.where(moments == NEVER, NEVER, moments + later)
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Which numbers follow from two measurements, with `rows` and `tp_sizes` each, at others."""
+    """Straight lines through two measurements, which give the numbers at any rows and TP size."""
 
     rows: tuple[int, int]
     tp_sizes: tuple[int, int]
@@ -210,7 +225,7 @@ class Lines:
             return self.at(a, b, rows, tp_size)
 
         ways = zip((first.seen_forward, first.seen_backward), (second.seen_forward, second.seen_backward), strict=True)
-        work = PartWork(*(_seen_at(at, a, b) for a, b in ways))
+        work = PartWork(*(_work_at(at, a, b) for a, b in ways))
         state_gradients = float(at(*(np.array([each.state_gradients]) for each in (first, second)))[0])
         return PartBytes(*_bytes_at(at, first, second), state_gradients), work
 
@@ -227,16 +242,19 @@ def _bytes_at(at: Interpolate, first: MeasuredChunk, second: MeasuredChunk) -> t
     return float(found[0]), float(found[1]), float(found[2])
 
 
-def _seen_at(at: Interpolate, first: Seen, second: Seen) -> Work:
+def _work_at(at: Interpolate, first: SeenOperations, second: SeenOperations) -> Work:
     """Return operations, one by one. Where choices made different ones, the second's stand for all, in proportion."""
     ours, theirs = first.work, second.work
-    if np.array_equal(ours.kinds, theirs.kinds) and np.array_equal(first.first, second.first):
+    if np.array_equal(ours.kinds, theirs.kinds) and np.array_equal(first.offsets, second.offsets):
         numbers = {name: at(getattr(ours, name), getattr(theirs, name)) for name in Work._fields[1:]}
-        count = np.diff(first.first, append=len(first.moved))
+        count = np.diff(first.offsets, append=len(first.moved))
         moved = np.bincount(np.repeat(np.arange(len(count)), count), at(first.moved, second.moved), len(count))
         return Work(ours.kinds, **{**numbers, "moved": moved.astype(np.float64)})
-    scale = []
-    for mine, other in ((ours.flops, theirs.flops), (ours.moved, theirs.moved)):
+    scaled = {}
+    for name in ("flops", "moved", "terms", "functions"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
         (whole,) = at(np.array([mine.sum()]), np.array([other.sum()]))
-        scale.append(whole / max(1.0, float(other.sum())))
-    return theirs._replace(flops=scale[0] * theirs.flops, moved=scale[1] * theirs.moved)
+        scaled[name] = other * whole / max(1.0, float(other.sum()))
+    # more products of the same size
+    scaled["products"] = theirs.products * scaled["flops"] / np.maximum(1.0, theirs.flops)
+    return theirs._replace(**scaled)

@@ -7,10 +7,12 @@ takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,7 +28,7 @@ from megamem.pipeline.freezing import Learning, freeze
 from megamem.pipeline.train_chunk import dropout_keys
 from megamem.planning.joined import join_kernels
 from megamem.planning.ledger import Ledger, Storages, room
-from megamem.planning.measured_chunk import ForwardAlone, MeasuredChunk, Seen, recomputed
+from megamem.planning.measured_chunk import Kept, MeasuredChunk, Saved, SeenOperations, recomputed
 from megamem.planning.rank_linears import RankLinears
 
 Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
@@ -106,38 +108,48 @@ class Part(NamedTuple):
     kernels: Kernels = "separate"
 
 
+class Both(NamedTuple):
+    """A chunk of layers as it was measured, and as it is with recomputation."""
+
+    plain: MeasuredChunk
+    recomputed: MeasuredChunk
+
+
 def measure_part(part: Part, chunks: int, growing: bool, share: Share) -> list[MeasuredChunk]:
     """Return the measurements of the first chunks; see `_read_chunks`."""
-    return [chunk for chunk, _ in _read_twice(part, chunks, growing, share, alone=False)]
+    return [chunk for chunk, *_ in _read_twice(part, chunks, growing, share)]
 
 
-def measure_both(part: Part, chunks: int, growing: bool, share: Share) -> list[tuple[MeasuredChunk, ...]]:
+def measure_both(part: Part, chunks: int, growing: bool, share: Share) -> list[Both]:
     """Return the measurements of the first chunks of layers, without recomputation and with it; see `_read_chunks`."""
-    found = _read_twice(part, chunks, growing, replace(share, recompute=False), alone=True)
-    return [(chunk, recomputed(chunk, alone)) for chunk, alone in found if alone is not None]
+    found = _read_twice(part, chunks, growing, replace(share, recompute=False), forward_alone=True)
+    return [Both(chunk, recomputed(chunk, saved, kept)) for chunk, saved, kept in found]
 
 
-Found = list[tuple[MeasuredChunk, ForwardAlone | None]]
+Found = list[tuple[MeasuredChunk, Saved, Kept]]
+"""Of each chunk what was seen, what its backward pass needed, and what its forward pass keeps under recomputation."""
 
 
-def _read_twice(part: Part, chunks: int, growing: bool, share: Share, alone: bool) -> Found:
+def _read_twice(part: Part, chunks: int, growing: bool, share: Share, forward_alone: bool = False) -> Found:
     """Return what `_read_chunks` does, once all tables are made that are made at the first use and kept."""
-    found, ledgers = _read_chunks(part, chunks, growing, share, alone)
+    found, ledgers = _read_chunks(part, chunks, growing, share, forward_alone)
     # what still lives are such tables
     if any(ledger.live for ledger in ledgers):
-        found, _ = _read_chunks(part, chunks, growing, share, alone)
+        found, _ = _read_chunks(part, chunks, growing, share, forward_alone)
     return found
 
 
-def _read_chunks(part: Part, chunks: int, growing: bool, share: Share, alone: bool) -> tuple[Found, list[Ledger]]:
+def _read_chunks(
+    part: Part, chunks: int, growing: bool, share: Share, forward_alone: bool
+) -> tuple[Found, list[Ledger]]:
     """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
 
     Args:
         chunks: the most that are read.
         growing: whether the part's memory grows with each chunk.
-        alone: whether to run each forward pass once more as under recomputation.
+        forward_alone: whether to run each forward pass once more as under recomputation.
 
-    Returns: measurements by chunk, and their ledgers.
+    Returns: what was found of each chunk, and their ledgers.
     """
     model, dtype, layers, learning, _ = part
     stage, rows = zero_stage(part, share), int(share.rows)
@@ -164,15 +176,13 @@ def _read_chunks(part: Part, chunks: int, growing: bool, share: Share, alone: bo
             # a list, so that the loss is an output of which gradients are taken
             return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 
-        again = _forward_alone(stage, forward, reads) if alone else None
         ledgers.append(Ledger())
-        (_, new, _), chunk = _measure_chunk(ledgers[-1], stage, forward, reads)
-        if again is not None and len(again.storages.sizes) != chunk.made_forward:
-            again = _forward_alone(stage, forward, reads)  # the first made tables
+        (_, new, _), chunk, saved = _measure_chunk(ledgers[-1], stage, forward, reads)
+        kept = _forward_alone(stage, forward, reads) if forward_alone else Kept(np.zeros(0, dtype=np.int64), [])
         states = detach(new) if learning is None else new
-        found.append((chunk, again))
+        found.append((chunk, saved, kept))
         # a line needs one chunk more than a constant, and the first chunk reads no memory
-        if len(found) > (3 if growing else 2) and _is_steady([chunk.kept for chunk, _ in found], growing):
+        if len(found) > (3 if growing else 2) and _is_steady([chunk.kept for chunk, *_ in found], growing):
             break
     return found, ledgers
 
@@ -204,7 +214,7 @@ def zero_stage(part: Part, share: Share) -> Stage:
 
 def _measure_chunk(
     ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
-) -> tuple[Outputs, MeasuredChunk]:
+) -> tuple[Outputs, MeasuredChunk, Saved]:
     """Run forward and backward of one chunk, and return what the forward returned and what was seen of both.
 
     Args:
@@ -212,10 +222,12 @@ def _measure_chunk(
         reads: the states that it reads, leaves of autograd.
     """
     _enter_given(ledger, stage, reads)
-    with ledger:
+    watch = _Watch(ledger)
+    with ledger, _watched(stage, watch):
         outputs = forward()
     forward_operations, ledger.operations = ledger.operations, []
-    ledger.wait()
+    ledger.next_moment()
+    begin = ledger.time
     # gradients come from the next layer, the loss and the next chunk: they are there when the backward begins
     roots = [tensor for tensor in state_tensors(outputs) if tensor.requires_grad]
     gradients = [room(root) for root in roots]
@@ -225,8 +237,72 @@ def _measure_chunk(
         if roots:
             torch.autograd.backward(roots, gradients)
     state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
-    seen_forward, seen_backward = Seen.of(forward_operations), Seen.of(ledger.operations)
-    return outputs, MeasuredChunk(Storages.of(ledger), seen_forward, seen_backward, float(state_gradients))
+    passes = SeenOperations.of(forward_operations), SeenOperations.of(ledger.operations)
+    chunk = MeasuredChunk(Storages.of(ledger), *passes, state_gradients=float(state_gradients))
+    unneeded = 0 if watch.first_use is None else watch.first_use - begin
+    return outputs, chunk, Saved(watch.operations, unneeded, watch.until)
+
+
+class _Watch:
+    """Hooks for what a layer saves for its backward pass: they note what it is, and when it is needed."""
+
+    def __init__(self, ledger: Ledger, keeps: bool = True) -> None:
+        """Note nothing yet. keeps: whether the backward pass will get what is saved; if not, there must be none."""
+        self.ledger, self.keeps = ledger, keeps
+        self.operations = slice(0, 0)
+        """See `Saved`; so `until`."""
+        self.first_use: int | None = None
+        """The moment in which the backward pass first asks for what was saved; None if it does not."""
+        self.until: dict[int, int] = {}
+        self.given: list[object] = []
+        """What the layer was given, where nothing is kept: recomputation needs it."""
+
+    def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Take hidden [tokens, batch, hidden] through a layer; see `Decoder.through`."""
+        self.operations = slice(self.ledger.time, self.ledger.time)
+        if not self.keeps:
+            self.given = [hidden, state]
+        with saved_tensors_hooks(cast(Any, self._pack), cast(Any, self._unpack)):
+            return layer.forward(hidden, state, chunk)
+
+    def _pack(self, tensor: Tensor) -> _Held | None:
+        """Return what autograd keeps in the place of a tensor [...]."""
+        self.operations = slice(self.operations.start, self.ledger.time)
+        return _Held(self, tensor) if self.keeps else None
+
+    def _unpack(self, held: _Held) -> Tensor:
+        """Return the tensor [...]."""
+        if self.first_use is None:
+            self.first_use = self.ledger.time
+        return held.tensor
+
+
+class _Held:
+    """A tensor that a backward pass needs, for as long as autograd keeps it."""
+
+    __slots__ = ("_place", "_watch", "tensor")
+
+    def __init__(self, watch: _Watch, tensor: Tensor) -> None:
+        """Hold a tensor [...]."""
+        self.tensor, self._watch, self._place = tensor, watch, watch.ledger.place_of(tensor)
+
+    def __del__(self) -> None:
+        """Note that it is needed no more."""
+        if self._place is not None:
+            self._watch.until[self._place] = self._watch.ledger.time
+
+
+@contextmanager
+def _watched(stage: Stage, watch: _Watch) -> Iterator[None]:
+    """Let a stage take hidden states through its layers by `watch`, unless it runs them again itself."""
+    if stage.recompute:
+        yield
+        return
+    stage.through = watch.through  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del stage.through
 
 
 def _enter_given(ledger: Ledger, stage: Stage, reads: States) -> None:
@@ -239,38 +315,18 @@ def _enter_given(ledger: Ledger, stage: Stage, reads: States) -> None:
         ledger.enter_storage(state, counted=False)
 
 
-def _forward_alone(stage: Stage, forward: Callable[[], Outputs], reads: States) -> ForwardAlone:
-    """Run the forward pass of one chunk as under recomputation, and return what was seen; see `_measure_chunk`."""
+def _forward_alone(stage: Stage, forward: Callable[[], Outputs], reads: States) -> Kept:
+    """Run the forward pass of one chunk as under recomputation; see `_measure_chunk`."""
     ledger = Ledger()
     _enter_given(ledger, stage, reads)
-    begin, end, needed, given = 0, 0, set[int | None](), set[int | None]()
-
-    def pack(tensor: Tensor) -> None:
-        """Keep nothing of a tensor [...] for the backward pass, but note that it is needed."""
-        nonlocal end
-        end = ledger.time
-        needed.add(ledger.place_of(tensor))
-
-    def through(layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """See `Decoder.through`; hidden: [tokens, batch, hidden]."""
-        nonlocal begin, end
-        begin = end = ledger.time
-        arguments.append((hidden, state))
-        given.update(map(ledger.place_of, state_tensors(arguments)))
-        # nothing is ever unpacked: no backward pass is run
-        with saved_tensors_hooks(cast(Any, pack), cast(Any, lambda _: None)):
-            return layer.forward(hidden, state, chunk)
-
-    arguments: list[object] = []
-    stage.through = through  # type: ignore[assignment]
-    with ledger:
+    watch = _Watch(ledger, keeps=False)
+    with ledger, _watched(stage, watch):
         outputs = forward()
-    del stage.through
     # while its results live, and what it was given
-    storages = Storages.of(ledger)
+    gone = Storages.of(ledger).gone
     del outputs
-    places = [sorted(place for place in each if place is not None) for each in (needed, given)]
-    return ForwardAlone(storages, slice(begin, end), *places)
+    places = map(ledger.place_of, state_tensors(watch.given))
+    return Kept(gone, [place for place in places if place is not None])
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megamem.model.stage import Stage, build_stage
 from megamem.ops import linear_cross_entropy
 from megamem.ops.linear_cross_entropy import label_scores, label_scores_and_best, slice_count
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.planning.ledger import Ledger
+from megamem.planning.ledger import Ledger, Storages
 
 TOKENS, WIDTH, ROWS, WORDS = 37, 12, 24, 21
 CHUNK, BATCH = 8, 3
@@ -195,7 +195,7 @@ def test_what_is_kept_and_taken():
             scores = label_scores(x, weight, labels, rows, cut)
             kept[cut] = ledger.live
             torch.autograd.backward(scores, [torch.ones(tokens)] * 2)
-            peaks[cut] = max(ledger.live_after)
+            peaks[cut] = Storages.of(ledger).live(ledger.time).max()
         del scores
         x.grad = weight.grad = None
     logits = tokens * rows * 4
