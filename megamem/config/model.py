@@ -362,7 +362,7 @@ class ModelConfig(LayersConfig, KernelsConfig):
         return {name: specs for layer in layers for name, specs in self.part(layer).beside.items()}
 
     def component_specs(self, layers: range | None = None) -> dict[str, StateSpec]:
-        """Return the declared states of the model, or of a stage, by component; the first stage has those for all."""
+        """Return declared states by component, of the model or of a stage; the first stage has what spans the model."""
         layers, specs = range(self.layers) if layers is None else layers, {}
         for layer in (layer for layer in layers if self.part(layer).keeps_state):
             mixer, inner = self.mixer_at(layer), self.layer_model(layer)

@@ -31,7 +31,7 @@ from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
-from megamem.planning.measured_chunk import Lines, MeasuredChunk, PartBytes, PartWork
+from megamem.planning.measured_chunk import Lines, MeasuredChunk, Pair, PartBytes, PartWork
 from megamem.planning.measured_part import (
     Kernels,
     Part,
@@ -79,7 +79,8 @@ class Activations:
         self.dtype = DTYPES[precision]
         # by part and by what changes the operations (the slices of a loss among it); rows and TP are interpolated
         self._measurements: dict[_Key, _Measurements] = {}
-        self._found: dict[tuple[str, Share], tuple[list[PartBytes], list[PartWork]]] = {}
+        self._bytes_found: dict[tuple[str, Share], list[PartBytes]] = {}
+        self._work_found: dict[tuple[str, Share], list[PartWork]] = {}
 
     @classmethod
     def of_run(cls, config: RunConfig, processes: int = 1, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
@@ -106,27 +107,27 @@ class Activations:
 
     def layer(self, layer: int, share: Share) -> list[PartBytes]:
         """Return the bytes of a layer for each chunk of a sequence."""
-        return self._at(*self._layer(layer, share))[0]
+        return self._bytes(*self._layer(layer, share))
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
-        return self._at(*self._embedding(share))[0] * self.chunks
+        return self._bytes(*self._embedding(share)) * self.chunks
 
     def head(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._at(*self._head(share))[0] * self.chunks
+        return self._bytes(*self._head(share)) * self.chunks
 
     def layer_work(self, layer: int, share: Share) -> list[PartWork]:
         """Return the operations of a layer for each chunk of a sequence."""
-        return self._at(*self._layer(layer, share))[1]
+        return self._works(*self._layer(layer, share))
 
     def embedding_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the embedding for each chunk of a sequence."""
-        return self._at(*self._embedding(share))[1] * self.chunks
+        return self._works(*self._embedding(share)) * self.chunks
 
     def head_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._at(*self._head(share))[1] * self.chunks
+        return self._works(*self._head(share)) * self.chunks
 
     def _layer(self, layer: int, share: Share) -> Wanted:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
@@ -161,12 +162,22 @@ class Activations:
         """
         return replace(share, rows=share.rows * self.model.chunk_size / end_tokens(self.model))
 
-    def _at(self, name: str, layers: range, share: Share) -> tuple[list[PartBytes], list[PartWork]]:
-        """Return the bytes and the operations of a part by chunk, measured if they are not known yet."""
-        if (name, share) not in self._found:
-            self._measure([(name, layers, share)])
-            self._found[name, share] = self._measurements[_key(name, layers, share)].at(share)
-        return self._found[name, share]
+    def _bytes(self, name: str, layers: range, share: Share) -> list[PartBytes]:
+        """Return the bytes of a part by chunk, measured if they are not known yet."""
+        if (name, share) not in self._bytes_found:
+            self._bytes_found[name, share] = self._measured(name, layers, share).bytes(share)
+        return self._bytes_found[name, share]
+
+    def _works(self, name: str, layers: range, share: Share) -> list[PartWork]:
+        """Return the operations of a part by chunk, measured if they are not known yet."""
+        if (name, share) not in self._work_found:
+            self._work_found[name, share] = self._measured(name, layers, share).work(share)
+        return self._work_found[name, share]
+
+    def _measured(self, name: str, layers: range, share: Share) -> _Measurements:
+        """Return the measurements of a part, made at its first use."""
+        self._measure([(name, layers, share)])
+        return self._measurements[_key(name, layers, share)]
 
     def _measure(self, parts: Iterable[Wanted]) -> None:
         """Measure those parts that are not yet, all side by side where this process may fork."""
@@ -255,18 +266,22 @@ class _Measurements:
             share = replace(self._share, rows=rows, tp_size=tp_size)
             yield partial(measure_both if self._part.layers else _measure_end, self._part, chunks, growing, share)
 
-    def at(self, share: Share) -> tuple[list[PartBytes], list[PartWork]]:
-        """Return bytes and operations at any number of rows and TP size, by chunk."""
+    def bytes(self, share: Share) -> list[PartBytes]:
+        """Return the bytes at any number of rows and TP size, by chunk."""
+        found = [np.array(self.lines.bytes(pair, share.rows, share.tp_size)) for pair in self._pairs(share)]
+        extended = _extended(found, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
+        return [PartBytes(*map(float, size)) for size in extended]
+
+    def work(self, share: Share) -> list[PartWork]:
+        """Return the operations at any number of rows and TP size, by chunk."""
+        found = [self.lines.work(pair, share.rows, share.tp_size) for pair in self._pairs(share)]
+        return _extended(found, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
+
+    def _pairs(self, share: Share) -> list[Pair]:
+        """Return both measurements of each chunk, with recomputation or without it."""
         way = -1 if share.recompute else 0
-        found = [
-            self.lines.chunk((first[way], second[way]), share.rows, share.tp_size)
-            # one measurement may have become steady after fewer chunks than the other
-            for first, second in zip(*self.measured, strict=False)
-        ]
-        sizes, works = [np.array(size) for size, _ in found], [work for _, work in found]
-        sizes = _extended(sizes, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
-        works = _extended(works, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
-        return [PartBytes(*map(float, size)) for size in sizes], works
+        # one measurement may have become steady after fewer chunks than the other
+        return [(first[way], second[way]) for first, second in zip(*self.measured, strict=False)]
 
 
 def _measure_end(part: Part, chunks: int, growing: bool, share: Share) -> Sequence[tuple[MeasuredChunk, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,6 +137,10 @@ class MeasuredChunk:
         return self.storages.live(self._border + 1 + len(self.seen_backward.offsets))
 
 
+Pair = tuple[MeasuredChunk, MeasuredChunk]
+"""Two measurements of one chunk."""
+
+
 class Saved(NamedTuple):
     """What a layer's backward pass needs of its forward pass."""
 
@@ -215,31 +219,24 @@ class Lines:
         far = (1 / tp_size - 1 / here) / (1 / there - 1 / here)
         return 1 - far, far
 
-    def chunk(
-        self, measured: tuple[MeasuredChunk, MeasuredChunk], rows: float, tp_size: int
-    ) -> tuple[PartBytes, PartWork]:
-        """Return the bytes and the operations of a chunk at so many rows and TP ranks."""
-        first, second = measured
+    def bytes(self, measured: Pair, rows: float, tp_size: int) -> PartBytes:
+        """Return the bytes of a chunk at so many rows and TP ranks."""
+        (first, second), at = measured, partial(self.at, rows=rows, tp_size=tp_size)
+        if np.array_equal(first.storages.made, second.storages.made):
+            # which operation holds most may change with the size: each storage is sized before the most is looked for
+            sizes = at(first.storages.sizes, second.storages.sizes)
+            found = replace(first, storages=first.storages._replace(sizes=sizes)).bytes
+        else:
+            # choices made them do different things
+            found = PartBytes(*map(float, at(np.array(first.bytes), np.array(second.bytes))))
+        (state_gradients,) = at(np.array([first.state_gradients]), np.array([second.state_gradients]))
+        return found._replace(state_gradients=float(state_gradients))
 
-        def at(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
-            return self.at(a, b, rows, tp_size)
-
-        ways = zip((first.seen_forward, first.seen_backward), (second.seen_forward, second.seen_backward), strict=True)
-        work = PartWork(*(_work_at(at, a, b) for a, b in ways))
-        state_gradients = float(at(*(np.array([each.state_gradients]) for each in (first, second)))[0])
-        return PartBytes(*_bytes_at(at, first, second), state_gradients), work
-
-
-def _bytes_at(at: Interpolate, first: MeasuredChunk, second: MeasuredChunk) -> tuple[float, float, float]:
-    """Return what is kept, and the most of the forward and of the backward pass."""
-    ours, theirs = first.storages, second.storages
-    if np.array_equal(ours.made, theirs.made):
-        # which operation holds most may change with the size: each storage is sized before the most is looked for
-        sized = replace(first, storages=ours._replace(sizes=at(ours.sizes, theirs.sizes))).bytes
-        return sized.kept, sized.forward, sized.backward
-    # choices made them do different things
-    found = at(*(np.array(each.bytes[:3]) for each in (first, second)))
-    return float(found[0]), float(found[1]), float(found[2])
+    def work(self, measured: Pair, rows: float, tp_size: int) -> PartWork:
+        """Return the operations of a chunk at so many rows and TP ranks."""
+        (first, second), at = measured, partial(self.at, rows=rows, tp_size=tp_size)
+        forward = _work_at(at, first.seen_forward, second.seen_forward)
+        return PartWork(forward, _work_at(at, first.seen_backward, second.seen_backward))
 
 
 def _work_at(at: Interpolate, first: SeenOperations, second: SeenOperations) -> Work:
@@ -250,11 +247,10 @@ def _work_at(at: Interpolate, first: SeenOperations, second: SeenOperations) -> 
         count = np.diff(first.offsets, append=len(first.moved))
         moved = np.bincount(np.repeat(np.arange(len(count)), count), at(first.moved, second.moved), len(count))
         return Work(ours.kinds, **{**numbers, "moved": moved.astype(np.float64)})
-    scaled = {}
+    scale = {}
     for name in ("flops", "moved", "terms", "functions"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        (whole,) = at(np.array([mine.sum()]), np.array([other.sum()]))
-        scaled[name] = other * whole / max(1.0, float(other.sum()))
+        mine, other = float(getattr(ours, name).sum()), float(getattr(theirs, name).sum())
+        scale[name] = float(at(np.array([mine]), np.array([other]))[0]) / max(1.0, other)
     # more products of the same size
-    scaled["products"] = theirs.products * scaled["flops"] / np.maximum(1.0, theirs.flops)
-    return theirs._replace(**scaled)
+    scale["products"] = scale["flops"]
+    return theirs._replace(**{name: factor * getattr(theirs, name) for name, factor in scale.items()})
