@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,21 @@ def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, 
         beyond_first_chunk=sums.part(slice(0, chunks), size, drawn),
         by_position=tuple(parts),
     )
+
+
+def share_over_control(
+    local: ModelLosses, full: ModelLosses, memory: ModelLosses, control: ModelLosses, draws: int = DRAWS
+) -> Interval:
+    """Return how much more of the gap a model recovers than another one, as one trained alike without a memory.
+
+    Both are measured on the same documents: what makes a document hard for both cancels in the interval.
+
+    Raises: as `recovered_share`, of the control too.
+    """
+    _check_same(local, control)
+    # the control takes the place of the model with its memory off
+    other = replace(memory, memory_off_nats=control.nats)
+    return recovered_share(local, full, other, draws).beyond_first_chunk.by_memory
 
 
 def _check_same(ours: ModelLosses, theirs: ModelLosses) -> None:

@@ -16,7 +16,7 @@ from megamem.costs.parameters import parameter_counts
 from megamem.costs.state_bytes import model_state_bytes
 from megamem.errors import ConfigError
 from megamem.evaluation.metrics import read_points
-from megamem.evaluation.recovered import read_losses, recovered_share
+from megamem.evaluation.recovered import read_losses, recovered_share, share_over_control
 from megamem.evaluation.report import METRICS, REPORT
 from megamem.evaluation.suites.result import read_suites
 from megamem.runs.result import read_result
@@ -78,7 +78,7 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     """Return the recovered shares of a run's model, with their intervals; none before all models are evaluated.
 
     Args:
-        against: where the other two models' losses are.
+        against: where the other models' losses are.
         run: the run, which is trained.
         runs: all of the study.
     Raises: ConfigError where models were not evaluated on the same text; DataError as `recovered_share`.
@@ -89,8 +89,13 @@ def recovered_figures(against: RecoveredConfig | None, run: PlannedRun, runs: Se
     if not all((folder / REPORT).exists() for folder in folders):
         return {}
     local, full, memory = map(read_losses, folders)
-    report = recovered_share(local, full, memory)
-    return {name: value for name, value in report.figures().items() if value is not None}
+    shares = recovered_share(local, full, memory).figures()
+    control = None if against.control is None else _folder(against.control, run, runs)
+    if control is not None and (control / REPORT).exists():
+        over = share_over_control(local, full, memory, read_losses(control))
+        shares |= {"recovered_over_control": over.share}
+        shares |= {"recovered_over_control_low": over.low, "recovered_over_control_high": over.high}
+    return {name: value for name, value in shares.items() if value is not None}
 
 
 def _folder(named: Path | Mapping[str, str], run: PlannedRun, runs: Sequence[PlannedRun]) -> Path:

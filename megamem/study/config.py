@@ -47,6 +47,9 @@ class RecoveredConfig(ConfigModel):
     the run of this study, others as in the run that is compared."""
     full: Path | Mapping[str, str]
     """Full attention, likewise."""
+    control: Path | Mapping[str, str] | None = None
+    """A model trained alike that has nothing to remember with, likewise: what others recover beyond it, document by
+    document, is `recovered_over_control`."""
 
 
 class TableConfig(ConfigModel):
@@ -189,7 +192,7 @@ class StudyConfig(ConfigModel):
             *((f"tables.{table.name}.where", table.where) for table in self.tables),
             *((f"laws.{law.name}.where", law.where) for law in self.laws),
         ]
-        for side in ("local", "full"):
+        for side in ("local", "full", "control"):
             if isinstance(named := getattr(self.recovered, side, None), Mapping):
                 wheres.append((f"recovered.{side}", {axis: (value,) for axis, value in named.items()}))
         for place, where in wheres:

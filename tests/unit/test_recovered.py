@@ -14,7 +14,14 @@ import torch
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
 from megamem.errors import ConfigError, DataError
-from megamem.evaluation.recovered import Interval, ModelLosses, chunk_groups, read_losses, recovered_share
+from megamem.evaluation.recovered import (
+    Interval,
+    ModelLosses,
+    chunk_groups,
+    read_losses,
+    recovered_share,
+    share_over_control,
+)
 from megamem.evaluation.recovered_report import NUMBERS, PICTURE, recovered_table, shown_interval, write_recovered
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
@@ -90,6 +97,21 @@ def test_the_interval_is_that_of_a_bootstrap_over_documents() -> None:
     assert found.high == pytest.approx(ordered[-501], abs=0.02)
     assert found.high - found.low > 0.1, "else nothing is compared"
     assert recovered_share(LOCAL, FULL, MEMORY, draws=20_000).beyond_first_chunk.recovered == found, "the same draws"
+
+
+def test_beyond_a_control_differences_are_paired_by_document() -> None:
+    """A control that errs with the model leaves an interval that neither share has alone."""
+    # what is hard for the control is hard for the model: 0.2 nats a token less in every chunk, and a little by document
+    own = np.array([0.0, 0.02, -0.02, 0.0, 0.01])[:, None]
+    control = replace(MEMORY, title="control", nats=MEMORY.nats + TOKENS * (0.2 + own))
+    found = share_over_control(LOCAL, FULL, MEMORY, control)
+    shares = [recovered_share(LOCAL, FULL, model).beyond_first_chunk.recovered for model in (MEMORY, control)]
+    assert found.share == pytest.approx(shares[0].share - shares[1].share, rel=1e-12)
+    assert found.low < found.share < found.high
+    assert found.high - found.low < 0.3 * (shares[0].high - shares[0].low)
+    assert share_over_control(LOCAL, FULL, MEMORY, MEMORY) == Interval(0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="runs/control and runs/local: were not evaluated on the same text"):
+        share_over_control(LOCAL, FULL, MEMORY, replace(control, text_sha256="other", origin="runs/control"))
 
 
 def test_pieces_of_a_document_are_drawn_together() -> None:

@@ -119,6 +119,12 @@ def test_recovered_shares_are_figures_with_intervals(pair, tmp_path):
         "memory-narrow-3": pytest.approx(0.25), "memory-narrow-4": pytest.approx(0.5),
     }  # fmt: skip
     assert not any("recovered_share" in record.figures for record in found if record.evaluation != "trained")
+    # with the local model as the control too, what is recovered beyond it is the share itself
+    controlled = {"recovered": study.recovered.model_copy(update={"control": {"model": "plain"}})}
+    for record in records(study.model_copy(update=controlled), narrow):
+        for end in ("", "_low", "_high") if record.evaluation == "trained" else ():
+            share = record.figures[f"recovered_share{end}"]
+            assert record.figures[f"recovered_over_control{end}"] == pytest.approx(share, abs=1e-15)
     table = study.tables[0].model_copy(update={"figure": "recovered_share", "paper": {}})
     chosen = [state for state in states if state.run.labels["seed"] == "3" and state.run.labels["width"] == "narrow"]
     (cell,) = [cell for (row, _), cell in cells(study, table, chosen, found).items() if row == "memory"]
