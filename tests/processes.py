@@ -6,6 +6,9 @@ import os
 import signal
 import threading
 
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Ranks are forked from one process for each one that runs tests, which has imported what takes seconds to import."""
+CONTEXT.set_forkserver_preload(["tests.preload"])
 _PR_SET_PDEATHSIG = 1
 
 

@@ -162,18 +162,18 @@ class PlainLinears:
 
     def column(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.column`."""
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
-        declare(layer.weight, init, shard_axis=0, fan_in=1)
+        layer = _empty_linear(inputs, outputs, bias)
+        declare(layer.get_parameter("weight"), init, shard_axis=0, fan_in=1)
         if bias:
-            declare(layer.bias, constant(0.0), shard_axis=0)
+            declare(layer.get_parameter("bias"), constant(0.0), shard_axis=0)
         return layer
 
     def row(self, inputs: int, outputs: int, init: Initializer, bias: bool = False) -> nn.Module:
         """See `Linears.row`."""
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=_default_device())
-        declare(layer.weight, init, shard_axis=1, fan_in=1)
+        layer = _empty_linear(inputs, outputs, bias)
+        declare(layer.get_parameter("weight"), init, shard_axis=1, fan_in=1)
         if bias:
-            declare(layer.bias, constant(0.0))
+            declare(layer.get_parameter("bias"), constant(0.0))
         return layer
 
     def embedding(self, vocabulary: int, width: int, init: Initializer) -> nn.Module:
@@ -251,8 +251,12 @@ class PlainLinears:
         return found.values, found.indices
 
 
-def _default_device() -> torch.device:
-    return torch.empty(0).device
+def _empty_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+    """Return a linear layer on the default device whose parameters have no values yet."""
+    layer = nn.Linear(inputs, outputs, bias=bias, device="meta")
+    device = torch.empty(0).device
+    # nothing to be done where plans count bytes: to_empty would import torch's compiler there
+    return layer if device.type == "meta" else layer.to_empty(device=device)
 
 
 def initialize_parameters(model: nn.Module, seed: int, tp_size: int = 1, tp_rank: int = 0) -> None:

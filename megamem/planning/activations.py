@@ -210,8 +210,6 @@ def _side_by_side(measure: Sequence[Callable[[], T]], processes: int) -> list[T]
         return [each() for each in measure]
     # everything is read there: once this process had run a backward pass, its children could not where torch
     # sees a CUDA device
-    import torch._dynamo  # torch's functions of shapes need it: once here, not in each process  # noqa: F401
-
     # objects that exist now need not be looked through by the collector, which would copy their pages
     gc.freeze()
     with ProcessPoolExecutor(min(processes, len(measure)), get_context("fork")) as pool:

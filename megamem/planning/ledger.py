@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from megamem.planning.operations import Kind, Operation, asks_nothing, operation, touched
+from megamem.planning.result_shapes import known_results, makes_no_numbers
 from megamem.planning.tensors import tensors_in
 
 T = TypeVar("T")
@@ -281,11 +282,15 @@ def _result_shapes(func: OpOverload, args: Sequence[object], kwargs: Mapping[str
     # a view shares its operand's storage: it must be made of that operand
     if any(result.alias_info is not None for result in schema.returns):
         return None
+    # integers and booleans are indices and masks, whose values count
+    if makes_no_numbers(func, args):
+        return None
+    if (told := known_results(func, args, kwargs)) is not None:
+        return told
     try:
         shaped: object = func(*_map_values(_on_meta, args), **_map_values(_on_meta, kwargs))
     except NotImplementedError:
         return None
-    # integers and booleans are indices and masks, whose values count
     return shaped if all(result.is_floating_point() for result in tensors_in((shaped,))) else None
 
 

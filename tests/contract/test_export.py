@@ -14,7 +14,7 @@ from megamem.hf.importing import from_hf
 from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import within
 from tests.contract.export import CHUNK, EXPORTED, KINDS, LAYOUTS, NEW_TOKENS, PROMPT, tokens, world
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
@@ -55,7 +55,7 @@ class Exports:
         cases = [case for case in EXPORTED if (case in KINDS.values()) == first]
         layouts = {name: parallel for name, (world_size, parallel) in LAYOUTS.items() if world_size == size}
         payload = {"folder": str(self.folder), "layouts": layouts, "cases": [case.id for case in cases]}
-        results = run_distributed(size, f"{world.__module__}:world", payload, preload=PARALLEL, timeout_s=PATIENCE_S)
+        results = run_distributed(size, f"{world.__module__}:world", payload, timeout_s=PATIENCE_S)
         for case, layout in itertools.product(cases, layouts):
             parts = [result[f"{case.id}/{layout}"] for result in results]
             assert all(part["made"] == parts[0]["made"] for part in parts), "all ranks agree"

@@ -9,7 +9,7 @@ from megamem.memory.base import state_tensors
 from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
 from tests.contract.stages import STAGES, WINDOWS, model_of, one_graph, world
-from tests.distributed.harness import PARALLEL, WorldError, run_distributed
+from tests.distributed.harness import WorldError, run_distributed
 
 pytestmark = [pytest.mark.whole_model, pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
@@ -22,9 +22,7 @@ reference = cache(one_graph)
 def run_world():
     """Every rank's results, or the error: a world that fails is not started again by each test."""
     try:
-        return run_distributed(
-            max(STAGES), f"{world.__module__}:{world.__name__}", preload=PARALLEL, timeout_s=PATIENCE_S
-        )
+        return run_distributed(max(STAGES), f"{world.__module__}:{world.__name__}", timeout_s=PATIENCE_S)
     except WorldError as error:
         return error
 

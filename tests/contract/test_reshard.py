@@ -8,7 +8,7 @@ from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
 from tests.contract.observe import TP_SIZES
 from tests.contract.reshard import WORLD, straight
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 
 pytestmark = [pytest.mark.whole_model, pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
@@ -20,7 +20,7 @@ reference = cache(straight)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
-    return run_distributed(WORLD, "tests.contract.reshard:world", str(folder), preload=PARALLEL, timeout_s=PATIENCE_S)
+    return run_distributed(WORLD, "tests.contract.reshard:world", str(folder), timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("saved", TP_SIZES, ids=lambda tp: f"saved-tp{tp}")

@@ -9,7 +9,7 @@ from megamem.memory.base import Growing
 from tests.contract.cases import PATIENCE_S
 from tests.contract.driver import largest, within
 from tests.contract.observe import HEADS, TP_SIZES, joined, plain, splits
-from tests.distributed.harness import PARALLEL, WorldError, run_distributed
+from tests.distributed.harness import WorldError, run_distributed
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(PATIENCE_S + 120)]
 
@@ -26,7 +26,7 @@ reference = cache(plain)
 def run_world():
     """Every observation on every rank, or the error: a world that fails is not started again by each test."""
     try:
-        return run_distributed(max(TP_SIZES), "tests.contract.observe:world", preload=PARALLEL, timeout_s=PATIENCE_S)
+        return run_distributed(max(TP_SIZES), "tests.contract.observe:world", timeout_s=PATIENCE_S)
     except WorldError as error:
         return error
 

@@ -7,13 +7,12 @@ MASTER_ADDR, MASTER_PORT), so `Topology.start`, `torch.distributed.init_process_
 `deepspeed.init_distributed` work as in a real run on CPU. The rendezvous store lives in the calling process, on a
 port the system chose, so worlds may run side by side.
 
-    caller ── supervisor (one Python process: imports the heavy libraries, then forks, waits and reports)
+    caller ── supervisor (forked from a process that has imported the heavy libraries; it forks, waits and reports)
                  ├── rank 0
                  └── rank 1 ...
 
-Whoever dies takes those below along, SIGKILL included: no rank outlives the tests. Importing torch, Megatron and
-DeepSpeed costs many seconds of processor time: the supervisor does it once for all its ranks. It still pays to start
-few worlds, to do many checks in each, to return plain data and to assert in the caller.
+Whoever dies takes those below along, SIGKILL included: no rank outlives the tests. It pays to start few worlds, to do
+many checks in each, to return plain data and to assert in the caller.
 """
 
 from __future__ import annotations
@@ -22,26 +21,23 @@ import faulthandler
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tests.processes import end_with
+from tests.processes import CONTEXT, end_with, end_with_starter
 
 ROOT = Path(__file__).resolve().parents[2]
-PARALLEL = ("tests.distributed.preload",)
-"""Modules worth preloading for worlds that start a `Topology`."""
 _SHOWN = 6000
 _GRACE_S = 60
-"""What the supervisor may take beyond the ranks' own time: interpreter start and imports."""
+"""What the supervisor may take beyond the ranks' own time: imports, the first time."""
 
 
 class WorldError(AssertionError):
@@ -55,7 +51,6 @@ def run_distributed(
     *,
     timeout_s: float = 1200,
     env: Mapping[str, str] | None = None,
-    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Call `function(payload)` on `world_size` processes.
 
@@ -64,7 +59,6 @@ def run_distributed(
         payload: nested dicts, lists, tuples of tensors, numbers, strings, booleans and None.
         timeout_s: after so many seconds the ranks are killed; the error shows where each one stood.
         env: further environment variables.
-        preload: modules to import once, before the ranks are forked; `PARALLEL` where Megatron or DeepSpeed is used.
     Returns: what the function returned, per rank; the same kinds of data as `payload`.
     Raises: WorldError with the traceback of the rank that failed first.
     """
@@ -82,24 +76,17 @@ def run_distributed(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             **(env or {}),
         }
-        command = [sys.executable, "-m", __name__, str(os.getpid()), function, name]
-        command += [str(world_size), str(timeout_s), *preload]
-        with (folder / "output").open("wb") as output:
-            supervisor = subprocess.Popen(
-                command, env=variables, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        supervisor = CONTEXT.Process(target=_supervisor, args=(variables, function, folder, world_size, timeout_s))
+        supervisor.start()
         try:
-            code = supervisor.wait(timeout_s + _GRACE_S)
-        except subprocess.TimeoutExpired:
-            code = None
+            supervisor.join(timeout_s + _GRACE_S)
         finally:
-            if supervisor.poll() is None:
-                os.killpg(supervisor.pid, signal.SIGKILL)
-                supervisor.wait()
-        if code != 0:
+            if supervisor.is_alive():
+                supervisor.kill()
+                supervisor.join()
+        if supervisor.exitcode != 0:
             failure = folder / "failure"
             raise WorldError(failure.read_text() if failure.exists() else _tail(folder / "output"))
         return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(world_size)]
@@ -109,10 +96,30 @@ def _tail(path: Path) -> str:
     return path.read_text(errors="replace")[-_SHOWN:]
 
 
-def _supervise(function: str, folder: Path, world_size: int, timeout_s: float, preload: Sequence[str]) -> int:
+def _supervisor(
+    variables: Mapping[str, str], function: str, folder: Path, world_size: int, timeout_s: float
+) -> NoReturn:
+    """Body of the supervisor's process. variables: the environment of all ranks."""
+    end_with_starter()
+    os.environ.clear()
+    os.environ.update(variables)
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 1
+    try:
+        code = _supervise(function, folder, world_size, timeout_s)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _supervise(function: str, folder: Path, world_size: int, timeout_s: float) -> int:
     """Fork the ranks and wait for them; writes `failure` and returns 1 if one ends badly or none ends in time."""
-    for module in (*preload, function.split(":")[0]):
-        importlib.import_module(module)
+    importlib.import_module(function.split(":")[0])
     running = {_fork(rank, function, folder): rank for rank in range(world_size)}
     deadline = time.monotonic() + timeout_s
     failure = None
@@ -186,8 +193,3 @@ def _stuck(running: Mapping[int, int], folder: Path) -> str:
     ranks = sorted(running.values())
     outputs = [f"--- output of rank {rank}:\n{_tail(folder / f'output-{rank}')}" for rank in ranks]
     return f"ranks {ranks} did not finish in time\n" + "\n".join(outputs)
-
-
-if __name__ == "__main__":
-    end_with(int(sys.argv[1]))
-    sys.exit(_supervise(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), sys.argv[6:]))

@@ -12,7 +12,7 @@ from megamem.config.model import ModelConfig
 from megamem.evaluation.evaluator import Evaluator
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import Linears, PlainLinears, info, initialize_parameters
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import ADAPTIVE, MODEL, TIED_ADAPTIVE
 
 RANKS = 2
@@ -92,7 +92,7 @@ def measure_all(forms: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_ranks_find_what_one_process_finds():
-    ranks = run_distributed(RANKS, f"{__name__}:measure_all", FORMS, preload=PARALLEL)
+    ranks = run_distributed(RANKS, f"{__name__}:measure_all", FORMS)
     for name, form in FORMS.items():
         expected = measure(form, PlainLinears())
         for found in (rank[name] for rank in ranks):

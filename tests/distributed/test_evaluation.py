@@ -16,7 +16,7 @@ from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.parallel.megatron import MegatronLinears
 from megamem.parallel.topology import Topology
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import EVERY, MEMORY_MODEL, MODEL
 from tests.unit.evaluation_helpers import CHUNK, documents, make_stage, model_config
 
@@ -180,7 +180,7 @@ def assert_same(found, expected):
 
 @pytest.fixture(scope="module")
 def world():
-    return run_distributed(2, "tests.distributed.test_evaluation:all_layouts", preload=PARALLEL)
+    return run_distributed(2, "tests.distributed.test_evaluation:all_layouts")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 
 from megamem.evaluation.evaluator import Evaluator
 from megamem.parallel.topology import Topology
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.test_evaluation import LAYOUTS, TOLERANCE, built, run_config
 from tests.unit.evaluation_helpers import CHUNK, make_stage
 
@@ -44,7 +44,7 @@ def under_zero_3(topology):
 
 @pytest.fixture(scope="module")
 def world():
-    return run_distributed(2, "tests.distributed.test_forking:all_layouts", preload=PARALLEL)
+    return run_distributed(2, "tests.distributed.test_forking:all_layouts")
 
 
 @pytest.fixture(scope="module")

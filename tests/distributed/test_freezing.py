@@ -9,7 +9,7 @@ import torch
 from checkpoints.folder import open_checkpoint
 from checkpoints.read import compare
 from tests.distributed.freezing_cases import GPT2, MODEL, learns
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.parity import LR
 from tests.distributed.training_cases import MEMORY_MODEL, reference
 
@@ -60,7 +60,7 @@ def worlds(tmp_path_factory):
             places = {"read": str(folder / f"{size}-{a}"), "write": str(folder / f"{size}-{a}-{b}")}
             cases[f"{a}-{b}"] = {**WORLDS[size][b], **places, "steps": 0}
         function = "tests.distributed.freezing_cases:train_frozen"
-        ranks = run_distributed(size, function, cases, preload=PARALLEL)
+        ranks = run_distributed(size, function, cases)
         found[size] = {name: merged([rank[name] for rank in ranks]) for name in cases}
     return found, folder
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import MODEL, SHARED_BIASES
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +50,7 @@ def worlds():
     def ranks(world):
         if world not in made:
             target = "tests.distributed.gradient_sum_cases:both"
-            made[world] = run_distributed(world, target, WORLDS[world], preload=PARALLEL)
+            made[world] = run_distributed(world, target, WORLDS[world])
         return made[world]
 
     return ranks

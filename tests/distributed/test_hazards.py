@@ -12,7 +12,7 @@ from megamem.pipeline.engine import PipelineEngine, build_engine
 from megamem.pipeline.program import Send, reading_programs
 from megamem.pipeline.reader import ChunkReader
 from megamem.pipeline.schedule import Action
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import (
     CHUNK,
     COMBINED,
@@ -199,7 +199,7 @@ def world(payload):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_distributed(4, "tests.distributed.test_hazards:world", list(CASES), preload=PARALLEL)
+    return run_distributed(4, "tests.distributed.test_hazards:world", list(CASES))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megamem.config.model import ModelConfig
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import Linears, PlainLinears, info, initialize_parameters
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import MODEL
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ def measure_all(ranks: int) -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_find_what_one_process_finds(ranks):
     """Within 1e-12: float64 sums in another order."""
-    results = run_distributed(ranks, f"{__name__}:measure_all", ranks, preload=PARALLEL)
+    results = run_distributed(ranks, f"{__name__}:measure_all", ranks)
     for name, form in FORMS.items():
         expected = measure(form, PlainLinears())
         for found in (result[name] for result in results):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +65,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_sizes_are_those_of_the_states_that_are_carried_on(world):
     function = "tests.distributed.test_memory_sizes:measure"
-    ranks = run_distributed(world, function, LAYOUTS[world], preload=PARALLEL)
+    ranks = run_distributed(world, function, LAYOUTS[world])
     for name in LAYOUTS[world]:
         figures = [rank[name][0] for rank in ranks]
         assert all(rank == figures[0] for rank in figures), "every rank has the same figures"

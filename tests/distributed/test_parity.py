@@ -3,7 +3,7 @@
 import pytest
 
 from tests.contract.case import PROJECTION_NORM
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, SOME, STEPS, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     ADAPTIVE,
@@ -117,7 +117,7 @@ NAMES = [(world, name) for world, cases in WORLDS.items() for name in cases]
 
 def run_cases(world, cases):
     function = "tests.distributed.training_cases:train_cases"
-    return run_distributed(world, function, cases, preload=PARALLEL)[0]
+    return run_distributed(world, function, cases)[0]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from megamem.pipeline.schedule import peak_units
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.parity import ANYWHERE, assert_gradients, assert_losses_and_weights, case
 from tests.distributed.training_cases import (
     AUTOENCODE,
@@ -130,7 +130,7 @@ def worlds():
 
 
 def run_cases(size, cases):
-    ranks = run_distributed(size, "tests.distributed.training_cases:train_cases", cases, preload=PARALLEL)
+    ranks = run_distributed(size, "tests.distributed.training_cases:train_cases", cases)
     return {name: merged([rank[name] for rank in ranks]) for name in cases}
 
 

@@ -7,7 +7,7 @@ from megamem.pipeline.engine import build_engine
 from megamem.planning.ranks import rank_bytes
 from tests.distributed.freezing_cases import GPT2, MODEL
 from tests.distributed.freezing_cases import config_of as frozen_config
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import LAMEMO, MUP, local_batches, run_config
 
 pytestmark = pytest.mark.distributed
@@ -90,7 +90,7 @@ def held_in(config):
 
 
 def run_ranks(names):
-    return run_distributed(4, "tests.distributed.test_planned_bytes:held", list(names), preload=PARALLEL)
+    return run_distributed(4, "tests.distributed.test_planned_bytes:held", list(names))
 
 
 @pytest.fixture(scope="module")

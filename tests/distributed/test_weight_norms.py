@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megamem.training.callbacks.weight_norms import component_of
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -61,7 +61,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[dict, dict]]:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_are_those_of_the_gathered_weights(world):
     function = "tests.distributed.test_weight_norms:measure"
-    ranks = run_distributed(world, function, LAYOUTS[world], preload=PARALLEL)
+    ranks = run_distributed(world, function, LAYOUTS[world])
     for name in LAYOUTS[world]:
         figures = [rank[name][0] for rank in ranks]
         assert all(rank == figures[0] for rank in figures), "every rank has the same figures"

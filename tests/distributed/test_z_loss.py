@@ -10,7 +10,7 @@ from megamem.model.objective import build_objective
 from megamem.model.objectives.next_token import NextTokenConfig
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.distributed.training_cases import run_config
 
 COEFFICIENT = 0.1
@@ -51,7 +51,7 @@ def measure(layouts: dict[str, dict]) -> dict[str, tuple[list[float], float]]:
 
 @pytest.mark.distributed
 def test_it_is_the_same_under_every_layout():
-    runs = {world: run_distributed(world, f"{__name__}:measure", LAYOUTS[world], preload=PARALLEL) for world in LAYOUTS}
+    runs = {world: run_distributed(world, f"{__name__}:measure", LAYOUTS[world]) for world in LAYOUTS}
     losses, norm = runs[1][0]["one"]
     assert losses[1] > 0.01 * losses[0], "it has a weight"
     for ranks in runs.values():

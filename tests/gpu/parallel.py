@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megamem.config.load import parse_config
 from megamem.config.run import RunConfig
-from tests.distributed.harness import PARALLEL, WorldError, run_distributed
+from tests.distributed.harness import WorldError, run_distributed
 from tests.distributed.training_cases import ROWS, local_batches, run_config
 from tests.integration.commands import LENGTH, run_tree
 
@@ -74,7 +74,7 @@ def train_layouts(payload: dict[str, Any]) -> dict[str, list[float]]:
 def losses_of(world: int, device: str, layouts: list[str], precisions: list[str]) -> dict[str, list[float]]:
     """Return the losses of `train_layouts` in a world of so many processes, which all ranks must agree on."""
     payload = {"device": device, "layouts": layouts, "precisions": precisions}
-    ranks = run_distributed(world, f"{__name__}:train_layouts", payload, preload=PARALLEL)
+    ranks = run_distributed(world, f"{__name__}:train_layouts", payload)
     for rank in ranks[1:]:
         assert rank == ranks[0], "ranks report different losses"
     return ranks[0]
@@ -137,7 +137,7 @@ def _kill_after_checkpoint(folder: Path) -> None:
 def run_to_end(world: int, tree: dict[str, Any]) -> list[float]:
     """Train a run in a world of so many processes; the logged loss of each step, from its first life on."""
     payload = {"tree": tree, "kill_rank": None}
-    ended = run_distributed(world, f"{__name__}:train_run", payload, preload=PARALLEL)
+    ended = run_distributed(world, f"{__name__}:train_run", payload)
     assert ended == ["stop_after" not in tree["training"]] * world
     return logged_losses(tree)
 
@@ -146,7 +146,7 @@ def run_and_kill(world: int, tree: dict[str, Any]) -> None:
     """Train a run until its last rank is killed, after the first checkpoint."""
     payload = {"tree": tree, "kill_rank": world - 1}
     with pytest.raises(WorldError, match=f"rank {world - 1} of {world} died of SIGKILL"):
-        run_distributed(world, f"{__name__}:train_run", payload, preload=PARALLEL)
+        run_distributed(world, f"{__name__}:train_run", payload)
 
 
 def logged_losses(tree: dict[str, Any]) -> list[float]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import PARALLEL, run_distributed
+from tests.distributed.harness import run_distributed
 from tests.gpu.loop import memory_after_steps, run_without_waiting
 
 BF16 = torch.bfloat16
@@ -26,7 +26,7 @@ def test_memory_does_not_grow_from_step_to_step(device):
 
 
 def run(**payload):
-    (result,) = run_distributed(1, "tests.gpu.loop:train", {"device": "cuda", **payload}, preload=PARALLEL)
+    (result,) = run_distributed(1, "tests.gpu.loop:train", {"device": "cuda", **payload})
     return result
 
 

@@ -5,7 +5,6 @@ Each rank has the environment torchrun would give it, its output goes to a file,
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -19,10 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.processes import end_with_starter
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.integration.preload"])
+from tests.processes import CONTEXT, end_with_starter
 
 
 class Job:

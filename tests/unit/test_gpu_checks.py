@@ -96,10 +96,10 @@ def test_padded_heads_attend_as_unpadded_ones():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_training_check():
-    from tests.distributed.harness import PARALLEL, run_distributed
+    from tests.distributed.harness import run_distributed
 
     payload = {"device": "cpu", "precision": "bf16", "zero_stage": 1, "feeding": "streams", "steps": 12}
-    (result,) = run_distributed(1, f"{train.__module__}:train", payload, preload=PARALLEL)
+    (result,) = run_distributed(1, f"{train.__module__}:train", payload)
     assert result["losses"][-1] < result["losses"][0]
     assert result["waits"] == []
 
