@@ -12,6 +12,8 @@ from megamem.errors import MegamemError, StoppedError, StoreError
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Seconds before the second attempt, and at most between two; each wait is twice the one before."""
+STOP_S = 5.0
+"""Seconds that what is being read has to end after a signal to stop."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Numbers of errors of a disk of this machine, which is no store: trying again does not make room."""
 _LASTING = (

@@ -13,13 +13,11 @@ import fsspec
 
 from megamem.errors import DataError, MegamemError
 from megamem.files import sha256
-from megamem.patience import DISK_ERRORS, check_not_stopped, patiently, reason
+from megamem.patience import DISK_ERRORS, STOP_S, check_not_stopped, patiently, reason
 from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
 """Bytes that are read from a remote file at a time."""
-STOP_S = 5.0
-"""Seconds that a download has to end after a signal to stop."""
 POLL_S = 0.05
 """Seconds between two looks whether another process has fetched a shard."""
 RETRY_S = 600.0

@@ -3,11 +3,15 @@
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from megamem.data.batch import Batch
+from megamem.errors import StoppedError
+from megamem.patience import STOP_S, check_not_stopped
 
 POLL_SECONDS = 0.05
-"""Seconds between looks whether the reader was closed."""
+"""Seconds between looks whether the reader was closed or the process asked to stop."""
+_BATCH = "the next batch"
 
 
 class Prefetcher:
@@ -31,18 +35,36 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch. Raises what the thread raised, StopIteration at the end or after `close`."""
+        """Return the next batch.
+
+        Raises: what the thread raised, StopIteration at the end or after `close`; StoppedError where the process was
+        asked to stop and the batch does not come, as from a store that says nothing.
+        """
         if self._error is None:
-            item = StopIteration() if self._stopped.is_set() else self._queue.get()
+            item = StopIteration() if self._stopped.is_set() else self._take()
             if isinstance(item, Batch):
                 return item
             self._error = item
         raise self._error
 
     def close(self) -> None:
-        """Stop the thread and wait for it. Batches read ahead are dropped."""
+        """Stop the thread and wait for it, but not for a store that says nothing once the process was asked to stop.
+
+        Batches read ahead are dropped.
+        """
         self._stopped.set()
-        self._thread.join()
+        with suppress(StoppedError):
+            while self._thread.is_alive():
+                self._thread.join(POLL_SECONDS)
+                check_not_stopped(_BATCH, STOP_S)
+
+    def _take(self) -> Batch | BaseException:
+        """Wait for what the thread puts into the queue. Raises StoppedError, see `__next__`."""
+        while True:
+            try:
+                return self._queue.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                check_not_stopped(_BATCH, STOP_S)
 
     def _read(self, batches: Iterable[Batch]) -> None:
         """Put batches into the queue: the body of the thread."""

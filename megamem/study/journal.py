@@ -57,7 +57,8 @@ class Journal:
 
     def _write(self, run: str, evaluation: str, code: int | None) -> None:
         """Append a line."""
-        line = json.dumps({"time": round(time.time(), 3), "run": run, "evaluation": evaluation, "code": code})
+        # exact: it is compared with times of files
+        line = json.dumps({"time": time.time(), "run": run, "evaluation": evaluation, "code": code})
         known = self.path.read_bytes() if self.path.is_file() else b""
         # a line that a full disk cut short must not spoil this one too
         border = "\n" if known and not known.endswith(b"\n") else ""

@@ -37,6 +37,8 @@ def test_launchers_try_again_what_the_table_says() -> None:
     text = (ROOT / "docs" / "exit_codes.md").read_text(encoding="utf-8")
     worth = {int(code): word for code, word in re.findall(r"^\| (\d+) \|.*\| (yes|no) \|$", text, re.MULTILINE)}
     assert {code for code, word in worth.items() if word == "no"} - {MegamemError.exit_code} == FINAL
+    (again,) = re.findall(r"^  ([\d|]+)\) echo \"try again\"", text, re.MULTILINE)
+    assert {int(code) for code in again.split("|")} == {code for code, word in worth.items() if word == "yes"}
 
 
 def test_codes_tell_conditions_apart() -> None:

@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megamem import patience
+from megamem.config.data import DataConfig
 from megamem.data.cache import ShardCache, read_remote
+from megamem.data.feeder import open_stores
 from megamem.errors import FINAL, STOPPED, DataError, StoppedError, StoreError
 from tokenization.shard_format import FileRecord
 
@@ -100,3 +102,12 @@ def test_a_signal_to_stop_does_not_wait_for_a_store(store) -> None:
         read_remote(store.url, retry_s=600)
     assert time.monotonic() - begun < 10
     assert StoppedError.exit_code == STOPPED
+
+
+def test_a_configuration_says_how_long_its_stores_may_be_silent(store, tmp_path) -> None:
+    store.failures = 10**6
+    config = DataConfig(sources=[store.url], cache_folder=str(tmp_path), retry_minutes=0.01)
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="does not answer for 1 s"):
+        open_stores(config, [store.url])
+    assert time.monotonic() - begun < 10

@@ -1,14 +1,17 @@
 """The thread that reads batches ahead: bounded, closed at once, its errors passed on."""
 
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from megamem import patience
+from megamem.data import prefetch
 from megamem.data.batch import Batch
 from megamem.data.prefetch import Prefetcher
-from megamem.errors import DataError
+from megamem.errors import DataError, StoppedError
 
 
 def endless(read):
@@ -50,3 +53,25 @@ def test_closing_does_not_wait_for_a_full_queue():
     batches.close()
     batches.close()
     assert time.monotonic() - start < 1
+
+
+def test_a_stop_does_not_wait_for_a_batch_that_never_comes(monkeypatch):
+    """A store whose connection stands and says nothing: the thread cannot be interrupted."""
+    monkeypatch.setattr(prefetch, "STOP_S", 0.5)
+    silent = threading.Event()
+
+    def hanging():
+        silent.wait(60)
+        yield from endless([])
+
+    batches = Prefetcher(hanging(), depth=2)
+    threading.Timer(0.2, patience.stop_waiting).start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(StoppedError, match="the next batch: stopped by a signal while it was read"):
+            next(batches)
+        batches.close()
+        assert 0.5 < time.monotonic() - begun < 10
+    finally:
+        patience.wait_again()
+        silent.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from itertools import count
 from pathlib import Path
 
@@ -296,6 +298,19 @@ def test_a_process_of_this_machine_that_is_newer_than_the_job(path, cluster):
         journal.ended(name, "trained", 75)
     found = states(path)
     assert (found["few-0"].state, found["more-0"].state) == ("stopped", "running"), "what SLURM has goes before"
+
+
+def test_a_process_that_began_within_a_millisecond_of_the_job_is_newer(path, cluster, monkeypatch):
+    submit(path)
+    finish(path, "few-0", 6)
+    cluster.show(j42="RUNNING")
+    folder = study_folder(load_study(path))
+    (number,) = (folder / "runs" / "few-0").glob("launch/*/job")
+    os.utime(number, ns=(0, 1_800_000_000_000_100_000))
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0003)
+    Journal(folder).began("few-0", "trained")
+    Journal(folder).ended("few-0", "trained", 75)
+    assert states(path)["few-0"].state == "stopped"
 
 
 def test_what_sbatch_refuses_is_left_for_the_next_call(path, cluster):
