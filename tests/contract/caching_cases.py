@@ -97,7 +97,8 @@ CACHING = [
     Case(
         "memory_caching",
         "normalized_linear",
-        {"memory": {"kind": "linear_attention", "features": "elu", "normalizer": True}, "segment": 4},
+        {"memory": {"kind": "linear_attention", "features": "elu", "normalizer": True}, "segment": 4}
+        | {"temperature": 0.5},
         queries_per_key=2,
         core=False,
     ),

@@ -94,7 +94,7 @@ ALL_CASES = [
     Case(
         "memorizing_attention",
         "joint_normalized",
-        {"queue": 12, "gate": "none", "block": 4, "normalize_keys": True},
+        {"queue": 12, "gate": "none", "block": 4, "normalize_keys": True, "stop_gradient": True},
         core=False,
     ),
     Case("memorizing_attention", "normalized", {"queue": 10, "normalize_keys": True}, queries_per_key=2, core=False),

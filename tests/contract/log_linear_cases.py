@@ -26,6 +26,7 @@ def log_linear(name: str, memory: dict[str, Any], segment: int, levels: int, **m
 
 LOG_LINEAR = [
     log_linear("tokens", {"kind": "linear_attention"}, 1, 4),
+    log_linear("normalized", {"kind": "linear_attention", "features": "elu", "normalizer": True}, 2, 3),
     log_linear("titans", TITANS, 2, 3, queries_per_key=2),
     log_linear("dla", {**DLA, "inner_chunk": 4}, 4, 1, shape=FEW_CHANNELS),
     log_linear("retnet", {"kind": "retnet", "expand_v": 1}, 2, 3),

@@ -69,6 +69,9 @@ class Changes:
         """Return what token t leaves of changes like `of`: what it makes of a memory if it writes zeros."""
         if self.deep:
             return [self.memory.gates[t, h]["decay"] * change for change in changes]
+        # a normalizer takes in every token, whatever its value; the memory beside it does not fade
+        if getattr(self.memory.mixer, "normalizer", False):
+            return changes
         zeros = torch.zeros(changes[0].shape[-1], dtype=torch.float64)
         return [self.memory.write(changes[0], t, h, self.keys[t, h], zeros)]
 
