@@ -70,9 +70,8 @@ def inputs(model: ModelConfig, tokens: int, share: float, generator: torch.Gener
         yield common + math.sqrt(1 - share) * own
 
 
-def grow(name: str, layer_norm: bool, share: float, tokens: int) -> list[Size]:
-    """Return the sizes after each chunk, up to the first that is not finite."""
-    model = one_layer(name, layer_norm)
+def grow(model: ModelConfig, share: float, tokens: int) -> list[Size]:
+    """Return the sizes of the first layer's memory after each chunk, up to the first that is not finite."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
     mixer = stage.own_layers[0].mixer
@@ -110,7 +109,7 @@ def main() -> None:
     for name in options.models:
         for layer_norm in (True, False) if options.without else (True,):
             for share in SHARES:
-                sizes = grow(name, layer_norm, share, options.tokens)
+                sizes = grow(one_layer(name, layer_norm), share, options.tokens)
                 found.append({"model": name, "layer_norm": layer_norm, "share": share, "sizes": sizes})
                 at = {size.tokens: written(size) for size in sizes}
                 cells = " | ".join(at.get(after, "not finite") for after in SHOWN if after <= options.tokens)

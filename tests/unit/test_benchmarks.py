@@ -16,6 +16,7 @@ from benchmarks import (
     gpu,
     kv_reconstruction,
     mechanisms,
+    memory_growth,
     memory_models,
     segments,
     shared_prefixes,
@@ -26,6 +27,8 @@ from benchmarks import (
 from benchmarks.common import interleaved, model_from, random_batch, ratio, summary, table, without_memory
 from benchmarks.gpu_engines import Minimal, run_config
 from benchmarks.profiling import LOCAL, MEMORY, PARTS, seconds_by_part
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
 from megamem.evaluation.losses import Bucket
 from megamem.memory.continuous.gaussian_basis import Regression
 
@@ -359,3 +362,15 @@ def test_web_text_measures_both_formats(tmp_path, capsys):
         # two bytes each, headers and names besides
         assert float(rows[f"`{name}`: bytes of a token in the shards"]) > 2
     assert int(rows["documents"]) > 5
+
+
+def test_a_layer_norm_keeps_a_memory_from_growing() -> None:
+    """DLA of inputs that have most in common, over 3,328 tokens: what `benchmarks.memory_growth` shows at full size."""
+    sizes = {}
+    for norm in (True, False):
+        mixer = {"kind": "dla", "inner_chunk": 16, "layer_norm": norm}
+        model = {"layers": 1, "hidden_size": 64, "heads": 1, "vocab_size": 64, "chunk_size": 256, "mixer": mixer}
+        sizes[norm] = memory_growth.grow(parse_config(ModelConfig, model, "model"), share=0.9, tokens=13 * 256)
+    assert max(size.memory for size in sizes[True]) < 0.1
+    # a hundred times the memory with the norm after 1,280 tokens, ten thousand times by the end
+    assert sizes[False][-1].memory > 1e3 * sizes[True][-1].memory
