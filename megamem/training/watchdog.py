@@ -45,7 +45,7 @@ _GRACE_S = 10.0
 class RankStatus:
     """What is known of a rank, and when that last changed (seconds of this host's monotonic clock)."""
 
-    beat: str = ""
+    beat: int = 0
     """Count of its watchdog's beats, as published."""
     beat_at: float = 0.0
     """When that count last changed."""
@@ -275,12 +275,16 @@ class Watchdog:
         """Take the published states into `statuses`."""
         for rank, text in {**self._states, self.topology.rank: self._state()}.items():
             seen, now = self.statuses[rank], time.monotonic()
-            beat, progress, waiting, seen.process, polls, polls_waiting, action = text.split("|", 6)
+            beat, progress, waiting, process, polls, polls_waiting, action = text.split("|", 6)
+            # an older message was put back by a stranger: beats only grow
+            if int(beat) < seen.beat:
+                continue
+            seen.process = process
             seen.waiting = waiting == "1"
             if self.topology.rank == 0:
                 seen.wait_share = self._shares.add(rank, int(polls), int(polls_waiting))
-            if beat != seen.beat:
-                seen.beat, seen.beat_at = beat, now
+            if int(beat) != seen.beat:
+                seen.beat, seen.beat_at = int(beat), now
             if int(progress) != seen.progress:
                 seen.progress, seen.progress_at, seen.action = int(progress), now, action
 

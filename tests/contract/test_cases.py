@@ -1,6 +1,7 @@
 """No registered mixer escapes the laws."""
 
 import importlib.util
+from pathlib import Path
 
 from megamem.config.model import ARCHITECTURES, MIXERS
 from tests.contract.cases import ALL_ARCHITECTURES, ALL_CASES
@@ -33,3 +34,10 @@ def test_case_names_are_unique():
 def test_cases_build_the_mixer_they_name():
     assert all(case.model().mixer_at(0).kind == case.kind for case in ALL_CASES)
     assert all(case.model().architecture.kind == case.kind for case in ALL_ARCHITECTURES)
+
+
+def test_the_page_counts_the_cases():
+    text = (Path(__file__).parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+    core = [sum(case.core for case in cases) for cases in (ALL_CASES, ALL_ARCHITECTURES)]
+    assert f"`make test` runs {core[0]} cases of mixers and {core[1]} of whole models" in text
+    assert f"`make test-full` runs all {len(ALL_CASES)} and {len(ALL_ARCHITECTURES)}:" in text

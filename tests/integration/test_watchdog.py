@@ -170,6 +170,19 @@ def test_a_watchdog_that_fails_says_so_and_goes_on(capsys):
     assert "rank 0 makes no progress for" in said
 
 
+def test_an_older_message_that_is_put_back_is_no_sign_of_life():
+    topology = SimpleNamespace(rank=0, world_size=1, tp_size=1, dp_size=1, name=lambda rank=0: "rank 0")
+    dog = Watchdog(topology, 1.0)
+    dog.statuses[1] = RankStatus()
+    seen = []
+    for beat in (3, 4, 3, 4, 5):
+        dog._states[1] = f"{beat}|{beat}|0|host:1|0|0|step {beat}"
+        dog._observe()
+        seen.append((dog.statuses[1].beat, dog.statuses[1].progress, dog.statuses[1].beat_at))
+    assert [each[:2] for each in seen] == [(3, 3), (4, 4), (4, 4), (4, 4), (5, 5)]
+    assert seen[1][2] == seen[2][2] == seen[3][2] < seen[4][2], "since the fourth beat it has shown nothing"
+
+
 def asleep_in_a_chunk(*arguments: str) -> None:
     """On a rank: the command, with stage 1 asleep in the middle of its third step."""
     import os
