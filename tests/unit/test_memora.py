@@ -19,7 +19,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def sequence(tokens: int, spread: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], ChannelRates]:
-    """Keys and values, learned logarithms, and gates that fade fast, with decays that differ from channel to channel."""
+    """Keys and values, learned logarithms, and gates that fade fast, with decays that differ by channel."""
     key, value = (random(1, 1, tokens, WIDTH, seed=seed) for seed in (1, 2))
     logs = random(1, 1, INNER, WIDTH, seed=3) / WIDTH**0.5, random(1, 1, WIDTH, INNER, seed=4) / INNER**0.5
     # gates that fade by a hundredth
