@@ -1,8 +1,20 @@
-"""The forms of deep memories in which Triton's kernels are compared with torch: each option with others and without."""
+"""The forms of deep memories in which Triton's kernels are compared with torch: each option with others and without.
+
+`make test` runs the first of each list, `MEGAMEM_CASES=all` all of them: the interpreter takes seconds for each.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import os
+from typing import Any, Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
+_ALL = os.environ.get("MEGAMEM_CASES") == "all"
+
+
+def _chosen(count: int, *forms: T) -> tuple[T, ...]:
+    """Return all forms, or the first `count` of them."""
+    return forms if _ALL else forms[:count]
 
 
 class Form(NamedTuple):
@@ -33,7 +45,8 @@ class KeptForm(NamedTuple):
     """The dtype of shares, matrices and sums."""
 
 
-FORMS = (
+FORMS = _chosen(
+    3,
     Form("l2", True, True, True, True),  # Titans
     Form("dot", True, True, False, False),  # DLA
     Form("dot", False, False, True, False),
@@ -53,23 +66,25 @@ class MemoraForm(NamedTuple):
     scale: float | None = None
 
 
-MEMORA_FORMS = (
+MEMORA_FORMS = _chosen(
+    2,
     MemoraForm("memora"),
     MemoraForm("memora, rows of another sum", scale=2.0, residual=False),
     MemoraForm("memora, decays alone", norm=False, residual=False),
     MemoraForm("memora, norm alone", decay=False, residual=False),
     MemoraForm("memora, neither", decay=False, norm=False),
 )
-KEPT_FORMS = (
-    KeptForm("kept"),
-    KeptForm("kept, no norm", eps=None),
+KEPT_FORMS = _chosen(
+    4,
     # of one nobody reads
     KeptForm("kept, in turn", spans=((0, 21), (5, 21), (9, 9), (3, 17))),
     KeptForm("selected", selected=True),
-    KeptForm("selected, no norm", selected=True, eps=None),
     # the interpreter does not multiply BF16 numbers
     KeptForm("kept, in half precision", products="float16", exact="float32"),
     KeptForm("selected, in half precision", selected=True, products="float16", exact="float32"),
+    KeptForm("kept"),
+    KeptForm("kept, no norm", eps=None),
+    KeptForm("selected, no norm", selected=True, eps=None),
 )
 _CACHING = {"kind": "memory_caching", "memory": {"kind": "dla", "inner_chunk": 4, "expansion": 2}, "segment": 8}
 LAYERS: dict[str, dict[str, Any]] = {

@@ -186,8 +186,8 @@ for name in ("transformer/transformer-760m", "titans/titans-760m"):
     run = merge(recipe, read_yaml(Path(f"configs/models/{name}.yaml")))
     model = parse_config(RunConfig, {**run, "name": "x"}, "recipe").model
     measure_both(Part(model, torch.bfloat16, range(1, 2), None, "cuda"), 2, True, Share(2, 4))
-print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+print("torch._dynamo" in sys.modules)
 """
     root = Path(__file__).resolve().parents[2]
     said = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    assert said.stdout.strip() == "False"
