@@ -1,4 +1,4 @@
-"""What results of common operations look like, told from their operands without asking torch.
+"""What results of common operations look like, told from their operands without torch.
 
 Torch tells it too, on its meta device. But most of its functions for that are written in Python, and the first call of
 one imports torch's compiler, which takes as long as everything else that a plan measures.
