@@ -191,6 +191,18 @@ def test_normalized_levels_of_log_linear_attention_are_kept_as_they_were() -> No
         model_of({**mixer, "closed": "faded"})
 
 
+def test_a_normalized_level_that_holds_nothing_answers_nothing_however_large_its_gate() -> None:
+    """Its sum of weights is zero: gates over the smallest of numbers would be infinite, and times zero no numbers."""
+    mixer = built({"kind": "log_linear", "memory": NORMALIZED, "segment": SEGMENT})
+    with torch.no_grad():
+        mixer.level_gates.factor.mul_(100)
+    x = hidden(4 * SEGMENT)
+    # where levels would hold something, had the document been read from its start
+    place = Chunk((2 * SEGMENT,) * ROWS)
+    output, _, _ = mixer(x, mixer.initial_state(ROWS, x.device, x.dtype), place)
+    assert output.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("memory", "options", "message"),
     [

@@ -105,11 +105,18 @@ class LinearAttention(MatrixMixer):
         return _normalized(made) if self.normalizer else made
 
 
+_LEAST = 2.0**10
+"""Sums of weights below so many of the smallest numbers count as zero, so that shares over them are finite."""
+
+
 def _normalized(read: Tensor) -> Tensor:
     """Return what is read without its last channel, divided by it: [..., V + 1] -> [..., V]."""
     return read[..., :-1] / _positive(read[..., -1:])
 
 
 def _positive(sums: Tensor) -> Tensor:
-    """Return sums of positive weights [...]; those of no token at all are zero, and become a number to divide by."""
-    return sums.clamp_min(torch.finfo(sums.dtype).tiny)
+    """Return sums of positive weights [...], with ones in the place of those of no token at all, which are zero.
+
+    (The smallest of numbers would not do: gates of log-linear attention divided by it are infinite.)
+    """
+    return torch.where(sums > _LEAST * torch.finfo(sums.dtype).tiny, sums, 1.0)
