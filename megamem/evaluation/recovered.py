@@ -152,16 +152,22 @@ class RecoveredReport:
     def figures(self) -> dict[str, float | None]:
         """Return the single numbers by the names that docs/evaluation.md explains."""
         total = self.beyond_first_chunk
-        named = {
-            "recovered_share": total.recovered,
-            "memory_off_recovered_share": total.memory_off,
-            "memory_recovered_share": total.by_memory,
-        }
-        return {
-            key: value
-            for name, found in named.items()
-            for key, value in ((name, found.share), (f"{name}_low", found.low), (f"{name}_high", found.high))
-        }
+        return as_figures(
+            {
+                "recovered_share": total.recovered,
+                "memory_off_recovered_share": total.memory_off,
+                "memory_recovered_share": total.by_memory,
+            }
+        )
+
+
+def as_figures(named: Mapping[str, Interval]) -> dict[str, float | None]:
+    """Return shares by name, and the ends of their intervals as NAME_low and NAME_high."""
+    return {
+        key: value
+        for name, found in named.items()
+        for key, value in ((name, found.share), (f"{name}_low", found.low), (f"{name}_high", found.high))
+    }
 
 
 def recovered_share(local: ModelLosses, full: ModelLosses, memory: ModelLosses, draws: int = DRAWS) -> RecoveredReport:

@@ -208,9 +208,9 @@ def _side_by_side(measure: Sequence[Callable[[], T]], processes: int) -> list[T]
     """Return what each of `measure` returns, in so many processes forked from this one if there are several."""
     if processes == 1:
         return [each() for each in measure]
-    # everything is read there: once this process had run a backward pass, its children could not where torch
-    # sees a CUDA device
-    # objects that exist now need not be looked through by the collector, which would copy their pages
+    # all of it in children: once this process had run a backward pass itself, they could not where torch sees a CUDA
+    # device. Objects that exist now need not be
+    # looked through by the collector, which would copy their pages
     gc.freeze()
     with ProcessPoolExecutor(min(processes, len(measure)), get_context("fork")) as pool:
         return [result.result() for result in [pool.submit(each) for each in measure]]

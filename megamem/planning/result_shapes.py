@@ -234,8 +234,7 @@ def _is_image(tensor: Tensor) -> bool:
 
 
 def _layer_norm(func: OpOverload, args: Sequence[object]) -> object:
-    """Return the results of a layer norm's forward or backward pass on rows [..., n]; those of the rows' own shape are
-    contiguous."""
+    """Return the results, all contiguous, of a layer norm's forward or backward pass on rows [..., n]."""
     backward = func.overloadpacket is _aten.native_layer_norm_backward
     x = cast(Tensor, args[1] if backward else args[0])
     over = len(cast(Sequence[int], args[2] if backward else args[1]))
