@@ -209,8 +209,7 @@ def _side_by_side(measure: Sequence[Callable[[], T]], processes: int) -> list[T]
     if processes == 1:
         return [each() for each in measure]
     # all of it in children: once this process had run a backward pass itself, they could not where torch sees a CUDA
-    # device. Objects that exist now need not be
-    # looked through by the collector, which would copy their pages
+    # device. Objects that exist now need not be looked through by the collector, which would copy their pages
     gc.freeze()
     with ProcessPoolExecutor(min(processes, len(measure)), get_context("fork")) as pool:
         return [result.result() for result in [pool.submit(each) for each in measure]]
