@@ -1,6 +1,7 @@
 """Table 12 of "Elastic Memory" (appendix B.1): how well a HiPPO-LegS state reproduces synthetic signals.
 
     python -m benchmarks.reconstruction [--output runs/benchmarks/reconstruction.json]
+    python -m benchmarks.reconstruction --frames      # how far samples of noise differ between the two times instead
 
 Compresses signals of 1,024 samples into one state of order N, reads the state back and reports the mean squared error
 beside the paper's figure, with a document's first token at time 1 and at time 0 (`first_token`).
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.charts import beside
+from megamem.memory.continuous.hippo import Sampling
 from megamem.memory.continuous.hippo_bank import Discretization, HippoBank, MatrixStore
 
 LENGTH = 1024
@@ -44,6 +46,8 @@ PAPER: dict[tuple[str, int, Discretization], str] = {
 }
 """Error as printed, by signal, order and rule."""
 Reading = Literal["paper", "middles"]
+FIRST_TOKENS: tuple[Literal[0, 1], ...] = (0, 1)
+SAMPLINGS: tuple[Sampling, ...] = ("exponential", "uniform")
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,47 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def frames_apart(order: int, samples: int, sampling: Sampling, tokens: int, block: int = 2048) -> dict[int, float]:
+    """Return how far samples differ with the first token at time 1 instead of 0, relative to those at 0.
+
+    A document of white noise in 64 channels is written block by block.
+
+    Returns: norm of the difference over the norm, by how many tokens have been read: a block, half of all and all.
+    """
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    banks = [
+        HippoBank(order, block, samples, sampling, 0.5, first_token=first, store=MatrixStore(1))
+        for first in FIRST_TOKENS
+    ]
+    states, found = [torch.zeros(1, order, 64) for _ in banks], {}
+    for start in range(0, tokens, block):
+        noise = torch.randn(1, block, 64, generator=generator)
+        for i, bank in enumerate(banks):
+            kept, new = bank.update_matrices((start,), cpu)
+            states[i] = kept @ states[i] + new @ noise
+        seen = start + block
+        if seen in (block, tokens // 2, tokens):
+            at_0, at_1 = (bank.reconstruction((seen,), cpu) @ state for bank, state in zip(banks, states, strict=True))
+            found[seen] = ((at_1 - at_0).norm() / at_0.norm()).item()
+    return found
+
+
+def show_frames() -> None:
+    """Print what `frames_apart` gives for the paper's smallest memory and longest text."""
+    for sampling in SAMPLINGS:
+        apart = frames_apart(540, 512, sampling, 32_768)
+        print(f"{sampling}:", ", ".join(f"{share:.2f} after {tokens:,} tokens" for tokens, share in apart.items()))
+
+
 def main() -> None:
     """Print the table of reconstruction errors and write it as JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reconstruction.json"))
+    parser.add_argument("--frames", action="store_true", help="print how far samples of white noise differ instead")
     options = parser.parse_args()
+    if options.frames:
+        show_frames()
+        return
     rows = table()
     print(markdown(rows))
     named = {f"{row.signal}, N = {row.order}, {row.rule}": row for row in rows}

@@ -13,6 +13,7 @@ from megamem.ops.linear_recurrence.torch import linear_recurrence
 from tests.contract.case import CHUNK
 from tests.contract.cases import CASES
 from tests.contract.driver import LAYOUTS
+from tests.gpu.host_copies import check_host_memory
 from tests.gpu.numerics import (
     attention_errors,
     deep_memory_errors,
@@ -57,6 +58,10 @@ def test_streaming(case, step, layout, device):
     if layout == "padded":
         del errors["state"]
     assert_close(errors, torch.float32)
+
+
+def test_memories_in_host_memory(device):
+    check_host_memory(device)
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, *RECURRENCES], ids=lambda each: each.name)

@@ -11,6 +11,7 @@ from megamem.ops.attention.softmax import _padded
 from megamem.ops.deep_memory.group_backward import TORCH
 from tests.contract.cases import CASES
 from tests.gpu.conftest import missing_devices
+from tests.gpu.host_copies import check_host_memory
 from tests.gpu.loop import memory_after_steps, run_without_waiting, train
 from tests.gpu.numerics import attention_errors, deep_memory_errors, mixer_errors
 from tests.gpu.parallel import LAYOUTS, assert_follows, losses_of, run_and_kill, run_to_end, tree_of
@@ -70,6 +71,10 @@ def test_mixer_check_in_other_forms():
     assert_close(mixer_errors(elastic, "mixer", torch.float32, CPU, "one_grid", 3), torch.float32)
     padded = mixer_errors(elastic, "mixer", torch.float32, CPU, "padded", 13)
     assert_close({"output": padded["output"], "gradient": padded["gradient"]}, torch.float32)
+
+
+def test_host_memory_check():
+    check_host_memory(CPU)
 
 
 @pytest.mark.parametrize(("tokens", "pasts"), [(40, ()), (30, (17,)), (1, (23,))])
