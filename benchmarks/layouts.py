@@ -76,7 +76,8 @@ def _chosen(name: str, config: RunConfig) -> list[str]:
         reports = rank_reports(Layout(found, dp_size, tuple(place(found))), activations)
         rank = max(reports, key=lambda report: report.total)
         rows = f"{training.micro_batch_size} row{'s' if training.micro_batch_size > 1 else ''}"
-        recomputed = ", recompute" if training.recompute else ""
+        part = f" {training.recompute}" if isinstance(training.recompute, str) else ""
+        recomputed = f", recompute{part}" if training.recompute else ""
         cells.append(
             f"{parallel.tp} x {parallel.pp} x {dp_size}, ZeRO {parallel.zero_stage}, {rows}{recomputed}: "
             f"{rank.total / GIB:.1f}"

@@ -92,6 +92,7 @@ class Case:
 LAYOUTS = {
     "one rank": Case(training={"micro_batch_size": 2}),
     "recompute": Case(training={"recompute": True, "micro_batch_size": 4}, model={"layers": 12}),
+    "recompute mixer": Case(training={"recompute": "mixer", "micro_batch_size": 4}, model={"layers": 12}),
     "windows of 2 chunks": Case(training={"bptt_chunks": 2, "micro_batch_size": 3}),
     "PP 2": Case(2, parallel={"pp": 2}, training={"micro_batch_size": 3}),
     "PP 2, windows of 2 chunks": Case(2, parallel={"pp": 2}, training={"bptt_chunks": 2, "micro_batch_size": 5}),

@@ -125,7 +125,7 @@ def _type_name(annotation: Any, metadata: Iterable[object] = ()) -> str:
     if origin is Annotated:
         return _type_name(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
+        return ", ".join(f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(inner, metadata) for inner in arguments if inner is not NoneType)
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):

@@ -291,11 +291,11 @@ class RunConfig(ConfigModel):
             )
         data = self.data
         uneven = data.feeding == "streams" or data.documents == "pack" or data.reset == "exact"
-        if self.parallel.zero_stage == 3 and self.training.recompute and uneven:
+        if self.parallel.zero_stage == 3 and (recompute := self.training.recompute) and uneven:
             raise ValueError(
-                "parallel.zero_stage 3 does not go with training.recompute true where documents begin at different "
-                "places on each rank (data.feeding streams, data.documents pack, data.reset exact): DeepSpeed would "
-                "gather parameters in another order on each rank; use zero_stage 2 or recompute false"
+                f"parallel.zero_stage 3 does not go with training.recompute {str(recompute).lower()} where documents "
+                "begin at different places on each rank (data.feeding streams, data.documents pack, data.reset exact): "
+                "DeepSpeed would gather parameters in another order on each rank; use zero_stage 2 or recompute false"
             )
         if self.parallel.stall_timeout_s >= self.parallel.timeout_s:
             raise ValueError(

@@ -14,6 +14,11 @@ from megamem.config.objective import AnyObjective
 from megamem.config.parts import AnyStartWeights
 from megamem.config.phase import PhaseConfig
 
+LayerPart = Literal["mixer", "mlp"]
+"""A part of a layer, with the norm before it."""
+Recompute = Literal[False, True, "mixer", "mlp"]
+"""What of each layer is computed again in the backward pass: nothing, all of it, or one part."""
+
 
 class TrainingConfig(ConfigModel):
     """How long and in what portions the model is trained."""
@@ -33,9 +38,9 @@ class TrainingConfig(ConfigModel):
     """Rows of a micro-batch: sequences that a rank processes at once. `auto`: the planner chooses."""
     bptt_chunks: PositiveInt | None = None
     """Chunks one backward pass spans; gradients through memory stop at its border. The whole sequence if not given."""
-    recompute: bool = False
-    """Activation checkpointing: keep only each layer's input (and states), compute the rest again in the backward.
-    `auto`: the planner chooses."""
+    recompute: Recompute = False
+    """Activation checkpointing: what of each layer is computed again in the backward pass, where only what it is given
+    is kept. `mixer`: mixer and memory; `mlp`: the MLP; `true`: the whole layer. `auto`: the planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     init_from: AnyStartWeights | None = None

@@ -8,18 +8,24 @@ post            norm(x + mixer(x))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
+from megamem.config.training import LayerPart
 from megamem.memory.base import Chunk, Losses, State
 from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
 from megamem.model.stage import add_losses
 from megamem.ops.dropout import dropped
 from megamem.parallel.linears import Linears, token_share
+
+T = TypeVar("T")
 
 
 class Layer(nn.Module):
@@ -40,6 +46,8 @@ class Layer(nn.Module):
         self.norm_position = model.norm_position
         self.dropout = model.dropout
         self.place = f"layers.{layer}"
+        self.recomputed_part: LayerPart | None = None
+        """What is computed again in the backward pass, where it is not the whole layer: then the stage does so."""
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read one call's tokens.
@@ -57,12 +65,26 @@ class Layer(nn.Module):
         here = chunk.inside(self.place)
         if chunk.rows_before and self.only_reads_rows:
             return self._reading_side_rows(hidden, state, here)
-        mixed, state, losses = self.mixer.forward(self._given(hidden, self.mixer_norm), state, here)
+        mixed, state, losses = self.run_part("mixer", self._mixed, hidden, state, here)
         hidden = self._added(hidden, mixed, self.mixer_norm, here, "mixer")
-        made = self.mlp.forward(self._given(hidden, self.mlp_norm), here)
+        made = self.run_part("mlp", self._made, hidden, here)
         hidden = self._added(hidden, made, self.mlp_norm, here, "mlp")
         hidden, state = self.mixer.after_layer(hidden, state, here)
         return hidden, state, losses
+
+    def run_part(self, part: LayerPart, run: Callable[..., T], *given: Any) -> T:
+        """Return what a part makes of what it is given, and let it do so again in the backward pass if it is to."""
+        if self.recomputed_part == part and torch.is_grad_enabled():
+            return cast(T, checkpoint(run, *given, use_reentrant=False))
+        return run(*given)
+
+    def _mixed(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Return what the mixer makes of the residual stream [this rank's tokens, batch, width], state and losses."""
+        return self.mixer.forward(self._given(hidden, self.mixer_norm), state, chunk)
+
+    def _made(self, hidden: Tensor, chunk: Chunk) -> Tensor:
+        """Return what the MLP makes of the residual stream [this rank's tokens, batch, width]."""
+        return self.mlp.forward(self._given(hidden, self.mlp_norm), chunk)
 
     def _given(self, hidden: Tensor, norm: nn.Module) -> Tensor:
         """Return what mixer or MLP are given of the residual stream [this rank's tokens, batch, width]."""
@@ -108,11 +130,11 @@ class Layer(nn.Module):
     def _reading_side_rows(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read hidden [side rows and tokens, batch, hidden_size]; the mixer reads the rows, nobody reads them above."""
         before, tokens, _ = self._parted(hidden, chunk)
-        mixed, state, losses = self.mixer.forward(self._given(hidden, self.mixer_norm), state, chunk)
+        mixed, state, losses = self.run_part("mixer", self._mixed, hidden, state, chunk)
         # what is left of the call are its tokens
         own, alone = self.linears.split_tokens(tokens), replace(chunk, rows_before=0)
         own = self._added(own, mixed, self.mixer_norm, alone, "mixer")
-        made = self.mlp.forward(self._given(own, self.mlp_norm), alone)
+        made = self.run_part("mlp", self._made, own, alone)
         own = self._added(own, made, self.mlp_norm, alone, "mlp")
         hidden = self.linears.split_tokens(torch.cat((before, self.linears.join_tokens(own))))
         hidden, state = self.mixer.after_layer(hidden, state, chunk)

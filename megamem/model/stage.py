@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megamem.config.model import ModelConfig
+from megamem.config.training import Recompute
 from megamem.errors import ConfigError, ContractError
 from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, Mixer, State, Stateful, States, StateSpec
 from megamem.parallel.linears import Linears, PlainLinears
@@ -86,8 +87,7 @@ class Stage(nn.Module, ABC):
         self.config = model
         self.linears = linears
         self.first, self.last = layers.start == 0, layers.stop == model.layers
-        self.recompute = False
-        """Whether activations are computed again in the backward pass."""
+        self._recompute: Recompute = False
         self.loss_slices: int | None = None
         """Slices of tokens in which losses are computed; as many as `slice_count` says if None."""
         self.ties_resets = False
@@ -101,6 +101,18 @@ class Stage(nn.Module, ABC):
         """Components that the first stage alone reads and writes: what side rows are made of, or an encoder's chunk."""
         self.beside_layers = {name: ModelMemory(spec, sizes) for name, spec in model.specs_beside(layers).items()}
         """Components that this stage alone reads and writes besides its layers' states."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What of each layer is computed again in the backward pass."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, what: Recompute) -> None:
+        """Say so; where it is a part of the layer, the layer runs it so."""
+        self._recompute = what
+        for layer in self.layers.values():
+            layer.recomputed_part = None if isinstance(what, bool) else what  # type: ignore[assignment]
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ The layer is the one that trains, so that it runs the code that it runs in train
 so this takes seconds. Each number is a multiple of the rows or does not depend on them, and is linear in a rank's share
 of the heads: two measurements decide what any other share and number of rows takes (`megamem.planning.measured_chunk`).
 
-Three steps, from the inside out: `measure_both` measures chunk after chunk of one part at one size, `_Measurements`
+Three steps, from the inside out: `measure_chunks` measures chunk after chunk of one part at one size, `_Measurements`
 does so at two sizes and finds what lies between, `Activations` keeps the results by part.
 """
 
@@ -26,20 +26,20 @@ import torch
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
+from megamem.config.training import Recompute
 from megamem.costs.devices import Precision
 from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
-from megamem.planning.measured_chunk import Lines, MeasuredChunk, Pair, PartBytes, PartWork
+from megamem.planning.measured_chunk import Lines, Pair, PartBytes, PartWork, SeenChunk
 from megamem.planning.measured_part import (
     Kernels,
     Part,
     Share,
     end_tokens,
     kernels_of,
-    measure_both,
-    measure_part,
+    measure_chunks,
     recurrence_of,
     zero_stage,
 )
@@ -199,9 +199,10 @@ class Activations:
 def _key(name: str, layers: range, share: Share) -> _Key:
     """Return what tells measurements apart: the part, and what changes its operations.
 
-    Layers are measured with and without recomputation at once.
+    Layers are measured for recomputation of any kind at once; of a head it matters whether whole layers are computed
+    again.
     """
-    return name, share.recompute and not layers, share.sequence_parallel, share.loss_slices
+    return name, share.recompute is True and not layers, share.sequence_parallel, share.loss_slices
 
 
 def _side_by_side(measure: Sequence[Callable[[], T]], processes: int) -> list[T]:
@@ -252,38 +253,37 @@ class _Measurements:
         self.lines = Lines((FEWEST_ROWS, FEWEST_ROWS * more // fewer + 1), (fewer, more))
         self.chunks = activations.chunks if layers else 1
         self.grows_for = _growing_chunks(stage, self.chunks)
-        self.measured: tuple[Sequence[tuple[MeasuredChunk, ...]], Sequence[tuple[MeasuredChunk, ...]]] = [], []
-        """By chunk, without recomputation and with it; of embedding and head there is one."""
+        self.measured: tuple[Sequence[SeenChunk], Sequence[SeenChunk]] = [], []
+        """By chunk."""
+        self._pairs_found: dict[Recompute, list[Pair]] = {}
         self._part, self._share = part, share
 
-    def to_measure(self) -> Iterator[Callable[[], Sequence[tuple[MeasuredChunk, ...]]]]:
+    def to_measure(self) -> Iterator[Callable[[], Sequence[SeenChunk]]]:
         """Yield what measures the part, for one half of `measured` after the other."""
         chunks, growing = min(self.chunks, MOST_CHUNKS), self.grows_for > 0
         for rows, tp_size in zip(self.lines.rows, self.lines.tp_sizes, strict=True):
             share = replace(self._share, rows=rows, tp_size=tp_size)
-            yield partial(measure_both if self._part.layers else _measure_end, self._part, chunks, growing, share)
+            yield partial(measure_chunks, self._part, chunks, growing, share)
 
     def bytes(self, share: Share) -> list[PartBytes]:
         """Return the bytes at any number of rows and TP size, by chunk."""
-        found = [np.array(self.lines.bytes(pair, share.rows, share.tp_size)) for pair in self._pairs(share)]
+        found = [np.array(self.lines.bytes(pair, share.rows, share.tp_size)) for pair in self._pairs(share.recompute)]
         extended = _extended(found, self.chunks, self.grows_for, lambda last, new, before: last + (new - before))
         return [PartBytes(*map(float, size)) for size in extended]
 
     def work(self, share: Share) -> list[PartWork]:
         """Return the operations at any number of rows and TP size, by chunk."""
-        found = [self.lines.work(pair, share.rows, share.tp_size) for pair in self._pairs(share)]
+        found = [self.lines.work(pair, share.rows, share.tp_size) for pair in self._pairs(share.recompute)]
         return _extended(found, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
 
-    def _pairs(self, share: Share) -> list[Pair]:
-        """Return both measurements of each chunk, with recomputation or without it."""
-        way = -1 if share.recompute else 0
-        # one measurement may have become steady after fewer chunks than the other
-        return [(first[way], second[way]) for first, second in zip(*self.measured, strict=False)]
-
-
-def _measure_end(part: Part, chunks: int, growing: bool, share: Share) -> Sequence[tuple[MeasuredChunk, ...]]:
-    """Return the measurements of the embedding or the head; see `measure_part`."""
-    return [(chunk,) for chunk in measure_part(part, chunks, growing, share)]
+    def _pairs(self, recompute: Recompute) -> list[Pair]:
+        """Return both measurements of each chunk, where so much of each layer is computed again."""
+        if recompute not in self._pairs_found:
+            # one measurement may have become steady after fewer chunks than the other
+            self._pairs_found[recompute] = [
+                (first.under(recompute), second.under(recompute)) for first, second in zip(*self.measured, strict=False)
+            ]
+        return self._pairs_found[recompute]
 
 
 def _grown(last: Work, new: Work, before: Work) -> Work:

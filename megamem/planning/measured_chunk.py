@@ -8,14 +8,15 @@ rows are divided out, two shares of the heads make a line in 1 / TP, and so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megamem.config.training import Recompute
 from megamem.planning.ledger import NEVER, Storages
 from megamem.planning.operations import Operation
 from megamem.planning.roofline import Work
@@ -142,33 +143,49 @@ Pair = tuple[MeasuredChunk, MeasuredChunk]
 
 
 class Saved(NamedTuple):
-    """What a layer's backward pass needs of its forward pass."""
+    """What the backward pass of a layer, or of a part of it, needs of its forward pass."""
 
     operations: slice
-    """The layer's operations, up to the last one whose operands or results are needed."""
+    """Its operations, up to the last one whose operands or results are needed."""
     unneeded: int
     """Operations of the backward pass before the first tensor is asked for."""
+    gone_before: list[int]
+    """Places of what was gone in the moment of that, but before it."""
     until: dict[int, int]
     """The moment at whose end a storage is needed no more, by its place; others are not needed."""
-
-
-class Kept(NamedTuple):
-    """What a forward pass keeps that saves nothing for a backward pass, which will run it again."""
-
-    gone: Moments
-    """See `Storages`; as long as the pass and its results live."""
+    elsewhere: dict[int, int]
+    """Likewise of what the rest of the layer needs."""
     given: list[int]
-    """Places of what the layer is given, which stays."""
+    """Places of what it is given, which stays where it is computed again."""
 
 
-def recomputed(chunk: MeasuredChunk, saved: Saved, kept: Kept) -> MeasuredChunk:
+@dataclass(frozen=True)
+class SeenChunk:
+    """A chunk as it was measured, and what tells how it would be with recomputation."""
+
+    plain: MeasuredChunk
+    saved: Mapping[Recompute, Saved] = field(default_factory=dict)
+    """By what is computed again; nothing of embedding and head, which are measured as they are."""
+    unsaved: Moments | None = None
+    """See `Storages.gone`: where nothing is saved for a backward pass, as long as results of the forward pass live."""
+
+    def under(self, recompute: Recompute) -> MeasuredChunk:
+        """Return the chunk where so much is computed again."""
+        if recompute is False or self.unsaved is None:
+            return self.plain
+        return recomputed(self.plain, self.saved[recompute], self.unsaved)
+
+
+def recomputed(chunk: MeasuredChunk, saved: Saved, unsaved: Moments) -> MeasuredChunk:
     """Return the chunk with recomputation, put together from the chunk without it and what a forward pass then keeps.
 
     The backward pass runs until it asks for the first tensor. Then the forward pass is run again, up to the last tensor
     that is needed, and the backward pass goes on as it would without recomputation.
+
+    saved: of what is computed again; unsaved: see `SeenChunk`.
     """
     plain, count, border = chunk.storages, chunk.made_forward, len(chunk.seen_forward.offsets)
-    assert len(kept.gone) == count, "a forward pass made other storages the second time"
+    assert len(unsaved) == count, "a forward pass made other storages the second time"
     begin, end = saved.operations.start, saved.operations.stop
     # an operation that is run again comes so much later, and the backward pass behind it by so many operations
     resumes = border + 1 + saved.unneeded
@@ -180,22 +197,35 @@ def recomputed(chunk: MeasuredChunk, saved: Saved, kept: Kept) -> MeasuredChunk:
 
     made, gone, sizes = plain.made[:count], plain.gone[:count], plain.sizes[:count]
     # the first time: what outlives the forward pass is gone when it is without recomputation, or stays with the layer
-    first_gone = np.where(kept.gone == NEVER, np.where(gone > border, delayed(gone), NEVER), kept.gone)
-    first_gone[kept.given] = NEVER
+    first_gone = np.where(unsaved == NEVER, np.where(gone > border, delayed(gone), NEVER), unsaved)
+    # nor before the rest of the layer has used it, or what is computed again has been used
+    needed = _by_place(saved.elsewhere, count)
+    needed[saved.given] = np.maximum(needed[saved.given], max(saved.until.values(), default=0))
+    first_gone = np.maximum(first_gone, np.where(needed > border, delayed(needed), 0))
     # the second time: what the backward pass does not need is gone when the forward pass has been run again
-    until = np.zeros(count, dtype=np.int64)
-    until[list(saved.until)] = list(saved.until.values())
+    until = _by_place(saved.until, count)
     again = (made >= begin) & (made < end)
     again_gone = np.where(until > border, delayed(until), later + np.minimum(gone, end))
+
+    # what the backward pass makes itself
+    own_gone = delayed(plain.gone)
+    own_gone[saved.gone_before] = plain.gone[saved.gone_before]
 
     storages = Storages(
         np.concatenate([sizes, sizes[again], plain.sizes[count:]]),
         np.concatenate([made, later + made[again], delayed(plain.made[count:])]),
-        np.concatenate([first_gone, again_gone[again], delayed(plain.gone[count:])]),
+        np.concatenate([first_gone, again_gone[again], own_gone[count:]]),
     )
     before, after = chunk.seen_backward.part(0, saved.unneeded), chunk.seen_backward.part(saved.unneeded)
     backward = before.then(chunk.seen_forward.part(begin, end)).then(after)
     return MeasuredChunk(storages, chunk.seen_forward, backward, chunk.state_gradients)
+
+
+def _by_place(moments: Mapping[int, int], count: int) -> Moments:
+    """Return the moment of each of so many storages; 0 where there is none."""
+    found = np.zeros(count, dtype=np.int64)
+    found[list(moments)] = list(moments.values())
+    return found
 
 
 @dataclass(frozen=True)

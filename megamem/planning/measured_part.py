@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.config.training import TrainingConfig
+from megamem.config.training import LayerPart, Recompute, TrainingConfig
 from megamem.memory.base import Chunk, Losses, State, States, detach, map_state, state_tensors
 from megamem.model.kernels import FLA, OPERATIONS
 from megamem.model.layer import Layer
@@ -28,9 +28,10 @@ from megamem.pipeline.freezing import Learning, freeze
 from megamem.pipeline.train_chunk import dropout_keys
 from megamem.planning.joined import join_kernels
 from megamem.planning.ledger import Ledger, Storages, room
-from megamem.planning.measured_chunk import Kept, MeasuredChunk, Saved, SeenOperations, recomputed
+from megamem.planning.measured_chunk import MeasuredChunk, Moments, Saved, SeenChunk, SeenOperations
 from megamem.planning.rank_linears import RankLinears
 
+T = TypeVar("T")
 Outputs = tuple[Tensor | list[Tensor], States, dict[str, Tensor]]
 """Hidden vectors or losses, new states by component, auxiliary losses."""
 Kernels = Literal["separate", "cuda", "libraries", "compiled"]
@@ -83,7 +84,7 @@ class Share:
 
     rows: float
     tp_size: int
-    recompute: bool = False
+    recompute: Recompute = False
     sequence_parallel: bool = False
     loss_slices: int = 1
     """Slices of tokens in which the head computes losses, whatever the number of tokens that it is measured with."""
@@ -108,29 +109,19 @@ class Part(NamedTuple):
     kernels: Kernels = "separate"
 
 
-class Both(NamedTuple):
-    """A chunk of layers as it was measured, and as it is with recomputation."""
-
-    plain: MeasuredChunk
-    recomputed: MeasuredChunk
-
-
 def measure_part(part: Part, chunks: int, growing: bool, share: Share) -> list[MeasuredChunk]:
-    """Return the measurements of the first chunks; see `_read_chunks`."""
-    return [chunk for chunk, *_ in _read_twice(part, chunks, growing, share)]
+    """Return the measurements of the first chunks as the share says; see `_read_chunks`."""
+    return [chunk.plain for chunk in _read_twice(part, chunks, growing, share, forward_alone=False)]
 
 
-def measure_both(part: Part, chunks: int, growing: bool, share: Share) -> list[Both]:
-    """Return the measurements of the first chunks of layers, without recomputation and with it; see `_read_chunks`."""
-    found = _read_twice(part, chunks, growing, replace(share, recompute=False), forward_alone=True)
-    return [Both(chunk, recomputed(chunk, saved, kept)) for chunk, saved, kept in found]
+def measure_chunks(part: Part, chunks: int, growing: bool, share: Share) -> list[SeenChunk]:
+    """Return the measurements of the first chunks, of layers for recomputation of any kind; see `_read_chunks`."""
+    if not part.layers:
+        return _read_twice(part, chunks, growing, share, forward_alone=False)
+    return _read_twice(part, chunks, growing, replace(share, recompute=False), forward_alone=True)
 
 
-Found = list[tuple[MeasuredChunk, Saved, Kept]]
-"""Of each chunk what was seen, what its backward pass needed, and what its forward pass keeps under recomputation."""
-
-
-def _read_twice(part: Part, chunks: int, growing: bool, share: Share, forward_alone: bool = False) -> Found:
+def _read_twice(part: Part, chunks: int, growing: bool, share: Share, forward_alone: bool) -> list[SeenChunk]:
     """Return what `_read_chunks` does, once all tables are made that are made at the first use and kept."""
     found, ledgers = _read_chunks(part, chunks, growing, share, forward_alone)
     # what still lives are such tables
@@ -141,7 +132,7 @@ def _read_twice(part: Part, chunks: int, growing: bool, share: Share, forward_al
 
 def _read_chunks(
     part: Part, chunks: int, growing: bool, share: Share, forward_alone: bool
-) -> tuple[Found, list[Ledger]]:
+) -> tuple[list[SeenChunk], list[Ledger]]:
     """Read the first chunks of a sequence, one after another, until one takes as much as was to be expected.
 
     Args:
@@ -160,7 +151,7 @@ def _read_chunks(
     enters = learning is None or learning.reaches_input(layers.start)
     leaf = _leaf if learning is None else _leaf_with_gradient
     ledgers: list[Ledger] = []
-    found: Found = []
+    found: list[SeenChunk] = []
     while len(found) < chunks:
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
         reads = {name: map_state(leaf, state) for name, state in states.items()}
@@ -178,11 +169,10 @@ def _read_chunks(
 
         ledgers.append(Ledger())
         (_, new, _), chunk, saved = _measure_chunk(ledgers[-1], stage, forward, reads)
-        kept = _forward_alone(stage, forward, reads) if forward_alone else Kept(np.zeros(0, dtype=np.int64), [])
+        found.append(SeenChunk(chunk, saved, _forward_alone(stage, forward, reads) if forward_alone else None))
         states = detach(new) if learning is None else new
-        found.append((chunk, saved, kept))
         # a line needs one chunk more than a constant, and the first chunk reads no memory
-        if len(found) > (3 if growing else 2) and _is_steady([chunk.kept for chunk, *_ in found], growing):
+        if len(found) > (3 if growing else 2) and _is_steady([chunk.plain.kept for chunk in found], growing):
             break
     return found, ledgers
 
@@ -214,7 +204,7 @@ def zero_stage(part: Part, share: Share) -> Stage:
 
 def _measure_chunk(
     ledger: Ledger, stage: Stage, forward: Callable[[], Outputs], reads: States
-) -> tuple[Outputs, MeasuredChunk, Saved]:
+) -> tuple[Outputs, MeasuredChunk, dict[Recompute, Saved]]:
     """Run forward and backward of one chunk, and return what the forward returned and what was seen of both.
 
     Args:
@@ -239,8 +229,7 @@ def _measure_chunk(
     state_gradients = sum(state.grad.nbytes for state in state_tensors(reads) if state.grad is not None)
     passes = SeenOperations.of(forward_operations), SeenOperations.of(ledger.operations)
     chunk = MeasuredChunk(Storages.of(ledger), *passes, state_gradients=float(state_gradients))
-    unneeded = 0 if watch.first_use is None else watch.first_use - begin
-    return outputs, chunk, Saved(watch.operations, unneeded, watch.until)
+    return outputs, chunk, watch.saved(begin)
 
 
 class _Watch:
@@ -249,47 +238,105 @@ class _Watch:
     def __init__(self, ledger: Ledger, keeps: bool = True) -> None:
         """Note nothing yet. keeps: whether the backward pass will get what is saved; if not, there must be none."""
         self.ledger, self.keeps = ledger, keeps
-        self.operations = slice(0, 0)
-        """See `Saved`; so `until`."""
-        self.first_use: int | None = None
-        """The moment in which the backward pass first asks for what was saved; None if it does not."""
-        self.until: dict[int, int] = {}
-        self.given: list[object] = []
-        """What the layer was given, where nothing is kept: recomputation needs it."""
+        self._seen: dict[Recompute, _Seen] = {}
+        """By what may be computed again: the layer (True) and its parts."""
+        self._until: list[tuple[LayerPart | None, int, int]] = []
+        """Of what was saved: the part that did so, the place, and the moment at whose end it is needed no more."""
+        self._part: LayerPart | None = None
+        """The part that runs now."""
 
     def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Take hidden [tokens, batch, hidden] through a layer; see `Decoder.through`."""
-        self.operations = slice(self.ledger.time, self.ledger.time)
-        if not self.keeps:
-            self.given = [hidden, state]
-        with saved_tensors_hooks(cast(Any, self._pack), cast(Any, self._unpack)):
-            return layer.forward(hidden, state, chunk)
+        self._enter(True, hidden, state)
+        layer.run_part = self._run_part  # type: ignore[method-assign]
+        try:
+            with saved_tensors_hooks(cast(Any, self._pack), cast(Any, self._unpack)):
+                return layer.forward(hidden, state, chunk)
+        finally:
+            del layer.run_part
+
+    def saved(self, begin: int) -> dict[Recompute, Saved]:
+        """Return what was noted, once a backward pass has run from a moment on."""
+        found: dict[Recompute, Saved] = {}
+        for what, seen in self._seen.items():
+            own: dict[int, int] = {}
+            elsewhere: dict[int, int] = {}
+            for part, place, moment in self._until:
+                until = own if what in (True, part) else elsewhere
+                until[place] = max(moment, until.get(place, 0))
+            unneeded = 0 if seen.first_use is None else seen.first_use - begin
+            operations = slice(seen.begin, seen.end)
+            found[what] = Saved(operations, unneeded, seen.gone_before, own, elsewhere, seen.given)
+        return found
+
+    def _run_part(self, part: LayerPart, run: Callable[..., T], *given: object) -> T:
+        """Run a part of a layer; see `Layer.run_part`."""
+        self._enter(part, *given)
+        self._part = part
+        try:
+            return run(*given)
+        finally:
+            self._part = None
+
+    def _enter(self, what: Recompute, *given: object) -> None:
+        """Begin to note what a layer or a part of it does, of which every chunk has one."""
+        assert what not in self._seen, f"{what} of a layer ran twice in one chunk"
+        places = map(self.ledger.place_of, state_tensors(given))
+        self._seen[what] = _Seen(self.ledger.time, self.ledger.time, [at for at in places if at is not None])
+
+    def _running(self, part: LayerPart | None) -> list[_Seen]:
+        """Return what is noted of a layer, and of the part of it that runs."""
+        return [self._seen[what] for what in (True, part) if what is not None]
 
     def _pack(self, tensor: Tensor) -> _Held | None:
         """Return what autograd keeps in the place of a tensor [...]."""
-        self.operations = slice(self.operations.start, self.ledger.time)
-        return _Held(self, tensor) if self.keeps else None
+        for seen in self._running(self._part):
+            seen.end = self.ledger.time
+        return _Held(self, tensor, self._part) if self.keeps else None
 
     def _unpack(self, held: _Held) -> Tensor:
         """Return the tensor [...]."""
-        if self.first_use is None:
-            self.first_use = self.ledger.time
+        for seen in self._running(held.part):
+            if seen.first_use is None:
+                seen.first_use = self.ledger.time
+                now = takewhile(lambda gone: gone[1] == self.ledger.time, reversed(self.ledger.gone))
+                seen.gone_before = [place for place, _ in now]
         return held.tensor
+
+    def let_go(self, held: _Held) -> None:
+        """Note that what is held is needed no more."""
+        if held.place is not None:
+            self._until.append((held.part, held.place, self.ledger.time))
+
+
+@dataclass
+class _Seen:
+    """What was noted of a layer or a part of it."""
+
+    begin: int
+    """The moment of its first operation."""
+    end: int
+    """The moment after that which made or read the last tensor that its backward pass needs."""
+    given: list[int]
+    """See `Saved`."""
+    first_use: int | None = None
+    """The moment in which the backward pass first asks for what was saved; None if it does not."""
+    gone_before: list[int] = field(default_factory=list)
+    """See `Saved`."""
 
 
 class _Held:
     """A tensor that a backward pass needs, for as long as autograd keeps it."""
 
-    __slots__ = ("_place", "_watch", "tensor")
+    __slots__ = ("_watch", "part", "place", "tensor")
 
-    def __init__(self, watch: _Watch, tensor: Tensor) -> None:
-        """Hold a tensor [...]."""
-        self.tensor, self._watch, self._place = tensor, watch, watch.ledger.place_of(tensor)
+    def __init__(self, watch: _Watch, tensor: Tensor, part: LayerPart | None) -> None:
+        """Hold a tensor [...] that a part of the layer saved, or what is around the parts."""
+        self.tensor, self.part, self._watch, self.place = tensor, part, watch, watch.ledger.place_of(tensor)
 
     def __del__(self) -> None:
         """Note that it is needed no more."""
-        if self._place is not None:
-            self._watch.until[self._place] = self._watch.ledger.time
+        self._watch.let_go(self)
 
 
 @contextmanager
@@ -315,18 +362,17 @@ def _enter_given(ledger: Ledger, stage: Stage, reads: States) -> None:
         ledger.enter_storage(state, counted=False)
 
 
-def _forward_alone(stage: Stage, forward: Callable[[], Outputs], reads: States) -> Kept:
-    """Run the forward pass of one chunk as under recomputation; see `_measure_chunk`."""
+def _forward_alone(stage: Stage, forward: Callable[[], Outputs], reads: States) -> Moments:
+    """Run the forward pass of one chunk and save nothing; see `SeenChunk.unsaved` and `_measure_chunk`."""
     ledger = Ledger()
     _enter_given(ledger, stage, reads)
     watch = _Watch(ledger, keeps=False)
     with ledger, _watched(stage, watch):
         outputs = forward()
-    # while its results live, and what it was given
+    # while its results live
     gone = Storages.of(ledger).gone
     del outputs
-    places = map(ledger.place_of, state_tensors(watch.given))
-    return Kept(gone, [place for place in places if place is not None])
+    return gone
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from megamem.config.auto import AUTO_FIELDS
 from megamem.config.run import RunConfig
+from megamem.config.training import Recompute
 from megamem.pipeline.balancing import place_by, planned_costs
 from megamem.pipeline.freezing import learning_of
 from megamem.pipeline.placement import contiguous
@@ -27,6 +28,8 @@ from megamem.planning.traffic import StageParameters
 T = TypeVar("T")
 EQUALS = 1.1
 """Times over the fastest layout's up to which a prediction makes no difference."""
+RECOMPUTED: tuple[Recompute, ...] = (False, "mlp", "mixer", True)
+"""What of each layer may be computed again, in the order of simplicity."""
 MOST_ROWS = 64
 """Most rows of a micro-batch: powers of two up to here are tried, and the configured number."""
 
@@ -91,9 +94,10 @@ def _without_rows(layout: Layout) -> tuple[object, ...]:
 
 
 def _simplicity(candidate: Candidate) -> tuple[float, ...]:
-    """Return the key of simplicity: ranks that share less, no recomputation, then more rows."""
+    """Return the key of simplicity: ranks that share less, less computed again, then more rows."""
     parallel, training = candidate.layout.config.parallel, candidate.layout.config.training
-    return parallel.pp, parallel.tp, parallel.zero_stage, training.recompute, -training.micro_batch_size
+    again = RECOMPUTED.index(training.recompute)
+    return parallel.pp, parallel.tp, parallel.zero_stage, again, -training.micro_batch_size
 
 
 def _order(candidate: Candidate) -> tuple[float, ...]:
@@ -211,7 +215,7 @@ class Search:
         shares = [n for n in tp_sizes(model) if n <= self.machine.per_node]
         shares = self._open("parallel.tp", shares, parallel.tp)
         windows = self._open(WINDOW, [n for n in range(1, whole + 1) if whole % n == 0], whole)
-        recomputed = self._open("training.recompute", [False, True], training.recompute)
+        recomputed = self._open("training.recompute", list(RECOMPUTED), training.recompute)
         # rows into which the batch may divide
         sizes = {training.micro_batch_size, *(2**n for n in range(MOST_ROWS.bit_length()))}
         sizes = set(self._open("training.micro_batch_size", list(sizes), training.micro_batch_size))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from rich.table import Table
 
+from megamem.config.training import Recompute
 from megamem.costs.parameters import parameter_counts
 from megamem.planning.arithmetic import describe
 from megamem.planning.machines import DISK
@@ -167,10 +168,15 @@ def _cells(candidate: Candidate) -> list[str]:
     parallel, training = config.parallel, config.training
     return [
         str(parallel.pp), str(parallel.tp), str(candidate.layout.dp_size), str(parallel.zero_stage),
-        str(training.micro_batch_size), str(config.bptt_chunks), "yes" if training.recompute else "no",
+        str(training.micro_batch_size), str(config.bptt_chunks), _shown_recompute(training.recompute),
         f"{candidate.total / GIB:.1f}", f"{time.total:.3f}", f"{time.bubble_share:.1%}",
         f"{training.batch_tokens / time.total / 1e6:,.3f}",
     ]  # fmt: skip
+
+
+def _shown_recompute(recompute: Recompute) -> str:
+    """Return what is computed again of each layer, in a word."""
+    return recompute if isinstance(recompute, str) else "yes" if recompute else "no"
 
 
 def layout_overrides(candidate: Candidate) -> str:

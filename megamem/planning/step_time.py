@@ -163,8 +163,8 @@ def step_time(
     # of each stage, the layers that gradients reach: the others send and repeat nothing in the backward pass
     reached = [reach.reached(layers) if reach else len(layers) for layers in contiguous(layout.counts)]
     # recomputation repeats half of the forward's sums: a block is repeated up to the last tensor that its backward
-    # needs, not through its last sum
-    repeated = 1.5 if training.recompute else 1.0
+    # needs, not through its last sum, and a part of a block has no other
+    repeated = 1.5 if training.recompute is True else 1.0
 
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""

@@ -58,10 +58,11 @@ def traffic(
     # all hidden chunks of a step: of their tokens alone, and with the rows beside them that layers read
     tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, rows_per_chunk))
 
-    # two sums forward and two backward per layer; recomputation needs the first of the forward ones again
+    # two sums forward and two backward per layer; recomputation of layers needs the first of the forward ones again,
+    # that of a part ends before its sum
     reach = backward_pass_of(config)
     backward = reach.reached(layers) if reach else len(layers)
-    summed = (2 * len(layers) + (3 if training.recompute else 2) * backward) * hidden
+    summed = (2 * len(layers) + (3 if training.recompute is True else 2) * backward) * hidden
     summed += ((stage == 0) + (stage == parallel.pp - 1)) * tokens  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
     return Traffic(

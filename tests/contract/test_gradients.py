@@ -123,19 +123,20 @@ def test_a_row_alone_has_half_the_gradients_of_two_like_it(case, subject):
 
 @pytest.mark.whole_model
 def test_recomputing_layers_in_the_backward_changes_nothing(case):
-    """Activation checkpointing: outputs, states and gradients bit for bit."""
+    """Activation checkpointing of layers or parts of them: outputs, states and gradients bit for bit."""
     found = []
-    for recompute in (False, True):
+    for recompute in (False, True, "mixer", "mlp"):
         stage = make(case, "stage")
         stage.recompute = recompute
         x = inputs(stage, 3 * CHUNK, 2)
         output, states, auxiliary = run(stage, x, one_grid(2), every(CHUNK, 3 * CHUNK))
         (stage.token_losses(output, x).sum() + sum(auxiliary.values())).backward()
         found.append((output, list(state_tensors(states)), [p.grad for p in stage.parameters()]))
-    (a, states_a, grads_a), (b, states_b, grads_b) = found
-    assert torch.equal(a, b)
-    assert all(torch.equal(s, t) for s, t in zip(states_a, states_b, strict=True))
-    assert all(torch.equal(s, t) for s, t in zip(grads_a, grads_b, strict=True))
+    (a, states_a, grads_a), *others = found
+    for b, states_b, grads_b in others:
+        assert torch.equal(a, b)
+        assert all(torch.equal(s, t) for s, t in zip(states_a, states_b, strict=True))
+        assert all(torch.equal(s, t) for s, t in zip(grads_a, grads_b, strict=True))
 
 
 def test_cutting_the_graph_cuts_every_tensor_of_the_state(case):

@@ -17,7 +17,7 @@ from megamem.pipeline.window import Window
 from megamem.planning import ledger
 from megamem.planning.activations import Activations
 from megamem.planning.ledger import Ledger, Storages
-from megamem.planning.measured_part import Part, Share, measure_both, measure_part
+from megamem.planning.measured_part import Part, Share, measure_chunks, measure_part
 from megamem.planning.peak import step_peak
 from megamem.planning.rank_linears import RankLinears
 from tests.contract.cases import CASES
@@ -56,7 +56,7 @@ def test_large_results_are_not_computed_but_have_their_shapes():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "mixer", "mlp"])
 def test_other_shares_lie_on_the_lines(case, recompute):
     """All heads and 7 rows from measurements of a half of the heads with 2 rows and a quarter with 5.
 
@@ -84,16 +84,19 @@ def test_ends_of_a_sequence_parallel_rank(rows, end):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_recomputation_runs_what_the_backward_pass_needs_again(case):
+@pytest.mark.parametrize("recompute", [True, "mixer", "mlp"])
+def test_recomputation_runs_what_the_backward_pass_needs_again(case, recompute):
     """Operation by operation what a run with recomputation was seen to do, though no such run is measured."""
     part = Part(case.model(heads=8 * case.queries_per_key), torch.float32, range(1), None)
-    both = measure_both(part, 3, False, Share(2, 1))
-    with_it = measure_part(part, 3, False, Share(2, 1, recompute=True))
-    for (_, found), seen in zip(both, with_it, strict=True):
+    without = measure_chunks(part, 3, False, Share(2, 1))
+    with_it = measure_part(part, 3, False, Share(2, 1, recompute))
+    for before, seen in zip(without, with_it, strict=True):
+        found = before.under(recompute)
         for here, there in zip(found.work, seen.work, strict=True):
             # but for views: a checkpoint detaches what it saves
             assert list(zip(*here[:-1], strict=True)) == list(zip(*there[:-1], strict=True))
-        assert found.bytes == seen.bytes
+        # a function written in Python lets go of what a checkpoint computes again one operation before it ends
+        assert found.bytes == pytest.approx(seen.bytes, rel=0 if recompute is True else 0.005)
 
 
 def test_tables_that_last_are_not_counted():
@@ -204,8 +207,18 @@ def test_parts_make_up_a_step(mixer, bptt_chunks):
     assert 0.99 < planned(config) / most_bytes(config, stage) < 1.08
 
 
+@pytest.mark.parametrize("recompute", ["mixer", "mlp"])
+@pytest.mark.parametrize("mixer", [MIXERS["elastic memory"], MIXERS["caching"]], ids=["elastic memory", "caching"])
+def test_parts_that_are_computed_again_make_up_a_step(mixer, recompute):
+    """Likewise where a part of each layer is computed again, which keeps less."""
+    config = step_config(mixer, 2, recompute=recompute)
+    found = most_bytes(config, build_stage(config.model, RankLinears(1)))
+    assert 0.99 < planned(config) / found < 1.08
+    assert planned(step_config(mixer, 2)) > 1.1 * planned(config)
+
+
 @pytest.mark.parametrize("mixer", ["infini_attention", {"kind": "infinity_former", "basis": 32, "samples": 32}])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "mixer"])
 def test_a_frozen_base_keeps_less(mixer, recompute, tmp_path):
     """Likewise where added memories learn alone, in two of three layers: the first has no backward pass.
 

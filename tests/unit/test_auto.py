@@ -265,7 +265,7 @@ def test_nothing_fits() -> None:
         resolve_auto(demo("training.recompute=auto"), 2, SMALL.model_copy(update={"memory": 1e6}))
     said = str(caught.value)
     assert said.startswith(
-        "training.recompute: auto, but no layout fits into 2 x H100 80GB HBM3: of 2 that were tried, "
+        "training.recompute: auto, but no layout fits into 2 x H100 80GB HBM3: of 4 that were tried, "
     )
     assert "training.recompute=true" in said
     assert "\n" not in said

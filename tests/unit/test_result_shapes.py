@@ -179,13 +179,13 @@ import torch
 
 from megamem.config.load import merge, parse_config, read_yaml
 from megamem.config.run import RunConfig
-from megamem.planning.measured_part import Part, Share, measure_both
+from megamem.planning.measured_part import Part, Share, measure_chunks
 
 recipe = read_yaml(Path("configs/recipes/memory_caching_760m.yaml"))
 for name in ("transformer/transformer-760m", "titans/titans-760m"):
     run = merge(recipe, read_yaml(Path(f"configs/models/{name}.yaml")))
     model = parse_config(RunConfig, {**run, "name": "x"}, "recipe").model
-    measure_both(Part(model, torch.bfloat16, range(1, 2), None, "cuda"), 2, True, Share(2, 4))
+    measure_chunks(Part(model, torch.bfloat16, range(1, 2), None, "cuda"), 2, True, Share(2, 4))
 print("torch._dynamo" in sys.modules)
 """
     root = Path(__file__).resolve().parents[2]

@@ -255,7 +255,7 @@ class Decoder(Stage):
 
     def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Take hidden [tokens, batch, hidden] through one layer; see `Layer.forward`."""
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute is True and torch.is_grad_enabled():
             return cast(
                 tuple[Tensor, State, Losses], checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
             )
@@ -275,7 +275,7 @@ class Decoder(Stage):
 
     def label_scores(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """See `Stage.label_scores`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
-        scores = partial(label_scores, keep=not self.recompute)
+        scores = partial(label_scores, keep=self.recompute is not True)
         log_sums, label_logits = self._scores(scores, hidden, labels)
         return self.linears.log_normalizer(log_sums[..., None]), self.linears.sum_over_ranks(label_logits)
 
@@ -329,7 +329,7 @@ class Decoder(Stage):
         """See `Stage._token_losses`; hidden: [tokens, batch, hidden_size], labels: [tokens, batch]."""
         if (adaptive := self._adaptive_softmax) is None:
             return super()._token_losses(hidden, labels)
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute is True and torch.is_grad_enabled():
             given = hidden, labels, self._tied_embedding
             return cast(Tensor, checkpoint(adaptive.token_losses, *given, use_reentrant=False))
         return adaptive.token_losses(hidden, labels, self._tied_embedding)
