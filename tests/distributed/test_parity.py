@@ -96,6 +96,11 @@ REST = {
         "tp2-zero1-bptt1": case(2, 1, bptt=1, micro=2),
         "tp2-every-mechanism": case(2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}),
         "dp2-zero3-recompute": case(1, 3, micro=4, training={"recompute": True}, data={"documents": "drop"}),
+        "tp2-recompute-mixer": case(
+            2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, training={"recompute": "mixer"}
+        ),
+        "dp2-zero3-recompute-mixer": case(1, 3, micro=4, training={"recompute": "mixer"}, data={"documents": "drop"}),
+        "tp2-recompute-mlp": case(2, 1, bptt=2, micro=4, model=DROPOUT, training={"recompute": "mlp"}),
         "dp2-zero3-shared-biases": case(1, 3, micro=4, model=SHARED_BIASES),
         "dp2-zero3-side-rows": case(1, 3, micro=1, model=SIDE_ROWS),
         "dp2-zero3-lamemo": case(1, 3, micro=1, model=LAMEMO),

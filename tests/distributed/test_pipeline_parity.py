@@ -96,6 +96,7 @@ REST = {
         ),
         "dropout-recurrent-memory": staged(2, 1, 1, 4, 2, 1, model={**RECURRENT, "dropout": 0.2}),
         "combined-memory-model": staged(2, 1, 1, 4, 2, 1, model=MEMORY_MODEL, **COMBINED),
+        "recompute-mixer": staged(2, 1, 1, 2, 2, 1, model=EVERY, training={"recompute": "mixer"}),
         "side-rows": staged(2, 1, 1, 4, 2, 1, model=SIDE_ROWS),
         "tied-zero0": staged(2, 1, 1, 2, 2, 0, model={"tie_embeddings": True}),
     },
