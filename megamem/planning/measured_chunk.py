@@ -165,7 +165,7 @@ class SeenChunk:
 
     plain: MeasuredChunk
     saved: Mapping[Recompute, Saved] = field(default_factory=dict)
-    """By what is computed again; nothing of embedding and head, which are measured as they are."""
+    """What each way to compute again needs to know; nothing of embedding and head, which are measured as they are."""
     unsaved: Moments | None = None
     """See `Storages.gone`: where nothing is saved for a backward pass, as long as results of the forward pass live."""
 
