@@ -18,14 +18,14 @@ _LEAVE_THEM = "has credentials in its URL; leave them to the environment, where 
 
 
 class ConfigModel(BaseModel):
-    """A frozen configuration section. Unknown keys are refused; the docstring under a field is its help text.
+    """A frozen configuration section. Unknown keys are refused; the docstring under a field is its help text
+    (`megamem.config.help_texts`).
 
     Numbers are finite, and true or false is none. Paths have no line breaks, URLs no credentials.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=(),
-        allow_inf_nan=False,
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False,
     )  # fmt: skip
 
     @field_validator("*")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megamem.config.extensions import CALLBACKS, SINKS, CallbackConfig, SinkConfig
+from megamem.config.help_texts import help_texts
 from megamem.config.model import ARCHITECTURES, MIXERS, MixerConfig
 from megamem.config.objective import OBJECTIVES, ObjectiveConfig
 from megamem.config.registry import Registry
@@ -96,8 +97,9 @@ def _section(title: str, model: type[BaseModel], path: str) -> list[str]:
 
 def _table(model: type[BaseModel], skip: Iterable[str] = ()) -> str:
     """Return a table of each field's key, type, default and meaning; empty without fields."""
+    texts = help_texts(model)
     rows = [
-        f"| `{name}` | {_cell(_typed(field))} | {_cell(_default(field))} | {_cell(_paragraph(field.description))} |"
+        f"| `{name}` | {_cell(_typed(field))} | {_cell(_default(field))} | {_cell(_paragraph(texts.get(name)))} |"
         for name, field in model.__pydantic_fields__.items()
         if name not in skip
     ]

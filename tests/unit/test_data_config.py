@@ -4,13 +4,15 @@ import pytest
 from pydantic import ValidationError
 
 from megamem.config.data import DataConfig, SourceConfig
+from megamem.config.help_texts import help_texts
 
 
 def test_every_field_is_documented():
     for model in (DataConfig, SourceConfig):
-        for name, field in model.model_fields.items():
-            assert field.description, name
-            assert "\n" not in field.description, name
+        texts = help_texts(model)
+        for name in model.model_fields:
+            assert texts[name], name
+            assert "\n" not in texts[name], name
 
 
 def test_paths_may_stand_for_sources():
