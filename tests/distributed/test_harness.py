@@ -108,6 +108,8 @@ JOB = "from tests.integration.ranks import Job; Job(Path(FOLDER) / 'job', 2, wri
 def test_no_rank_outlives_the_tests(call, killed, number, tmp_path):
     """Neither when pytest is ended by a signal, which runs no `finally`, nor when the process that forks is."""
     begin = f"from pathlib import Path; from {__name__} import write_process_ids; FOLDER = {str(tmp_path)!r}; "
+    # these ranks need no more than torch
+    begin += "from tests.processes import CONTEXT; CONTEXT.set_forkserver_preload(['torch']); "
     caller = subprocess.Popen([sys.executable, "-c", begin + call], cwd=ROOT, stderr=subprocess.DEVNULL)
     names = ["supervisor", "rank-0", "rank-1"]
     try:
