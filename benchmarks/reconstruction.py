@@ -142,7 +142,7 @@ def frames_apart(order: int, samples: int, sampling: Sampling, tokens: int, bloc
     """
     cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
     banks = [
-        HippoBank(order, block, samples, sampling, 0.5, first_token=first, store=MatrixStore(1))
+        HippoBank(order, block, samples, sampling, offset=0.5, first_token=first, store=MatrixStore(1))
         for first in FIRST_TOKENS
     ]
     states, found = [torch.zeros(1, order, 64) for _ in banks], {}
@@ -169,7 +169,7 @@ def main() -> None:
     """Print the table of reconstruction errors and write it as JSON and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/reconstruction.json"))
-    parser.add_argument("--frames", action="store_true", help="print how far samples of white noise differ instead")
+    parser.add_argument("--frames", action="store_true", help="print how far samples of noise differ; write no file")
     options = parser.parse_args()
     if options.frames:
         show_frames()

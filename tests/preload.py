@@ -19,7 +19,7 @@ import megamem.training.train  # noqa: E402, F401
 from megamem.config.model import ARCHITECTURES, MIXERS  # noqa: E402
 from megamem.config.objective import OBJECTIVES  # noqa: E402
 
-# the files of all kinds
+# the files of all kinds of mixers, architectures and objectives
 for registry in (MIXERS, ARCHITECTURES, OBJECTIVES):
     registry.kinds()
 

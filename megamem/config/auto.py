@@ -74,10 +74,10 @@ def without_auto(tree: dict[str, Any], path: str) -> dict[str, Any]:
     return {**tree, AUTO: {**tree[AUTO], "fields": [field for field in fields if field != path]}}
 
 
-def value_at(config: ConfigModel, field: AutoField) -> int | bool:
+def value_at(config: ConfigModel, field: AutoField) -> int | str:
     """Return the value of a field of a run."""
     section, _, name = field.partition(".")
-    value: int | bool = getattr(getattr(config, section), name)
+    value: int | str = getattr(getattr(config, section), name)
     return value
 
 

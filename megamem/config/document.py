@@ -99,7 +99,7 @@ def _table(model: type[BaseModel], skip: Iterable[str] = ()) -> str:
     """Return a table of each field's key, type, default and meaning; empty without fields."""
     texts = help_texts(model)
     rows = [
-        f"| `{name}` | {_cell(_typed(field))} | {_cell(_default(field))} | {_cell(_paragraph(texts.get(name)))} |"
+        f"| `{name}` | {_cell(_typed(field))} | {_cell(_default(field))} | {_cell(texts.get(name, ''))} |"
         for name, field in model.__pydantic_fields__.items()
         if name not in skip
     ]

@@ -12,11 +12,12 @@ from pydantic import BaseModel
 
 
 def help_texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring under each field of a model, in one line: that of the class, else of its nearest base.
+    """Return the help text of each field of a model: the docstring under it, in one line, else its `description`.
 
-    A field without one, or whose class has no source, has no entry.
+    The docstring is that of the class, else of its nearest base that has one. Without either there is no entry, as
+    where a class that was made at run time has no source.
     """
-    found: dict[str, str] = {}
+    found = {name: field.description for name, field in model.__pydantic_fields__.items() if field.description}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:
             found |= _own_texts(kind)
@@ -27,7 +28,7 @@ def _own_texts(kind: type) -> dict[str, str]:
     """Return the docstrings under the annotated names of one class."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except OSError:  # made at run time
+    except (OSError, TypeError):  # made at run time
         return {}
     assert isinstance(definition, ast.ClassDef)
     return {

@@ -171,6 +171,8 @@ def _explain(config_type: type[BaseModel], item: ErrorDetails, tree: object) -> 
     if item["type"] == "missing":
         return f"{name}: required, but not given"
     message = _WORDING.get(item["type"], item["msg"].removeprefix("Value error, ").replace("Input should", "should"))
+    if item["type"] == "literal_error":  # as YAML writes them
+        message = message.replace("False", "false").replace("True", "true")
     value = item.get("input")
     if item["type"] == "credentials":  # not to be shown
         value = ...

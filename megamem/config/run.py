@@ -64,7 +64,7 @@ class RunConfig(ConfigModel):
         return noted(given)
 
     @property
-    def auto_values(self) -> dict[AutoField, int | bool]:
+    def auto_values(self) -> dict[AutoField, int | str]:
         """The values of the fields that were given as `auto`."""
         return {field: value_at(self, field) for field in self.auto.fields}
 

@@ -15,7 +15,7 @@ from megamem.config.parts import AnyStartWeights
 from megamem.config.phase import PhaseConfig
 
 LayerPart = Literal["mixer", "mlp"]
-"""A part of a layer, with the norm before it."""
+"""A part of a layer, with the norm before it if there is one."""
 Recompute = Literal[False, True, "mixer", "mlp"]
 """What of each layer is computed again in the backward pass: nothing, all of it, or one part."""
 

@@ -47,7 +47,7 @@ class Layer(nn.Module):
         self.dropout = model.dropout
         self.place = f"layers.{layer}"
         self.recomputed_part: LayerPart | None = None
-        """What is computed again in the backward pass, where it is not the whole layer: then the stage does so."""
+        """The part that is computed again in the backward pass; None if none is, or the whole layer, by its stage."""
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Read one call's tokens.

@@ -109,7 +109,7 @@ class Stage(nn.Module, ABC):
 
     @recompute.setter
     def recompute(self, what: Recompute) -> None:
-        """Say so; where it is a part of the layer, the layer runs it so."""
+        """Set it, on each layer too where a part of it is meant."""
         self._recompute = what
         for layer in self.layers.values():
             layer.recomputed_part = None if isinstance(what, bool) else what  # type: ignore[assignment]

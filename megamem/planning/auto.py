@@ -34,7 +34,7 @@ def resolve_auto(
     """Return the run with numbers in the place of `auto`, which depend on nothing but the arguments.
 
     Of the layouts that fit and are predicted to be about as fast as the fastest, the simplest is taken: fewest stages,
-    tensor-parallel ranks and ZeRO stages, without recomputation, most rows of a micro-batch. Of a run in phases the one
+    tensor-parallel ranks and ZeRO stages, least computed again, most rows of a micro-batch. Of a run in phases the one
     with the longest sequences decides, among layouts into which the batches of all divide.
 
     Args:

@@ -73,7 +73,7 @@ def _bytes(plan: PlanReport) -> Table:
     table.add_row("parameters", *(f"{rank.held.parameters / 1e6:,.2f} M" for rank in plan.ranks))
     for name, size in _SIZES.items():
         table.add_row(name, *(f"{size(rank) / GIB:.2f}" for rank in plan.ranks))
-    other = "total without recomputation" if plan.config.training.recompute else "total with recomputation"
+    other = "total without recomputation" if plan.config.training.recompute else "total with recomputation of layers"
     table.add_row(other, *(f"{rank.total / GIB:.2f}" for rank in plan.switched_ranks))
     return table
 

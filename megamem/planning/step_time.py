@@ -23,6 +23,7 @@ from megamem.planning.traffic import (
     all_reduce,
     gradients_of_a_pass,
     summing_passes,
+    sums_again,
     traffic,
 )
 
@@ -162,9 +163,8 @@ def step_time(
     passes = work.stages(layout)
     # of each stage, the layers that gradients reach: the others send and repeat nothing in the backward pass
     reached = [reach.reached(layers) if reach else len(layers) for layers in contiguous(layout.counts)]
-    # recomputation repeats half of the forward's sums: a block is repeated up to the last tensor that its backward
-    # needs, not through its last sum, and a part of a block has no other
-    repeated = 1.5 if training.recompute is True else 1.0
+    # each layer has two sums in the backward pass, and those of what is computed again
+    repeated = 1 + sums_again(config) / 2
 
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""

@@ -58,11 +58,10 @@ def traffic(
     # all hidden chunks of a step: of their tokens alone, and with the rows beside them that layers read
     tokens, hidden = (float(chunks * n * model.hidden_size * element) for n in (model.chunk_size, rows_per_chunk))
 
-    # two sums forward and two backward per layer; recomputation of layers needs the first of the forward ones again,
-    # that of a part ends before its sum
+    # two sums forward and two backward per layer, and those of what is computed again
     reach = backward_pass_of(config)
     backward = reach.reached(layers) if reach else len(layers)
-    summed = (2 * len(layers) + (3 if training.recompute is True else 2) * backward) * hidden
+    summed = (2 * len(layers) + (2 + sums_again(config)) * backward) * hidden
     summed += ((stage == 0) + (stage == parallel.pp - 1)) * tokens  # the embedding's forward, the head's backward
     borders = (stage > 0) + (stage < parallel.pp - 1)
     return Traffic(
@@ -71,6 +70,20 @@ def traffic(
         gradients=summing_passes(config, dp_size) * gradients_of_a_pass(config, parameters, dp_size),
         weights=_weights(config, parameters, dp_size),
     )
+
+
+def sums_again(config: RunConfig) -> float:
+    """Return how many all-reduces of a layer its recomputation makes again, of the forward pass' two.
+
+    It ends with the last tensor that the backward pass needs: a layer before its second sum, a part before its only
+    one. A split sequence is gathered once more where each part begins, which is half of an all-reduce.
+    """
+    recompute = config.training.recompute
+    parts = 0 if recompute is False else 2 if recompute is True else 1
+    if config.parallel.sequence_parallel:
+        # a gather for each part, and what scatters the first one's sum
+        return parts - 0.5 if parts == 2 else 0.5 * parts
+    return max(0, parts - 1)
 
 
 def gradients_of_a_pass(config: RunConfig, parameters: StageParameters, dp_size: int) -> float:

@@ -54,8 +54,8 @@ def check_host_memory(device: torch.device) -> None:
                 copied.append(sum(sizes))
                 sizes.clear()
         found[kept_on] = torch.cat(outputs)
-    # copies of the same numbers are read by the same products
-    assert torch.equal(found["device"], found["host"])
+    # the same products of copies; a device may add up a product of fewer memories in another order
+    torch.testing.assert_close(found["host"], found["device"], rtol=0, atol=1e-6 if device.type == "cuda" else 0)
     planned = host_memory(model_of({**mixer, "kept_on": "host"}), ROWS, torch.float32, chunks=CHUNKS)
     far = [x for entry in state["kept"] for name, x in entry.items() if name not in ON_DEVICE]
     assert sum(x.nbytes for x in far) == planned.held

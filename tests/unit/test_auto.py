@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from megamem.config.auto import AUTO_FIELDS, AutoConfig
 from megamem.config.load import dump_yaml, load_config, parse_config, read_yaml
 from megamem.config.recipe import auto_overrides, load_run
 from megamem.config.run import RunConfig
+from megamem.config.training import Recompute
 from megamem.errors import ConfigError, LayoutError
 from megamem.planning.activations import Activations
 from megamem.planning.auto import chosen_before, divided, is_open, resolve_auto, resolve_for
 from megamem.planning.machines import machine
 from megamem.planning.plan import make_plan
+from megamem.planning.search import RECOMPUTED
 from megamem.runs.folder import create_run_folder
 from megamem.training.devices import local_processes, settle
 
@@ -258,6 +261,22 @@ def test_nothing_divides() -> None:
             "parallel.zero_stage: auto, but no layout divides the model and the 1 sequences of a step "
             "(training.batch_tokens) on 7 devices; use another number of devices or another batch"
         )
+
+
+def test_a_part_of_each_layer_is_computed_again_where_that_is_enough() -> None:
+    """Less time than for whole layers; and what was chosen reads back from the run's file."""
+    config = demo("training.recompute=auto", "training.micro_batch_size=8")
+    activations = Activations(config.model, "fp32", config.chunks)
+    assert set(RECOMPUTED) == set(get_args(Recompute))
+    totals = {
+        way: make_plan(demo(f"training.recompute={way}", "training.micro_batch_size=8"), 1, SMALL, activations).total
+        for way in ("false", "mlp", "true")
+    }
+    assert totals["true"] < totals["mlp"] < totals["false"]
+    room = SMALL.model_copy(update={"memory": 1.06 * totals["mlp"]})
+    found = resolve_auto(config, 2, room, activations)
+    assert found.training.recompute == "mlp"
+    assert parse_config(RunConfig, yaml.safe_load(dump_yaml(found)), "saved") == found
 
 
 def test_nothing_fits() -> None:

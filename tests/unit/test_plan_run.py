@@ -122,6 +122,10 @@ def test_two_ranks_share_the_work_and_sum_around_it(recompute, sums):
     # a ring of two: each rank sends half of the bytes twice
     assert seconds.tensor == pytest.approx(4 * sums * (2 * summed / 2) / (ACHIEVED * 450e9))
     assert seconds.bubble == 0.0
+    # where a sequence is split, what is computed again gathers its tokens first: half of a sum for each part
+    split = demo(*local, f"training.recompute={recompute}", "parallel.sequence_parallel=true")
+    gathers = {"true": 0.5, "false": 0.0}.get(recompute, 0.5)
+    assert make_plan(split, 1, ARITHMETIC).time.tensor == pytest.approx(seconds.tensor * (sums + gathers) / sums)
 
 
 def test_stages_wait_for_each_others_sums_too():

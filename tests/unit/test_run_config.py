@@ -109,6 +109,14 @@ REFUSALS = {
             "bound its max_chunks, or set data.reset exact",
         ],
     ),
+    "ZeRO 3 recomputing mixers": (
+        {"parallel": {"zero_stage": 3}, "training": {"recompute": "mixer"}, "data": {"documents": "pack"}},
+        ["parallel.zero_stage 3", "training.recompute mixer", "use zero_stage 2 or recompute false"],
+    ),
+    "no such part": (
+        {"training": {"recompute": "attention"}},
+        ["training.recompute: should be false, true, 'mixer' or 'mlp' (got 'attention')"],
+    ),
     "ZeRO 3 recomputing streams": (
         {"parallel": {"zero_stage": 3}, "training": {"recompute": True}, "data": {"feeding": "streams"}},
         ["parallel.zero_stage 3", "training.recompute true", "use zero_stage 2 or recompute false"],
