@@ -32,7 +32,7 @@ from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
-from megamem.planning.measured_chunk import Lines, Pair, PartBytes, PartWork, SeenChunk
+from megamem.planning.measured_chunk import Lines, Pair, PartBytes, PartWork, SeenChunk, work_again
 from megamem.planning.measured_part import (
     Kernels,
     Part,
@@ -256,6 +256,8 @@ class _Measurements:
         self.measured: tuple[Sequence[SeenChunk], Sequence[SeenChunk]] = [], []
         """By chunk."""
         self._pairs_found: dict[Recompute, list[Pair]] = {}
+        self._plain_work: dict[tuple[float, int], list[PartWork]] = {}
+        """By rows and TP size, by chunk, without recomputation."""
         self._part, self._share = part, share
 
     def to_measure(self) -> Iterator[Callable[[], Sequence[SeenChunk]]]:
@@ -273,7 +275,14 @@ class _Measurements:
 
     def work(self, share: Share) -> list[PartWork]:
         """Return the operations at any number of rows and TP size, by chunk."""
-        found = [self.lines.work(pair, share.rows, share.tp_size) for pair in self._pairs(share.recompute)]
+        size = share.rows, share.tp_size
+        if size not in self._plain_work:
+            self._plain_work[size] = [self.lines.work(pair, *size) for pair in self._pairs(False)]
+        found = self._plain_work[size]
+        if share.recompute and self._part.layers:
+            # the operations of both measurements are in one order
+            seen = self.measured[1]
+            found = [work_again(work, chunk.saved[share.recompute]) for work, chunk in zip(found, seen, strict=False)]
         return _extended(found, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
 
     def _pairs(self, recompute: Recompute) -> list[Pair]:

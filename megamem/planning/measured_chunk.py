@@ -70,15 +70,12 @@ class SeenOperations(NamedTuple):
         """Return the operations from one to before another, or to the last."""
         borders = np.append(self.offsets, len(self.moved))
         first, last = borders[begin], borders[-1 if end is None else end]
-        work = Work(self.work.kinds[begin:end], *(each[begin:end] for each in self.work[1:]))
-        return SeenOperations(work, self.moved[first:last], self.offsets[begin:end] - first)
+        return SeenOperations(self.work.part(begin, end), self.moved[first:last], self.offsets[begin:end] - first)
 
     def then(self, other: SeenOperations) -> SeenOperations:
         """Return these operations and others after them."""
-        kinds, *numbers = (np.concatenate([ours, theirs]) for ours, theirs in zip(self.work, other.work, strict=True))
-        work = Work(kinds.astype(np.int8), *numbers)
         offsets = np.concatenate([self.offsets, other.offsets + len(self.moved)])
-        return SeenOperations(work, np.concatenate([self.moved, other.moved]), offsets)
+        return SeenOperations(self.work.then(other.work), np.concatenate([self.moved, other.moved]), offsets)
 
 
 @dataclass(frozen=True)
@@ -219,6 +216,13 @@ def recomputed(chunk: MeasuredChunk, saved: Saved, unsaved: Moments) -> Measured
     before, after = chunk.seen_backward.part(0, saved.unneeded), chunk.seen_backward.part(saved.unneeded)
     backward = before.then(chunk.seen_forward.part(begin, end)).then(after)
     return MeasuredChunk(storages, chunk.seen_forward, backward, chunk.state_gradients)
+
+
+def work_again(work: PartWork, saved: Saved) -> PartWork:
+    """Return a chunk's operations where that whose needs are `saved` is computed again; see `recomputed`."""
+    before, after = work.backward.part(0, saved.unneeded), work.backward.part(saved.unneeded)
+    again = work.forward.part(saved.operations.start, saved.operations.stop)
+    return PartWork(work.forward, before.then(again).then(after))
 
 
 def _by_place(moments: Mapping[int, int], count: int) -> Moments:

@@ -125,6 +125,15 @@ class Work(NamedTuple):
         numbers = [(each.flops, sum(each.moved), *each[3:]) for each in operations]
         return cls(kinds, *np.array(numbers, dtype=np.float64).reshape(-1, others + 1).T)
 
+    def part(self, begin: int, end: int | None = None) -> Work:
+        """Return the operations from one to before another, or to the last."""
+        return Work(self.kinds[begin:end], *(each[begin:end] for each in self[1:]))
+
+    def then(self, other: Work) -> Work:
+        """Return these operations and others after them."""
+        kinds = np.concatenate([self.kinds, other.kinds])
+        return Work(kinds, *map(np.concatenate, zip(self[1:], other[1:], strict=True)))
+
 
 @dataclass(frozen=True)
 class PassTime:
@@ -146,7 +155,12 @@ class PassTime:
 
     def __add__(self, other: PassTime) -> PassTime:
         """Return the time of both, one after the other."""
-        return PassTime(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return PassTime(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.launches + other.launches,
+        )
 
     def __mul__(self, times: float) -> PassTime:
         """Return the time of so many of them."""

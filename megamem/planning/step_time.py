@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -119,7 +120,13 @@ class StageWork:
             parts.append(self.activations.embedding_work(share))
         if layers.stop == self.activations.model.layers:
             parts.append(self.activations.head_work(share))
-        return [_one_after_the_other(map(self._times, of_chunk)) for of_chunk in zip(*parts, strict=True)]
+        # layers of one kind have one list
+        alike = {id(part): part for part in parts}
+        times = Counter(map(id, parts))
+        return [
+            _one_after_the_other((self._times(work), times[part]) for part, work in zip(alike, of_chunk, strict=True))
+            for of_chunk in zip(*alike.values(), strict=True)
+        ]
 
     def _times(self, work: PartWork) -> tuple[PassTime, PassTime]:
         """Return the times of both passes of a part."""
@@ -128,9 +135,9 @@ class StageWork:
         return self._timed[id(work)]
 
 
-def _one_after_the_other(parts: Iterable[tuple[PassTime, PassTime]]) -> tuple[PassTime, PassTime]:
-    """Return the times of the forward and the backward pass through all parts."""
-    forward, backward = zip(*parts, strict=True)
+def _one_after_the_other(parts: Iterable[tuple[tuple[PassTime, PassTime], int]]) -> tuple[PassTime, PassTime]:
+    """Return the times of the forward and the backward pass through all parts, each so many times."""
+    forward, backward = zip(*((times[0] * count, times[1] * count) for times, count in parts), strict=True)
     return sum_of(forward), sum_of(backward)
 
 
