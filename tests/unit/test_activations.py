@@ -56,7 +56,7 @@ def test_large_results_are_not_computed_but_have_their_shapes():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("recompute", [False, True, "mixer", "mlp"])
+@pytest.mark.parametrize("recompute", [False, True, "mixer", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_other_shares_lie_on_the_lines(case, recompute):
     """All heads and 7 rows from measurements of a half of the heads with 2 rows and a quarter with 5.
 
