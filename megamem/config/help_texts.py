@@ -18,16 +18,16 @@ def help_texts(model: type[BaseModel]) -> dict[str, str]:
     where a class that was made at run time has no source.
     """
     found = {name: field.description for name, field in model.__pydantic_fields__.items() if field.description}
-    for kind in reversed(model.__mro__):
-        if issubclass(kind, BaseModel) and kind is not BaseModel:
-            found |= _own_texts(kind)
+    for part in reversed(model.__mro__):
+        if issubclass(part, BaseModel) and part is not BaseModel:
+            found |= _own_texts(part)
     return found
 
 
-def _own_texts(kind: type) -> dict[str, str]:
+def _own_texts(part: type) -> dict[str, str]:
     """Return the docstrings under the annotated names of one class."""
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
     except (OSError, TypeError):  # made at run time
         return {}
     assert isinstance(definition, ast.ClassDef)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         hidden, state = self.mixer.after_layer(hidden, state, here)
         return hidden, state, losses
 
-    def run_part(self, part: LayerPart, run: Callable[..., T], *given: Any) -> T:
+    def run_part(self, part: LayerPart, run: Callable[..., T], *given: object) -> T:
         """Return what a part makes of what it is given, and let it do so again in the backward pass if it is to."""
         if self.recomputed_part == part and torch.is_grad_enabled():
             return cast(T, checkpoint(run, *given, use_reentrant=False))

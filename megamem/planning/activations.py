@@ -32,7 +32,7 @@ from megamem.memory.base import DTYPES, Growing
 from megamem.model.stage import Stage
 from megamem.ops.linear_cross_entropy import slice_count
 from megamem.pipeline.freezing import Learning, learning_of
-from megamem.planning.measured_chunk import Lines, Pair, PartBytes, PartWork, SeenChunk, work_again
+from megamem.planning.measured_chunk import Lines, Pair, PartBytes, PartWork, SeenChunk
 from megamem.planning.measured_part import (
     Kernels,
     Part,
@@ -278,11 +278,9 @@ class _Measurements:
         size = share.rows, share.tp_size
         if size not in self._plain_work:
             self._plain_work[size] = [self.lines.work(pair, *size) for pair in self._pairs(False)]
-        found = self._plain_work[size]
-        if share.recompute and self._part.layers:
-            # the operations of both measurements are in one order
-            seen = self.measured[1]
-            found = [work_again(work, chunk.saved[share.recompute]) for work, chunk in zip(found, seen, strict=False)]
+        # the operations of both measurements are in one order
+        seen = zip(self._plain_work[size], self.measured[1], strict=False)
+        found = [chunk.work_under(share.recompute, work) for work, chunk in seen]
         return _extended(found, self.chunks, self.grows_for, lambda *each: PartWork(*map(_grown, *each)))
 
     def _pairs(self, recompute: Recompute) -> list[Pair]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +135,7 @@ class MeasuredChunk:
         return self.storages.live(self._border + 1 + len(self.seen_backward.offsets))
 
 
+Operations = TypeVar("Operations", Work, SeenOperations)
 Pair = tuple[MeasuredChunk, MeasuredChunk]
 """Two measurements of one chunk."""
 
@@ -172,6 +173,12 @@ class SeenChunk:
             return self.plain
         return recomputed(self.plain, self.saved[recompute], self.unsaved)
 
+    def work_under(self, recompute: Recompute, work: PartWork) -> PartWork:
+        """Return the chunk's operations likewise, from those of any share of it without recomputation."""
+        if recompute is False or self.unsaved is None:
+            return work
+        return work._replace(backward=_with_forward_again(*work, self.saved[recompute]))
+
 
 def recomputed(chunk: MeasuredChunk, saved: Saved, unsaved: Moments) -> MeasuredChunk:
     """Return the chunk with recomputation, put together from the chunk without it and what a forward pass then keeps.
@@ -192,9 +199,12 @@ def recomputed(chunk: MeasuredChunk, saved: Saved, unsaved: Moments) -> Measured
         """Return moments [N] of the backward pass without recomputation as they are with it."""
         return np.where((moments == NEVER) | (moments < resumes), moments, moments + more)
 
+    # what is gone in the moment of the first use, but before it, is gone before anything is computed again
+    gone_later = delayed(plain.gone)
+    gone_later[saved.gone_before] = plain.gone[saved.gone_before]
     made, gone, sizes = plain.made[:count], plain.gone[:count], plain.sizes[:count]
     # the first time: what outlives the forward pass is gone when it is without recomputation, or stays with the layer
-    first_gone = np.where(unsaved == NEVER, np.where(gone > border, delayed(gone), NEVER), unsaved)
+    first_gone = np.where(unsaved == NEVER, np.where(gone > border, gone_later[:count], NEVER), unsaved)
     # nor before the rest of the layer has used it, or what is computed again has been used
     needed = _by_place(saved.elsewhere, count)
     needed[saved.given] = np.maximum(needed[saved.given], max(saved.until.values(), default=0))
@@ -204,25 +214,19 @@ def recomputed(chunk: MeasuredChunk, saved: Saved, unsaved: Moments) -> Measured
     again = (made >= begin) & (made < end)
     again_gone = np.where(until > border, delayed(until), later + np.minimum(gone, end))
 
-    # what the backward pass makes itself
-    own_gone = delayed(plain.gone)
-    own_gone[saved.gone_before] = plain.gone[saved.gone_before]
-
     storages = Storages(
         np.concatenate([sizes, sizes[again], plain.sizes[count:]]),
         np.concatenate([made, later + made[again], delayed(plain.made[count:])]),
-        np.concatenate([first_gone, again_gone[again], own_gone[count:]]),
+        np.concatenate([first_gone, again_gone[again], gone_later[count:]]),
     )
-    before, after = chunk.seen_backward.part(0, saved.unneeded), chunk.seen_backward.part(saved.unneeded)
-    backward = before.then(chunk.seen_forward.part(begin, end)).then(after)
+    backward = _with_forward_again(chunk.seen_forward, chunk.seen_backward, saved)
     return MeasuredChunk(storages, chunk.seen_forward, backward, chunk.state_gradients)
 
 
-def work_again(work: PartWork, saved: Saved) -> PartWork:
-    """Return a chunk's operations where that whose needs are `saved` is computed again; see `recomputed`."""
-    before, after = work.backward.part(0, saved.unneeded), work.backward.part(saved.unneeded)
-    again = work.forward.part(saved.operations.start, saved.operations.stop)
-    return PartWork(work.forward, before.then(again).then(after))
+def _with_forward_again(forward: Operations, backward: Operations, saved: Saved) -> Operations:
+    """Return the operations of a backward pass in which that whose needs are `saved` is computed again."""
+    before, after = backward.part(0, saved.unneeded), backward.part(saved.unneeded)
+    return before.then(forward.part(saved.operations.start, saved.operations.stop)).then(after)
 
 
 def _by_place(moments: Mapping[int, int], count: int) -> Moments:

@@ -122,9 +122,9 @@ class StageWork:
             parts.append(self.activations.head_work(share))
         # layers of one kind have one list
         alike = {id(part): part for part in parts}
-        times = Counter(map(id, parts))
+        counts = Counter(map(id, parts))
         return [
-            _one_after_the_other((self._times(work), times[part]) for part, work in zip(alike, of_chunk, strict=True))
+            _one_after_the_other((self._times(work), counts[part]) for part, work in zip(alike, of_chunk, strict=True))
             for of_chunk in zip(*alike.values(), strict=True)
         ]
 

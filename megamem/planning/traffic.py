@@ -80,10 +80,9 @@ def sums_again(config: RunConfig) -> float:
     """
     recompute = config.training.recompute
     parts = 0 if recompute is False else 2 if recompute is True else 1
-    if config.parallel.sequence_parallel:
-        # a gather for each part, and what scatters the first one's sum
-        return parts - 0.5 if parts == 2 else 0.5 * parts
-    return max(0, parts - 1)
+    sums = max(0, parts - 1)
+    # of a split sequence, a sum that scatters and a gather are each half of an all-reduce
+    return (sums + parts) / 2 if config.parallel.sequence_parallel else sums
 
 
 def gradients_of_a_pass(config: RunConfig, parameters: StageParameters, dp_size: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,11 +31,8 @@ def counted() -> Iterator[list[int]]:
         sizes.extend([found.nbytes] * (len(self._made) - before))
         return found
 
-    Copies._copy = counting  # type: ignore[method-assign]
-    try:
+    with patch.object(Copies, "_copy", counting):
         yield sizes
-    finally:
-        Copies._copy = copy  # type: ignore[method-assign]
 
 
 def check_host_memory(device: torch.device) -> None:
