@@ -46,10 +46,12 @@ def hang_on_one_rank(payload):
 
 
 def write_process_ids(payload):
-    folder = Path(payload)
-    for name, pid in (("supervisor", os.getppid()), (f"rank-{os.environ['RANK']}", os.getpid())):
-        (folder / f".{name}").write_text(str(pid))
-        (folder / f".{name}").replace(folder / name)
+    folder, rank = Path(payload), os.environ["RANK"]
+    for name, pid in (("supervisor", os.getppid()), (f"rank-{rank}", os.getpid())):
+        # every rank writes the supervisor's: each by a name of its own until the file is whole
+        part = folder / f".{name}-by-{rank}"
+        part.write_text(str(pid))
+        part.replace(folder / name)
     time.sleep(600)
 
 
