@@ -14,6 +14,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.data import DataConfig
 from megamem.config.embedding_cache import check_embedding_cache
 from megamem.config.evaluation import EvaluationConfig
+from megamem.config.lanes import check_lanes
 from megamem.config.logs import LoggingConfig
 from megamem.config.model import ModelConfig
 from megamem.config.optimizer import OptimizerConfig
@@ -22,6 +23,7 @@ from megamem.config.parallel import ParallelConfig
 from megamem.config.parts import check_parts
 from megamem.config.phase import phase_starts
 from megamem.config.training import TrainingConfig
+from megamem.config.window_order import check_window_order
 
 RunName = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]
 """The name of a run, or of a curriculum, and of its folder."""
@@ -94,6 +96,11 @@ class RunConfig(ConfigModel):
         return self.training.bptt_chunks or self.chunks
 
     @property
+    def chunks_per_call(self) -> int:
+        """The number of chunks that a layer reads before the next layer does: one, or all of a window."""
+        return self.bptt_chunks if self.training.window_order == "layers" else 1
+
+    @property
     def interleaved(self) -> bool:
         """True where chunks of micro-batches alternate in a pipeline, as a memory goes from its end to its start."""
         return bool(self.model.architecture.state_specs(self.model))
@@ -146,6 +153,8 @@ class RunConfig(ConfigModel):
         if length % chunk:
             raise ValueError(f"data.sequence_length {length} is not divisible by model.chunk_size {chunk}")
         self.model.architecture.check_sequences(self.model, self.data)
+        if training.window_order == "layers":
+            check_window_order(self.model, self.parallel)
         if self.chunks % self.bptt_chunks:
             raise ValueError(
                 f"training.bptt_chunks {self.bptt_chunks} does not divide the {self.chunks} chunks of a sequence"
@@ -368,19 +377,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _lanes_fit(self) -> RunConfig:
-        """Raise ValueError where a memory would keep every chunk of lanes that are never reset."""
-        data = self.data
-        if (data.feeding, data.documents, data.reset) != ("streams", "join", "none"):
-            return self
-        for layer in range(self.model.layers):
-            mixer = self.model.mixer_at(layer)
-            if any(
-                getattr(spec, "limit", 0) is None for spec in mixer.state_specs(self.model.layer_model(layer)).values()
-            ):
-                raise ValueError(
-                    f"data.feeding streams with data.reset none: {mixer.kind} (model layer {layer}) would keep every "
-                    "chunk of an epoch; bound its max_chunks, or set data.reset exact"
-                )
+        check_lanes(self.model, self.data)
         return self
 
     def accumulation_steps(self, dp_size: int) -> int:

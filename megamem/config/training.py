@@ -19,6 +19,9 @@ LayerPart = Literal["mixer", "mlp"]
 Recompute = Literal[False, True, "mixer", "mlp"]
 """What of each layer is computed again in the backward pass: nothing, all of it, or one part."""
 
+WindowOrder = Literal["chunks", "layers"]
+"""What a window is read by: chunk after chunk in all layers, or layer after layer in all chunks."""
+
 
 class TrainingConfig(ConfigModel):
     """How long and in what portions the model is trained."""
@@ -41,6 +44,10 @@ class TrainingConfig(ConfigModel):
     recompute: Recompute = False
     """Activation checkpointing: what of each layer is computed again in the backward pass, where only what it is given
     is kept. `mixer`: mixer and memory; `mlp`: the MLP; `true`: the whole layer. `auto`: the planner chooses."""
+    window_order: WindowOrder = "chunks"
+    """In which order windows are read where there is no pipeline. `chunks`: all layers read a chunk, then the next.
+    `layers`: a layer reads all chunks of the window, then the next layer; norms, MLPs and the output head take all of
+    them at once, which pays where chunks are small. Numbers differ in their rounding only."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     init_from: AnyStartWeights | None = None

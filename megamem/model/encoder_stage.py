@@ -134,6 +134,6 @@ class EncoderStage(Decoder):
         losses: Losses = {}
         for layer in layers:
             fresh = layer.mixer.initial_state(chunk.rows, hidden.device, hidden.dtype)
-            hidden, _, extra = self.through(layer, hidden, fresh, chunk)
+            hidden, _, extra = self.through(layer, layer.forward, hidden, fresh, chunk)
             losses = add_losses(losses, extra)
         return hidden, losses

@@ -8,7 +8,7 @@ post            norm(x + mixer(x))
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.config.training import LayerPart
-from megamem.memory.base import Chunk, Losses, State
+from megamem.memory.base import Chunk, Losses, State, state_tensors
 from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
 from megamem.model.stage import add_losses
@@ -26,6 +26,8 @@ from megamem.ops.dropout import dropped
 from megamem.parallel.linears import Linears, token_share
 
 T = TypeVar("T")
+Read = Callable[[Tensor, State, Chunk], tuple[Tensor, State, Losses]]
+"""Takes hidden states [tokens, batch, hidden_size], a mixer's state and the place, as `Layer.forward`."""
 
 
 class Layer(nn.Module):
@@ -59,7 +61,7 @@ class Layer(nn.Module):
         Returns: the residual stream after the layer, the mixer's new state and auxiliary losses.
         """
         if chunk.begins_inside and not self.mixer.reads_borders:
-            return self._document_by_document(hidden, state, chunk)
+            return self._document_by_document(self.forward, hidden, state, chunk)
         if (chunk.rows_before or chunk.rows_behind) and not self.takes_side_rows:
             return self._beside_side_rows(hidden, state, chunk)
         here = chunk.inside(self.place)
@@ -71,6 +73,45 @@ class Layer(nn.Module):
         hidden = self._added(hidden, made, self.mlp_norm, here, "mlp")
         hidden, state = self.mixer.after_layer(hidden, state, here)
         return hidden, state, losses
+
+    def read_window(
+        self, hidden: Tensor, state: State, chunks: Sequence[Chunk], ties_resets: bool
+    ) -> tuple[Tensor, State, Losses]:
+        """Read the chunks of a window: the mixer one after the other, norms and MLP the tokens of all at once.
+
+        Args:
+            hidden: [tokens of all chunks, batch, hidden_size], the residual stream; of each chunk this rank's tokens.
+            state: of the mixer before the first chunk, as `reset` leaves it or not.
+            chunks: where their tokens lie in their documents.
+            ties_resets: see `Stage.ties_resets`.
+        Returns: as `forward`; each auxiliary loss is the mean of the chunks'.
+        """
+        mixed, state, losses = self.run_part("mixer", self._mixed_in_turn, hidden, state, chunks, ties_resets)
+        # nothing is dropped (`check_window_order`), so that it does not matter whose place is given
+        hidden = self._added(hidden, mixed, self.mixer_norm, chunks[0], "mixer")
+        made = self.run_part("mlp", self._made, hidden, chunks[0])
+        return self._added(hidden, made, self.mlp_norm, chunks[0], "mlp"), state, losses
+
+    def _mixed_in_turn(
+        self, hidden: Tensor, state: State, chunks: Sequence[Chunk], ties_resets: bool
+    ) -> tuple[Tensor, State, Losses]:
+        """Return what the mixer makes of the chunks in hidden [this rank's tokens, batch, width]; see `read_window`."""
+        outputs: list[Tensor] = []
+        losses: Losses = {}
+        given = self._given(hidden, self.mixer_norm)
+        for part, chunk in zip(given.chunk(len(chunks)), chunks, strict=True):
+            left, here = state, chunk.inside(self.place)
+            state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
+            output, state, of_chunk = self._mixed_by_document(part, state, here)
+            outputs.append(tied(output, left) if ties_resets and all(chunk.fresh()) else output)
+            losses = add_losses(losses, {name: loss / len(chunks) for name, loss in of_chunk.items()})
+        return torch.cat(outputs), state, losses
+
+    def _mixed_by_document(self, given: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
+        """Return what the mixer makes of given [tokens, batch, width]; in parts if it must, see `reads_borders`."""
+        if not chunk.begins_inside or self.mixer.reads_borders:
+            return self.mixer.forward(given, state, chunk)
+        return self._document_by_document(self.mixer.forward, given, state, chunk)
 
     def run_part(self, part: LayerPart, run: Callable[..., T], *given: object) -> T:
         """Return what a part makes of what it is given, and let it do so again in the backward pass if it is to."""
@@ -103,8 +144,13 @@ class Layer(nn.Module):
         """Drop values of what is added to the residual stream, x [this rank's tokens and side rows, batch, width]."""
         return dropped(x, chunk.drops(self.dropout, place), *token_share(self.linears))
 
-    def _document_by_document(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """Read hidden [tokens, batch, hidden_size] in parts in which no row holds two documents."""
+    def _document_by_document(
+        self, read: Read, hidden: Tensor, state: State, chunk: Chunk
+    ) -> tuple[Tensor, State, Losses]:
+        """Read hidden [tokens, batch, hidden_size] in parts in which no row holds two documents.
+
+        read: the layer, or its mixer.
+        """
         if self.linears.sequence_parallel:
             kind = type(self.mixer).__name__
             raise ValueError(f"calls of {kind} are cut where documents begin, which needs all tokens on every rank")
@@ -113,7 +159,7 @@ class Layer(nn.Module):
         for part in chunk.document_splits(hidden.shape[0]):
             here = chunk.unbroken(part.start)
             state = self.mixer.reset_inside(state, part.start, here.starts, hidden)
-            output, state, of_part = self.forward(hidden[part], state, here)
+            output, state, of_part = read(hidden[part], state, here)
             outputs.append(output)
             # each is a mean over the tokens of its call
             share = output.shape[0] / hidden.shape[0]
@@ -146,3 +192,12 @@ class Layer(nn.Module):
         before, behind = chunk.rows_before, chunk.rows_behind
         first, tokens, last = whole.split((before, whole.shape[0] - before - behind, behind))
         return first, tokens, last
+
+
+def tied(hidden: Tensor, state: State) -> Tensor:
+    """Make the tensors of `state` part of the backward pass of `hidden` [tokens, batch, hidden], gradients zero."""
+    for tensor in state_tensors(state):
+        if tensor.requires_grad:
+            left = tensor.flatten()[:1].sum()  # chosen away, not multiplied by zero: it need not be finite
+            hidden = hidden + torch.where(torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), left)
+    return hidden

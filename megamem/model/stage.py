@@ -17,7 +17,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.training import Recompute
 from megamem.errors import ConfigError, ContractError
 from megamem.memory.base import LABEL_IGNORED, Chunk, Losses, Mixer, State, Stateful, States, StateSpec
-from megamem.parallel.linears import Linears, PlainLinears
+from megamem.parallel.linears import Linears, PlainLinears, token_share
 
 
 def build_stage(model: ModelConfig, linears: Linears, layers: range | None = None) -> Stage:
@@ -323,6 +323,23 @@ class Stage(nn.Module, ABC):
                 losses = add_losses(losses, {name: loss * ((end - begin) / tokens) for name, loss in extra.items()})
                 begin = end
         return torch.cat(outputs), states, losses
+
+    def read_window(self, x: Tensor, states: States, chunks: Sequence[Chunk]) -> tuple[Tensor, States, Losses]:
+        """Read the chunks of a window layer by layer, which decoders can (`check_window_order`).
+
+        x: as for `read_chunk`, of all chunks [tokens, batch, ...], as `in_window_order` has them.
+        chunks: where their tokens lie in their documents.
+        Returns: as `read_chunk`; auxiliary losses are means over the chunks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads chunk by chunk")
+
+    def in_window_order(self, x: Tensor, chunks: int) -> Tensor:
+        """Return what lies beside tokens, x [tokens of all chunks, ...], as `read_window` takes them.
+
+        Where ranks split the tokens of each chunk, those of a window are sorted by rank, then by chunk.
+        """
+        ranks = token_share(self.linears)[1]
+        return x if ranks == 1 else x.unflatten(0, (chunks, ranks, -1)).transpose(0, 1).flatten(0, 2)
 
     def forward(self, x: Tensor, states: States, chunk: Chunk) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_documents`."""

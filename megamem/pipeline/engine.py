@@ -57,7 +57,7 @@ class WindowEngine(TrainingEngine):
         if distill is not None:
             own = self.dtype, self.topology.device
             self.teacher = open_teacher(distill.teacher, distill.mixer, distill.weight, model, *own)
-        return Window(self.stage, self.objective, self.teacher)
+        return Window(self.stage, self.objective, self.teacher, self.config.training.window_order)
 
     def backwards(self) -> int:
         """See `TrainingEngine.backwards`: one for each window."""

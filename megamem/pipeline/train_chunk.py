@@ -88,21 +88,29 @@ class ChunkResult(NamedTuple):
 
 
 def train_chunk(
-    stage: Stage, objective: Objective, x: Tensor, labels: Tensor, states: States, chunk: Chunk, check: bool
+    stage: Stage,
+    objective: Objective,
+    x: Tensor,
+    labels: Tensor,
+    states: States,
+    place: Chunk | Sequence[Chunk],
+    check: bool,
 ) -> ChunkResult:
-    """Read a chunk with gradients, and on the last stage compute its losses.
+    """Read a chunk with gradients, or the chunks of a window layer by layer; on the last stage compute its losses.
 
     Args:
         x: token ids [tokens, batch] on the first stage, else hidden [tokens, batch, hidden_size].
         labels: [tokens, batch] int64.
         states: before the chunk, by component.
-        chunk: where its tokens lie in their documents.
+        place: where its tokens lie in their documents. Of a window those of each chunk: then `x` and `labels` are as
+            `Stage.in_window_order` has them, and what is returned is that of all chunks together.
         check: whether to compare the new states with what their components declare.
     Raises: ContractError if they differ, or if a layer returns a loss that its configuration does not declare.
     """
-    hidden, states, auxiliary = stage.read_documents(x, states, chunk)
+    read = stage.read_documents if isinstance(place, Chunk) else stage.read_window
+    hidden, states, auxiliary = read(x, states, place)  # type: ignore[arg-type]
     if check:
-        stage.check_states(states, chunk.rows)
+        stage.check_states(states, labels.shape[1])
         if unknown := sorted(auxiliary.keys() - {*stage.auxiliary_losses}):
             raise ContractError(f"a mixer returns the loss {unknown[0]}, which its auxiliary_losses does not name")
     losses = objective.losses(stage, hidden, labels) if stage.last else {}

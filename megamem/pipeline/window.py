@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megamem.config.training import WindowOrder
 from megamem.memory.base import Chunk, States, detach, state_tensors
 from megamem.model.objective import Objective
 from megamem.model.stage import Stage
@@ -17,9 +18,15 @@ from megamem.pipeline.train_chunk import loss_names, train_chunk
 class Window(nn.Module):
     """The module that DeepSpeed drives. Its forward is a window; the states it returns are cut from the graph."""
 
-    def __init__(self, stage: Stage, objective: Objective, teacher: Teacher | None = None) -> None:
-        """Drive a stage that holds the whole model. teacher: whose predictions it learns too, if it has one."""
+    def __init__(
+        self, stage: Stage, objective: Objective, teacher: Teacher | None = None, order: WindowOrder = "chunks"
+    ) -> None:
+        """Drive a stage that holds the whole model.
+
+        teacher: whose predictions it learns too, if it has one; order: `training.window_order`.
+        """
         super().__init__()
+        self.order = order
         self.teacher = teacher
         self.stage = stage
         self.objective = objective
@@ -48,13 +55,19 @@ class Window(nn.Module):
         Returns: the scaled loss to run backward, auxiliary losses included; `loss_names`, [names] summed over tokens,
             off the graph, zero for other readings; the new states, off the graph.
         """
-        size = tokens.shape[0] // len(places)
         objective = self.objective.readings[reading].objective
+        calls: Sequence[Chunk | Sequence[Chunk]] = [places]
+        if self.order == "chunks":
+            calls = self.stage.prepare(tokens, places)
+        else:
+            tokens, labels = (self.stage.in_window_order(each, len(places)) for each in (tokens, labels))
+            taught = None if taught is None else self.stage.in_window_order(taught, len(places))
+        size = tokens.shape[0] // len(calls)
         names = loss_names(self.stage, self.objective, self.teacher is not None)
         sums = {name: scale.new_zeros(()) for name in names}
-        for c, chunk in enumerate(self.stage.prepare(tokens, places)):
+        for c, place in enumerate(calls):
             part = slice(c * size, (c + 1) * size)
-            result = train_chunk(self.stage, objective, tokens[part], labels[part], states, chunk, not self._checked)
+            result = train_chunk(self.stage, objective, tokens[part], labels[part], states, place, not self._checked)
             states = result.states
             for name, value in result.losses.items():
                 sums[name] = sums[name] + value
@@ -62,7 +75,7 @@ class Window(nn.Module):
                 learned = self.teacher.divergence(self.stage, result.hidden, taught[part], labels[part])
                 sums[DISTILLATION] = sums[DISTILLATION] + learned
             for name, value in result.auxiliary.items():
-                # a mean over this chunk's tokens and rows, weighted as many predicted tokens
+                # a mean over the tokens and rows that were read, weighted as many predicted tokens
                 sums[name] = sums[name] + value * tokens[part].numel()
         self._checked = True
         terms = list(sums.values())

@@ -57,7 +57,10 @@ MOST_CHUNKS = 8
 
 
 class Activations:
-    """The bytes of all parts of a model, in sequences of so many chunks; each part is measured at its first use."""
+    """The bytes of all parts of a model, in sequences of so many chunks; each part is measured at its first use.
+
+    Where windows are read layer by layer, what is said of a chunk holds for those of a window together (`together`).
+    """
 
     def __init__(
         self,
@@ -67,15 +70,19 @@ class Activations:
         processes: int = 1,
         learning: Learning | None = None,
         kernels: Kernels = "separate",
+        together: int = 1,
     ) -> None:
         """Measure nothing yet.
 
         processes: forked from this one to measure side by side; 1 where there are threads or a CUDA context.
         learning: what learns; everything if not given.
         kernels: what the device runs as one kernel.
+        together: chunks that each layer reads before the next one does (`RunConfig.chunks_per_call`).
         """
         self.model, self.precision, self.chunks, self.processes = model, precision, chunks, processes
-        self.learning, self.kernels = learning, kernels
+        self.learning, self.kernels, self.together = learning, kernels, together
+        self.calls = chunks // together
+        """How often a layer is called for a sequence."""
         self.dtype = DTYPES[precision]
         # by part and by what changes the operations (the slices of a loss among it); rows and TP are interpolated
         self._measurements: dict[_Key, _Measurements] = {}
@@ -88,13 +95,15 @@ class Activations:
         training = config.training
         kernels = kernels_of(training, device)
         model = config.model.model_copy(update={"recurrence_kernel": recurrence_of(config, device)})
-        return cls(model, training.precision, config.chunks, processes, learning_of(config), kernels)
+        learning, together = learning_of(config), config.chunks_per_call
+        return cls(model, training.precision, config.chunks, processes, learning, kernels, together)
 
-    def in_sequences(self, chunks: int) -> Activations:
-        """Return the same for sequences of another number of chunks; this object if it is its own."""
-        if chunks == self.chunks:
+    def of_phase(self, phase: RunConfig) -> Activations:
+        """Return the same for the sequences and windows of a phase of the run; this object if they are its own."""
+        chunks, together = phase.chunks, phase.chunks_per_call
+        if (chunks, together) == (self.chunks, self.together):
             return self
-        return Activations(self.model, self.precision, chunks, self.processes, self.learning, self.kernels)
+        return Activations(self.model, self.precision, chunks, self.processes, self.learning, self.kernels, together)
 
     def prepare(self, shares: Iterable[Share]) -> None:
         """Measure now, all side by side, what such shares of the model's parts need; the rest at its first use."""
@@ -111,11 +120,11 @@ class Activations:
 
     def embedding(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the embedding for each chunk of a sequence."""
-        return self._bytes(*self._embedding(share)) * self.chunks
+        return self._bytes(*self._embedding(share)) * self.calls
 
     def head(self, share: Share) -> list[PartBytes]:
         """Return the bytes of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._bytes(*self._head(share)) * self.chunks
+        return self._bytes(*self._head(share)) * self.calls
 
     def layer_work(self, layer: int, share: Share) -> list[PartWork]:
         """Return the operations of a layer for each chunk of a sequence."""
@@ -123,11 +132,11 @@ class Activations:
 
     def embedding_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the embedding for each chunk of a sequence."""
-        return self._works(*self._embedding(share)) * self.chunks
+        return self._works(*self._embedding(share)) * self.calls
 
     def head_work(self, share: Share) -> list[PartWork]:
         """Return the operations of the last norm, the output head and the loss for each chunk of a sequence."""
-        return self._works(*self._head(share)) * self.chunks
+        return self._works(*self._head(share)) * self.calls
 
     def _layer(self, layer: int, share: Share) -> Wanted:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
@@ -152,7 +161,8 @@ class Activations:
             rows = self.model.resolved_padded_vocab_size // share.tp_size
             # no fewer than two tokens in a slice where it is measured
             most = end_tokens(self.model)
-            slices = min(slice_count(round(share.rows * self.model.chunk_size), rows), most)
+            tokens = round(share.rows * self.model.chunk_size * self.together)
+            slices = min(slice_count(tokens, rows), most)
         return "head", range(self.model.layers, self.model.layers), replace(self._of_end(share), loss_slices=slices)
 
     def _of_end(self, share: Share) -> Share:
@@ -160,7 +170,7 @@ class Activations:
 
         They are measured with few tokens: a chunk of many tokens counts as more rows.
         """
-        return replace(share, rows=share.rows * self.model.chunk_size / end_tokens(self.model))
+        return replace(share, rows=share.rows * self.model.chunk_size * self.together / end_tokens(self.model))
 
     def _bytes(self, name: str, layers: range, share: Share) -> list[PartBytes]:
         """Return the bytes of a part by chunk, measured if they are not known yet."""
@@ -236,7 +246,8 @@ class _Measurements:
         share: what changes its operations; rows and TP size are replaced.
         """
         model = activations.model
-        part = Part(model, activations.dtype, layers, activations.learning, activations.kernels)
+        together = activations.together if layers else 1
+        part = Part(model, activations.dtype, layers, activations.learning, activations.kernels, together)
         stage = zero_stage(part, share)
         # TP sizes into which the part divides; with sequence parallelism its tokens must divide too, alone and with
         # the rows around them
@@ -251,8 +262,8 @@ class _Measurements:
         fewer, more = ([sizes[0], *sizes] if len(several_heads) < 2 else several_heads)[-2:]
         # so many rows that what is made of rows grows from the first to the second, though a rank has fewer heads
         self.lines = Lines((FEWEST_ROWS, FEWEST_ROWS * more // fewer + 1), (fewer, more))
-        self.chunks = activations.chunks if layers else 1
-        self.grows_for = _growing_chunks(stage, self.chunks)
+        self.chunks = activations.calls if layers else 1
+        self.grows_for = -(-_growing_chunks(stage, self.chunks * together) // together)
         self.measured: tuple[Sequence[SeenChunk], Sequence[SeenChunk]] = [], []
         """By chunk."""
         self._pairs_found: dict[Recompute, list[Pair]] = {}

@@ -48,7 +48,7 @@ def resolve_auto(
         return config
     roomy = machine.model_copy(update={"reserve": machine.reserve + KEPT_FREE * machine.usable})
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
-    activations = activations and activations.in_sequences(longest.chunks)
+    activations = activations and activations.of_phase(longest)
     search = _search(config, longest, devices, roomy, activations)
     found = search.simplest() or (None if must_fit else search.smallest)
     if found is None:

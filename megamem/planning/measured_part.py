@@ -107,6 +107,9 @@ class Part(NamedTuple):
     learning: Learning | None
     """What learns; None if everything does."""
     kernels: Kernels = "separate"
+    together: int = 1
+    """Chunks that each layer reads before the next one does (`RunConfig.chunks_per_call`); what is measured of a chunk
+    is of all of them."""
 
 
 def measure_part(part: Part, chunks: int, growing: bool, share: Share) -> list[MeasuredChunk]:
@@ -142,9 +145,9 @@ def _read_chunks(
 
     Returns: what was found of each chunk, and their ledgers.
     """
-    model, dtype, layers, learning, _ = part
+    model, dtype, layers, learning, _, together = part
     stage, rows = zero_stage(part, share), int(share.rows)
-    size = model.chunk_size if layers else end_tokens(model)
+    size = model.chunk_size * together if layers else end_tokens(model)
     states = stage.initial_states(rows, torch.device("cpu"), dtype)
     labels = typical_labels(model, size, rows)
     # with a frozen base, hidden states and memories that no learning parameter is behind have no gradients
@@ -156,14 +159,16 @@ def _read_chunks(
         # as `StageExecutor` hands states from chunk to chunk: gradients stop at each, and are handed on by themselves
         reads = {name: map_state(leaf, state) for name, state in states.items()}
         keys = dropout_keys(model, 0, 0, range(rows))
-        position = Chunk((len(found) * size,) * rows, dropout=keys and keys.after(len(found) * size))
+        begins = range(len(found) * size, (len(found) + 1) * size, model.chunk_size)
+        places = [Chunk((begin,) * rows, dropout=keys and keys.after(begin)) for begin in begins]
         if stage.first:
             entered = torch.zeros(size, rows, dtype=torch.int64)
         else:
             entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=enters)
 
-        def forward(entered: Tensor = entered, reads: States = reads, position: Chunk = position) -> Outputs:
-            hidden, new, losses = stage.read_chunk(entered, reads, position)
+        def forward(entered: Tensor = entered, reads: States = reads, places: list[Chunk] = places) -> Outputs:
+            window = stage.read_window(entered, reads, places) if len(places) > 1 else None
+            hidden, new, losses = window or stage.read_chunk(entered, reads, places[0])
             # a list, so that the loss is an output of which gradients are taken
             return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 
@@ -185,7 +190,7 @@ def _is_steady(kept: Sequence[float], growing: bool) -> bool:
 
 def zero_stage(part: Part, share: Share) -> Stage:
     """Return a part as a rank holds it in training, with parameters that are zero and take no memory."""
-    model, dtype, layers, learning, _ = part
+    model, dtype, layers, learning, *_ = part
     with torch.device("meta"):
         stage = build_stage(model, RankLinears(share.tp_size, share.sequence_parallel), layers).to(dtype)
     # embedding and head are parts of their own: a layer at an end of the model has neither
@@ -245,13 +250,15 @@ class _Watch:
         self._part: LayerPart | None = None
         """The part that runs now."""
 
-    def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """Take hidden [tokens, batch, hidden] through a layer; see `Decoder.through`."""
-        self._enter(True, hidden, state)
+    def through(
+        self, layer: Layer, read: Callable[..., tuple[Tensor, State, Losses]], *given: object
+    ) -> tuple[Tensor, State, Losses]:
+        """Let a layer read what it is given; see `Decoder.through`."""
+        self._enter(True, *given)
         layer.run_part = self._run_part  # type: ignore[method-assign]
         try:
             with saved_tensors_hooks(cast(Any, self._pack), cast(Any, self._unpack)):
-                return layer.forward(hidden, state, chunk)
+                return read(*given)
         finally:
             del layer.run_part
 

@@ -112,9 +112,11 @@ def step_peak(
     repeats = 2 * parallel.pp if config.interleaved else -(-(parallel.pp + config.bptt_chunks) // config.chunks) + 2
     order = _order(config, stage, min(config.micro_batches(dp_size), repeats))
     specs, dtype = model.component_specs(layers), DTYPES[config.training.precision]
-    states = [sum(component_bytes(model, specs, rows, dtype, tp_size, n).values()) for n in range(config.chunks)]
+    reads = range(0, config.chunks, config.chunks_per_call)
+    states = [sum(component_bytes(model, specs, rows, dtype, tp_size, n).values()) for n in reads]
     gradients = _gradients(config, sizes, dp_size)
-    moment = _play(order, parts, hidden if stage else 0, states, config.bptt_chunks, gradients)
+    window = config.bptt_chunks // config.chunks_per_call
+    moment = _play(order, parts, hidden if stage else 0, states, window, gradients)
 
     # what is there all the time: buffers between stages, gathered weights, states of streams
     neighbors = (stage > 0) + (stage < parallel.pp - 1)
@@ -135,8 +137,12 @@ def step_peak(
 
 
 def _order(config: RunConfig, stage: int, micro_batches: int) -> Order:
-    """Return the stage's actions; without a pipeline whole windows, forward and then backward (`WindowEngine`)."""
-    stages, chunks, bptt_chunks = config.parallel.pp, config.chunks, config.bptt_chunks
+    """Return the stage's actions; without a pipeline whole windows, forward and then backward (`WindowEngine`).
+
+    Where windows are read layer by layer, each is one chunk of the schedule.
+    """
+    stages, together = config.parallel.pp, config.chunks_per_call
+    chunks, bptt_chunks = config.chunks // together, config.bptt_chunks // together
     if stages > 1:
         return stage_order(stage, stages, micro_batches, chunks, bptt_chunks, config.interleaved)
     order: Order = []

@@ -215,6 +215,9 @@ class Search:
         shares = [n for n in tp_sizes(model) if n <= self.machine.per_node]
         shares = self._open("parallel.tp", shares, parallel.tp)
         windows = self._open(WINDOW, [n for n in range(1, whole + 1) if whole % n == 0], whole)
+        if training.window_order == "layers":
+            # no pipeline, and measured are windows of the configured length
+            stages, windows = [1], [whole]
         recomputed = self._open("training.recompute", list(RECOMPUTED), training.recompute)
         # rows into which the batch may divide
         sizes = {training.micro_batch_size, *(2**n for n in range(MOST_ROWS.bit_length()))}

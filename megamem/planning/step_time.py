@@ -88,6 +88,7 @@ class Layout:
             "micro_batch_size": training.micro_batch_size,
             "bptt_chunks": self.config.bptt_chunks,
             "recompute": training.recompute,
+            "window_order": training.window_order,
         }
 
 
@@ -163,8 +164,9 @@ def step_time(
     config, reach = layout.config, backward_pass_of(layout.config)
     training, parallel, stages = config.training, config.parallel, len(layout.counts)
     element = DTYPES[training.precision].itemsize
-    # layers read, and stages hand on, rows beside the tokens too
-    hidden = float(work.rows_per_chunk * training.micro_batch_size * config.model.hidden_size * element)
+    # layers read, and stages hand on, rows beside the tokens too; and all chunks of a window where it is read by layer
+    rows = work.rows_per_chunk * config.chunks_per_call * training.micro_batch_size
+    hidden, calls = float(rows * config.model.hidden_size * element), config.chunks // config.chunks_per_call
     # each layer sums over tensor-parallel ranks twice in each direction
     summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
     passes = work.stages(layout)
@@ -180,7 +182,7 @@ def step_time(
         return passes[stage][action.chunk][0 if forward else 1].total + sums * summed
 
     # working time of each stage; the slowest sets the pace
-    busy = [_sequence_seconds(stage, config.chunks, cost) * layout.sequences for stage in range(stages)]
+    busy = [_sequence_seconds(stage, calls, cost) * layout.sequences for stage in range(stages)]
     slowest = busy.index(max(busy))
     transfer = hidden / (parallel.tp if parallel.sequence_parallel else 1)
     transfer /= machine.hop(stages, parallel.tp * layout.dp_size)
@@ -196,7 +198,7 @@ def step_time(
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=sum_of(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
-        tensor=layout.sequences * config.chunks * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
+        tensor=layout.sequences * calls * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
         bubble=makespan - busy[slowest],
         data=max(
             sent.weights / rate + waiting_for_gradients(layout, own, rate, [backward.total for _, backward in chunks])
@@ -217,7 +219,7 @@ def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: flo
     Args:
         parameters: those of a rank of the stage.
         rate: bytes per second that a rank sends around its ring.
-        backward: seconds of the backward of each chunk of a micro-batch on the stage.
+        backward: seconds of the backward of each chunk of a micro-batch on the stage, or of each window as it is read.
     """
     config = layout.config
     seconds = gradients_of_a_pass(config, parameters, layout.dp_size) / rate
@@ -226,7 +228,8 @@ def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: flo
         return passes * seconds
     last = seconds * min(1.0, BUCKET / max(1, parameters.learning))
     # the first chunks of the windows whose passes sum: of each window, or of the last one
-    firsts = backward[:: config.bptt_chunks] if config.parallel.zero_stage == 2 else backward[-config.bptt_chunks :][:1]
+    window = config.bptt_chunks // config.chunks_per_call
+    firsts = backward[::window] if config.parallel.zero_stage == 2 else backward[-window:][:1]
     waits = [last + max(0.0, seconds - last - beside) for beside in firsts]
     return passes * sum(waits) / len(waits)
 

@@ -109,17 +109,18 @@ def _weights(config: RunConfig, parameters: StageParameters, dp_size: int) -> fl
     if zero < 3:
         return gather(float(parameters.learning * element), dp_size)
     windows = summing_passes(config, dp_size)
-    return windows * _gathers(parameters.all, config.bptt_chunks) * gather(float(parameters.all * element), dp_size)
+    reads = config.bptt_chunks // config.chunks_per_call
+    return windows * _gathers(parameters.all, reads) * gather(float(parameters.all * element), dp_size)
 
 
-def _gathers(parameters: int, bptt_chunks: int) -> float:
-    """Return how often ZeRO 3 gathers a weight in a window.
+def _gathers(parameters: int, reads: int) -> float:
+    """Return how often ZeRO 3 gathers a weight in a window in which each layer reads so often.
 
     It stays gathered if its next use is within `LIVE` parameters. Between chunks of a forward pass its next use is a
     whole model away, between the last forward and its backward up to two.
     """
     if parameters > LIVE:
-        return 2.0 * bptt_chunks
+        return 2.0 * reads
     return 1.0 + max(0.0, 1.0 - LIVE / (2 * parameters))
 
 

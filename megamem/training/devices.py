@@ -79,7 +79,7 @@ def settle(
     dp_size = check_layout(found, ranks)
     for number, phase in enumerate(found.phases if check else ()):
         try:
-            check_memory(phase, dp_size, device, activations.in_sequences(phase.chunks))
+            check_memory(phase, dp_size, device, activations.of_phase(phase))
         except LayoutError as error:
             raise LayoutError(f"training.phases.{number - 1}: {error}" if number else str(error)) from None
     return found

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.distributed
 PROJECTED = ["local_attention", "melodi", "compressive_transformer", "infinity_former"]
 """Mixers that make queries and keys of other rows than the call's tokens, of which sequence parallelism has a share."""
 
+BY_LAYER = {"window_order": "layers"}
+"""Compared, as all layouts are, with a process that reads chunk by chunk."""
+
 # world size -> name -> case; windows of 1, 2 and all 4 chunks, 1 to 4 micro-batches, every ZeRO stage. Three layouts
 # take all steps: one process, weights split in both ways, weights gathered; those between them do so in `REST`
 WORLDS = {
@@ -50,6 +53,10 @@ WORLDS = {
         ),
         # a rank reads one row at a time, so that some of its chunks have no word of a cluster
         "dp2-zero3-adaptive": case(1, 3, micro=1, model=ADAPTIVE),
+        "tp2-layer-by-layer": case(
+            2, 1, bptt=2, micro=8, model=EVERY, parallel={"sequence_parallel": True}, training=BY_LAYER
+        ),
+        "dp2-zero3-layer-by-layer": case(1, 3, micro=1, training=BY_LAYER),
         "dp2-zero1": case(1, 1, micro=4, steps=SOME),
         "dp2-zero2": case(1, 2, micro=4, steps=SOME),
         "dp2-zero3": case(1, 3, micro=4, steps=STEPS),

@@ -217,6 +217,27 @@ def test_parts_that_are_computed_again_make_up_a_step(mixer, recompute):
     assert planned(step_config(mixer, 2)) > 1.1 * planned(config)
 
 
+@pytest.mark.parametrize("recompute", [False, True, "mixer", "mlp"])
+@pytest.mark.parametrize("bptt_chunks", [2, 4])
+@pytest.mark.parametrize("mixer", ["elastic memory", "full attention", "caching"])
+def test_windows_read_layer_by_layer_make_up_a_step(mixer, bptt_chunks, recompute):
+    """Likewise where each layer reads all chunks of a window before the next layer."""
+    config = step_config(MIXERS[mixer], bptt_chunks, recompute=recompute, order="layers")
+    found = most_bytes(config, build_stage(config.model, RankLinears(1)))
+    assert 0.99 < planned(config) / found < 1.08
+
+
+def test_layer_by_layer_fewer_and_larger_operations_run():
+    """As many multiplications; of the operations beside the mixer's a quarter, where windows have four chunks."""
+    model = step_config(MIXERS["elastic memory"], CHUNKS).model
+    by_chunk = Activations(model, "fp32", CHUNKS).layer_work(0, Share(4, 1))
+    (by_layer,) = Activations(model, "fp32", CHUNKS, together=CHUNKS).layer_work(0, Share(4, 1))
+    for number in (0, 1):
+        chunks, window = [chunk[number] for chunk in by_chunk], by_layer[number]
+        assert window.flops.sum() == pytest.approx(sum(chunk.flops.sum() for chunk in chunks), rel=1e-3)
+        assert len(window.kinds) < 0.8 * sum(len(chunk.kinds) for chunk in chunks)
+
+
 @pytest.mark.parametrize("mixer", ["infini_attention", {"kind": "infinity_former", "basis": 32, "samples": 32}])
 @pytest.mark.parametrize("recompute", [False, True, "mixer"])
 def test_a_frozen_base_keeps_less(mixer, recompute, tmp_path):
@@ -279,7 +300,7 @@ def planned(config):
     return step_peak(config, Activations.of_run(config, device="cpu"), range(3), 0, 1, 1).total
 
 
-def step_config(mixer, bptt_chunks, memory=(), recompute=False, **model):
+def step_config(mixer, bptt_chunks, memory=(), recompute=False, order="chunks", **model):
     """A run of one sequence of four rows."""
     size, rows = 64, 4
     return parse_config(
@@ -294,7 +315,7 @@ def step_config(mixer, bptt_chunks, memory=(), recompute=False, **model):
             "parallel": {"zero_stage": 0},
             "training": {
                 "steps": 1, "batch_tokens": CHUNKS * size * rows, "micro_batch_size": rows, "precision": "fp32",
-                "bptt_chunks": bptt_chunks, "recompute": recompute,
+                "bptt_chunks": bptt_chunks, "recompute": recompute, "window_order": order,
             },
         },
         "config",
@@ -305,7 +326,7 @@ def most_bytes(config, stage):
     """The most bytes that a ledger counts over the windows of a sequence."""
     size, rows, bptt_chunks = config.model.chunk_size, config.training.micro_batch_size, config.bptt_chunks
     stage.recompute = config.training.recompute
-    window = Window(stage, NextToken(config.model))
+    window = Window(stage, NextToken(config.model), order=config.training.window_order)
     tokens = torch.zeros(CHUNKS * size, rows, dtype=torch.int64)
     for _ in range(2):  # the first pass makes tables that stay
         count = Ledger()

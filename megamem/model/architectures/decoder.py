@@ -11,7 +11,7 @@ the bottom and goes up with them, across the borders of pipeline stages too; abo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar, cast
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, ModelConfig
-from megamem.memory.base import Chunk, Losses, State, Stateful, States, state_tensors
+from megamem.memory.base import Chunk, Losses, State, Stateful, States
 from megamem.memory.shared.blocks import token_positions
 from megamem.memory.shared.recent_tokens import RECENT_EMBEDDINGS
 from megamem.memory.shared.segment_attention import ScoreBiases, SegmentAttention
 from megamem.model.adaptive_vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
-from megamem.model.layer import Layer
+from megamem.model.layer import Layer, tied
 from megamem.model.mup import follow_width
 from megamem.model.norm import make_norm
 from megamem.model.stage import Stage, add_losses, meta_stage
@@ -240,7 +240,7 @@ class Decoder(Stage):
         for name, layer in zip(self.layer_components, self.own_layers, strict=True):
             left = states[name]
             state = layer.mixer.reset(left, chunk, self.device_of(layer.mixer, hidden.device), hidden.dtype)
-            hidden, state, extra = self.through(layer, hidden, state, chunk)
+            hidden, state, extra = self.through(layer, layer.forward, hidden, state, chunk)
             if self.ties_resets and all(chunk.fresh()):
                 # behind the layer: with a frozen base what enters it may have no gradient, on any rank
                 hidden = tied(hidden, left)
@@ -253,13 +253,25 @@ class Decoder(Stage):
                 hidden = dropped(hidden, chunk.drops(self.config.dropout, "last"), *token_share(self.linears))
         return hidden, new_states, losses
 
-    def through(self, layer: Layer, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
-        """Take hidden [tokens, batch, hidden] through one layer; see `Layer.forward`."""
+    def read_window(self, x: Tensor, states: States, chunks: Sequence[Chunk]) -> tuple[Tensor, States, Losses]:
+        """See `Stage.read_window`; x: ids [tokens of all chunks, batch], as `in_window_order` has them."""
+        # where they lie in their documents does not matter here (`check_window_order`)
+        hidden = self.embed(x, chunks[0]) if self.first else x
+        new_states: States = {}
+        losses: Losses = {}
+        for name, layer in zip(self.layer_components, self.own_layers, strict=True):
+            given = hidden, states[name], chunks, self.ties_resets
+            hidden, new_states[name], extra = self.through(layer, layer.read_window, *given)
+            losses = add_losses(losses, extra)
+        return (self.norm(hidden) if self.last else hidden), new_states, losses
+
+    def through(
+        self, layer: Layer, read: Callable[..., tuple[Tensor, State, Losses]], *given: object
+    ) -> tuple[Tensor, State, Losses]:
+        """Let a layer read what it is given; read: `Layer.forward` or `Layer.read_window`."""
         if self.recompute is True and torch.is_grad_enabled():
-            return cast(
-                tuple[Tensor, State, Losses], checkpoint(layer.forward, hidden, state, chunk, use_reentrant=False)
-            )
-        return layer.forward(hidden, state, chunk)
+            return cast(tuple[Tensor, State, Losses], checkpoint(read, *given, use_reentrant=False))
+        return read(*given)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Stage.logits`; hidden: [tokens, batch, hidden_size]."""
@@ -345,12 +357,3 @@ class Decoder(Stage):
         rows = self.config.resolved_padded_vocab_size // self.linears.tp_size
         here = (rank == self.linears.tp_rank) & (row + self.linears.tp_rank * rows == labels)
         return losses, self.linears.sum_over_ranks(here.float()) > 0
-
-
-def tied(hidden: Tensor, state: State) -> Tensor:
-    """Make the tensors of `state` part of the backward pass of `hidden` [tokens, batch, hidden], gradients zero."""
-    for tensor in state_tensors(state):
-        if tensor.requires_grad:
-            left = tensor.flatten()[:1].sum()  # chosen away, not multiplied by zero: it need not be finite
-            hidden = hidden + torch.where(torch.ones_like(left, dtype=torch.bool), torch.zeros_like(left), left)
-    return hidden

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from megamem.config.model import ARCHITECTURES, ModelConfig
 from megamem.memory.base import Chunk, Losses, Stateful, States
-from megamem.model.architectures.decoder import tied
 from megamem.model.encoder_rows import apart, finished_chunk, joined
 from megamem.model.encoder_stage import EncoderStage
+from megamem.model.layer import tied
 from megamem.model.memory_model_settings import MEMORIES, OPEN_CHUNK, MemoryModelSettings
 from megamem.model.memory_writer import filled_slots, with_memories
 from megamem.model.stage import add_losses

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from megamem.config.model import ARCHITECTURES, ArchitectureConfig, LayerPart, ModelConfig
 from megamem.memory.base import Chunk, Losses, States, StateSpec, TensorSpec, to_device
-from megamem.model.architectures.decoder import Decoder, tied
+from megamem.model.architectures.decoder import Decoder
+from megamem.model.layer import tied
 from megamem.parallel.linears import Linears, declare, normal
 
 MEMORY = "memory_tokens"
