@@ -45,7 +45,7 @@ class TrainingConfig(ConfigModel):
     """Activation checkpointing: what of each layer is computed again in the backward pass, where only what it is given
     is kept. `mixer`: mixer and memory; `mlp`: the MLP; `true`: the whole layer. `auto`: the planner chooses."""
     window_order: WindowOrder = "chunks"
-    """In which order windows are read where there is no pipeline. `chunks`: all layers read a chunk, then the next.
+    """The order in which windows are read where there is no pipeline. `chunks`: all layers read a chunk, then the next.
     `layers`: a layer reads all chunks of the window, then the next layer; norms, MLPs and the output head take all of
     them at once, which pays where chunks are small. Numbers differ in their rounding only."""
     precision: Literal["bf16", "fp32"] = "bf16"

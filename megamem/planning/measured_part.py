@@ -253,7 +253,7 @@ class _Watch:
     def through(
         self, layer: Layer, read: Callable[..., tuple[Tensor, State, Losses]], *given: object
     ) -> tuple[Tensor, State, Losses]:
-        """Let a layer read what it is given; see `Decoder.through`."""
+        """Let a layer read what it is given, hidden [tokens, batch, hidden] and more; see `Decoder.through`."""
         self._enter(True, *given)
         layer.run_part = self._run_part  # type: ignore[method-assign]
         try:

@@ -37,6 +37,26 @@ REFUSALS = {
         {"training": {"bptt_chunks": 1}, "model": {"memory": [{"layers": [1], "mixer": "melodi"}]}},
         ["training.bptt_chunks 1", "melodi (model layer 1)", "use at least 2"],
     ),
+    "layer by layer in a pipeline": (
+        {"training": {"window_order": "layers"}, "parallel": {"pp": 2}},
+        ["training.window_order layers does not go with parallel.pp 2; use chunks"],
+    ),
+    "another architecture layer by layer": (
+        {"training": {"window_order": "layers"}, "model": {"architecture": "recurrent_memory"}},
+        ["training.window_order layers does not go with model.architecture recurrent_memory; use chunks"],
+    ),
+    "side rows layer by layer": (
+        {"training": {"window_order": "layers"}, "model": {"mixer": "lamemo"}},
+        ["training.window_order layers does not go with rows that layers read beside the tokens"],
+    ),
+    "dropout layer by layer": (
+        {"training": {"window_order": "layers"}, "model": {"dropout": 0.1}},
+        ["training.window_order layers does not go with model.dropout 0.1; use chunks"],
+    ),
+    "learned positions layer by layer": (
+        {"training": {"window_order": "layers"}, "model": {"positions": "learned", "max_positions": 64}},
+        ["training.window_order layers does not go with model.positions learned; use chunks"],
+    ),
     "stride": (
         {"evaluation": {"sliding_stride": 5}}, ["evaluation.sliding_stride 5 does not divide model.chunk_size 16"],
     ),

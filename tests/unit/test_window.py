@@ -1,10 +1,13 @@
-"""Choosing between the states before and after a step, on the device."""
+"""Choosing between the states before and after a step, on the device; the order of a window's tokens."""
 
 import math
 
 import torch
 
+from megamem.config.model import ModelConfig
+from megamem.model.stage import build_stage
 from megamem.pipeline.window import select_states
+from megamem.planning.rank_linears import RankLinears
 
 GOOD, BAD = torch.tensor(True), torch.tensor(False)
 
@@ -76,3 +79,12 @@ def test_another_document_gets_nothing_of_the_one_before():
     before = state(1.0, past=3)
     chosen = select_states(BAD, by_component(grown(before, dropped=3)), by_component(before))["layers.0"]
     assert [entry["keys"].tolist() for entry in chosen["past"]] == [[[0.0]] * 4, [[0.0]] * 4]
+
+
+def test_ranks_that_split_tokens_get_their_share_of_each_chunk_of_a_window():
+    """Three chunks of four tokens for two ranks: each gets halves of chunks, as it would chunk by chunk."""
+    model = ModelConfig(layers=1, hidden_size=8, heads=2, vocab_size=16, chunk_size=4)
+    tokens = torch.arange(12)[:, None]
+    split = build_stage(model, RankLinears(2, sequence_parallel=True)).in_window_order(tokens, 3)
+    assert [half.flatten().tolist() for half in split.chunk(2)] == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+    assert torch.equal(build_stage(model, RankLinears(2)).in_window_order(tokens, 3), tokens)

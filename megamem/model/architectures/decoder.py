@@ -268,7 +268,10 @@ class Decoder(Stage):
     def through(
         self, layer: Layer, read: Callable[..., tuple[Tensor, State, Losses]], *given: object
     ) -> tuple[Tensor, State, Losses]:
-        """Let a layer read what it is given; read: `Layer.forward` or `Layer.read_window`."""
+        """Let a layer read what it is given: hidden [tokens, batch, hidden], its state and places.
+
+        read: `Layer.forward` or `Layer.read_window`.
+        """
         if self.recompute is True and torch.is_grad_enabled():
             return cast(tuple[Tensor, State, Losses], checkpoint(read, *given, use_reentrant=False))
         return read(*given)
