@@ -107,7 +107,7 @@ class Activations:
 
     def prepare(self, shares: Iterable[Share]) -> None:
         """Measure now, all side by side, what such shares of the model's parts need; the rest at its first use."""
-        layers = {kind: layer for layer, kind in enumerate(self._kinds)}.values()
+        layers = {kind: layer for layer, kind in enumerate(self.kinds)}.values()
         self._measure(
             part
             for share in shares
@@ -140,10 +140,10 @@ class Activations:
 
     def _layer(self, layer: int, share: Share) -> Wanted:
         """Return the part that is a layer. Layers of one kind are measured once, if they learn alike."""
-        return self._kinds[layer], range(layer, layer + 1), share
+        return self.kinds[layer], range(layer, layer + 1), share
 
     @cached_property
-    def _kinds(self) -> list[str]:
+    def kinds(self) -> list[str]:
         """The kind of each layer: how it is built, and what of it learns."""
         kinds = [self.model.layer_kind(layer) for layer in range(self.model.layers)]
         if (learning := self.learning) is None:

@@ -18,6 +18,7 @@ def describe(config: RunConfig, dp_size: int, padding: Sequence[Fraction] | None
     training, counts = config.training, parameter_counts(config.model)
     accumulation, readings = config.accumulation_steps(dp_size), training.objective.readings
     passes = config.micro_batches(dp_size) * config.chunks // config.bptt_chunks
+    by_layer = ", which are read layer by layer" if training.window_order == "layers" else ""
     pipeline = f"PP {config.parallel.pp} x " if config.parallel.pp > 1 else ""
     base = config.model.base
     width = [] if config.model.mup is None else [f"muP over a base model {base.hidden_size} wide, {base.heads} heads"]
@@ -30,7 +31,7 @@ def describe(config: RunConfig, dp_size: int, padding: Sequence[Fraction] | None
         f" = {dp_size} DP ranks x {accumulation} micro-batches x {training.micro_batch_size} rows"
         f"{f', read {readings} times ({training.objective.kind})' if readings > 1 else ''}",
         f"sequence: {config.chunks} chunks of {config.model.chunk_size:,}; gradients through memory over "
-        f"{config.bptt_chunks} chunks, {passes} backward passes a step",
+        f"{config.bptt_chunks} chunks{by_layer}, {passes} backward passes a step",
         _budget(config, padding),
         f"layout: {pipeline}TP {config.parallel.tp} x DP {dp_size}, ZeRO {config.parallel.zero_stage}, "
         f"{training.precision.upper()}",

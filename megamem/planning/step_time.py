@@ -101,7 +101,8 @@ class StageWork:
         self.rows_per_chunk = activations.model.rows_per_chunk
         # by the identity of what `activations` keeps
         self._timed: dict[int, tuple[PassTime, PassTime]] = {}
-        self._stages: dict[tuple[range, Share], list[tuple[PassTime, PassTime]]] = {}
+        self._stages: dict[tuple[object, ...], list[tuple[PassTime, PassTime]]] = {}
+        """By number of layers of each kind, whether first or last, and share."""
 
     def stages(self, layout: Layout) -> list[list[tuple[PassTime, PassTime]]]:
         """Return by stage and chunk the times of the forward and the backward pass of a micro-batch."""
@@ -110,9 +111,12 @@ class StageWork:
 
     def stage(self, layers: range, share: Share) -> list[tuple[PassTime, PassTime]]:
         """Return by chunk the times of the forward and the backward pass of a stage with these layers."""
-        if (layers, share) not in self._stages:
-            self._stages[layers, share] = self._sum(layers, share)
-        return self._stages[layers, share]
+        # most stages of most layouts are made of as many layers of the same kinds
+        kinds = Counter(self.activations.kinds[layers.start : layers.stop])
+        key = frozenset(kinds.items()), layers.start == 0, layers.stop == self.activations.model.layers, share
+        if key not in self._stages:
+            self._stages[key] = self._sum(layers, share)
+        return self._stages[key]
 
     def _sum(self, layers: range, share: Share) -> list[tuple[PassTime, PassTime]]:
         """Return the sums over a stage's parts; see `stage`."""
