@@ -105,7 +105,7 @@ def probe_tree(
     if wrong := next((section for section in kept if not isinstance(recipe.get(section, {}), dict)), None):
         raise ConfigError(f"the recipe for {name}: {wrong}: expected a section, got {recipe[wrong]!r}")
     tree: Tree = {"data": {}, "training": {}, **{section: recipe[section] for section in kept if section in recipe}}
-    own = ("objective", "bptt_chunks", "phases", "init_from", "freeze", "tokens")
+    own = ("objective", "bptt_chunks", "window_order", "phases", "init_from", "freeze", "tokens")
     training = {name: value for name, value in tree["training"].items() if name not in own}
     return {
         **tree,

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megamem.config.model import ModelConfig
 from megamem.config.training import LayerPart
-from megamem.memory.base import Chunk, Losses, State, state_tensors
+from megamem.errors import ConfigError
+from megamem.memory.base import Chunk, Losses, Mixer, State, state_tensors
 from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
 from megamem.model.stage import add_losses
@@ -81,13 +82,19 @@ class Layer(nn.Module):
 
         Args:
             hidden: [tokens of all chunks, batch, hidden_size], the residual stream; of each chunk this rank's tokens.
-            state: of the mixer before the first chunk, as `reset` leaves it or not.
+            state: of the mixer before the first chunk.
             chunks: where their tokens lie in their documents.
             ties_resets: see `Stage.ties_resets`.
         Returns: as `forward`; each auxiliary loss is the mean of the chunks'.
+        Raises: ConfigError for a mixer that takes what the whole layer has made of a chunk before the next chunk.
         """
+        if type(self.mixer).after_layer is not Mixer.after_layer:
+            raise ConfigError(
+                f"training.window_order layers does not go with {type(self.mixer).__name__} (model.{self.place}), "
+                "whose after_layer takes what the layer has made of each chunk before the next; use chunks"
+            )
         mixed, state, losses = self.run_part("mixer", self._mixed_in_turn, hidden, state, chunks, ties_resets)
-        # nothing is dropped (`check_window_order`), so that it does not matter whose place is given
+        # nothing is dropped here (`check_window_order`), so that it does not matter whose place is given
         hidden = self._added(hidden, mixed, self.mixer_norm, chunks[0], "mixer")
         made = self.run_part("mlp", self._made, hidden, chunks[0])
         return self._added(hidden, made, self.mlp_norm, chunks[0], "mlp"), state, losses
@@ -100,10 +107,11 @@ class Layer(nn.Module):
         losses: Losses = {}
         given = self._given(hidden, self.mixer_norm)
         for part, chunk in zip(given.chunk(len(chunks)), chunks, strict=True):
-            left, here = state, chunk.inside(self.place)
+            left = state
             state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
-            output, state, of_chunk = self._mixed_by_document(part, state, here)
+            output, state, of_chunk = self._mixed_by_document(part, state, chunk.inside(self.place))
             outputs.append(tied(output, left) if ties_resets and all(chunk.fresh()) else output)
+            # each is a mean over the tokens of its chunk
             losses = add_losses(losses, {name: loss / len(chunks) for name, loss in of_chunk.items()})
         return torch.cat(outputs), state, losses
 

@@ -330,6 +330,7 @@ class Stage(nn.Module, ABC):
         x: as for `read_chunk`, of all chunks [tokens, batch, ...], as `in_window_order` has them.
         chunks: where their tokens lie in their documents.
         Returns: as `read_chunk`; auxiliary losses are means over the chunks.
+        Raises: ValueError for rows with left padding; ConfigError for layers that cannot be read so.
         """
         raise NotImplementedError(f"{type(self).__name__} reads chunk by chunk")
 

@@ -61,7 +61,6 @@ class Window(nn.Module):
             calls = self.stage.prepare(tokens, places)
         else:
             tokens, labels = (self.stage.in_window_order(each, len(places)) for each in (tokens, labels))
-            taught = None if taught is None else self.stage.in_window_order(taught, len(places))
         size = tokens.shape[0] // len(calls)
         names = loss_names(self.stage, self.objective, self.teacher is not None)
         sums = {name: scale.new_zeros(()) for name in names}

@@ -89,7 +89,7 @@ def chosen_before(config: RunConfig, saved: RunConfig, devices: int) -> RunConfi
     except ValidationError:
         return None  # the batch or the model is another one now
     same = all(getattr(found, section) == getattr(saved, section) for section in ("model", "data", "parallel"))
-    lengths = ("batch_tokens", "bptt_chunks", "precision")
+    lengths = ("batch_tokens", "bptt_chunks", "window_order", "precision")
     same = same and all(getattr(found.training, name) == getattr(saved.training, name) for name in lengths)
     return found if same else None
 

@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from megamem.memory.base import state_tensors
+from megamem.errors import ConfigError
+from megamem.memory.base import Chunk, state_tensors
 from megamem.model.objectives.next_token import NextToken
 from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
@@ -22,7 +23,7 @@ reference = cache(one_graph)
 
 
 mixers = pytest.mark.parametrize("mixer", CASES, ids=lambda case: case.id)
-"""Architectures, and mixers whose rows go up beside the tokens, are read chunk by chunk."""
+"""Not architectures, nor mixers with side rows, whose cases are among those of architectures: `check_window_order`."""
 
 
 @cache
@@ -75,6 +76,49 @@ def test_what_is_computed_again_is_the_same(mixer, recompute):
         assert gradient is None or torch.equal(gradient, again["grads"][name]), name
 
 
+@pytest.mark.parametrize("ties_resets", [True, False])
+def test_states_that_documents_leave_behind_keep_their_place_in_the_backward_pass(ties_resets, monkeypatch):
+    """With gradients of zero, where ZeRO 3 wants it: all rows begin a document in the middle of the window."""
+    case = next(case for case in CASES if case.kind == "elastic_memory")
+    stage = built(case, range(LAYERS))
+    stage.ties_resets = ties_resets
+    left = []
+    for layer in stage.own_layers:
+        reset = layer.mixer.reset
+
+        def remember(state, chunk, *given, reset=reset):
+            tensors = [each for each in state_tensors(state) if each.requires_grad]
+            if all(chunk.fresh()) and tensors:
+                left.extend(tensors)
+                for tensor in tensors:
+                    tensor.retain_grad()
+            return reset(state, chunk, *given)
+
+        monkeypatch.setattr(layer.mixer, "reset", remember)
+    tokens = torch.arange(2 * CHUNK * ROWS).view(-1, ROWS) % 32
+    window = Window(stage, NextToken(stage.config), order="layers")
+    states = stage.initial_states(ROWS, CPU, torch.float64)
+    total, _, _ = window(tokens, tokens, [Chunk((0,) * ROWS)] * 2, states, torch.tensor(1.0, dtype=torch.float64))
+    total.backward()
+    assert len(left) >= LAYERS
+    for tensor in left:
+        assert (tensor.grad is not None) == ties_resets
+        assert tensor.grad is None or not tensor.grad.any()
+
+
 @mixers
-def test_states_that_a_document_leaves_behind_change_nothing(mixer):
+def test_ties_change_nothing(mixer):
     assert_equal(by_layer(mixer, CHUNKS, ties_resets=True), reference(mixer, CHUNKS))
+
+
+def test_what_cannot_be_read_so_is_refused(monkeypatch):
+    """Left padding; a mixer that waits for the MLP, which no built-in one without side rows does."""
+    stage = built(CASES[0], range(1))
+    tokens, states = torch.zeros(2 * CHUNK, 1, dtype=torch.int64), stage.initial_states(1, CPU, torch.float64)
+    with pytest.raises(ValueError, match="left padding are read chunk by chunk"):
+        stage.read_window(tokens, states, [Chunk((-3,)), Chunk((CHUNK - 3,))])
+    mixer = type(stage.own_layers[0].mixer)
+    monkeypatch.setattr(mixer, "after_layer", lambda self, hidden, state, chunk: (hidden, state))
+    named = rf"window_order layers does not go with {mixer.__name__} \(model.layers.0\), whose after_layer"
+    with pytest.raises(ConfigError, match=named):
+        stage.read_window(tokens, states, [Chunk((0,)), Chunk((CHUNK,))])

@@ -25,9 +25,9 @@ def run(*arguments, code=0, **options):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """Folder of a run of four steps."""
+    """Folder of a run of four steps, in an order that the decoder which probes it cannot have."""
     folder = tmp_path_factory.mktemp("trained")
-    tree = run_tree(data, folder / "runs", training={"steps": 4}, evaluation={"every": 2})
+    tree = run_tree(data, folder / "runs", training={"steps": 4, "window_order": "layers"}, evaluation={"every": 2})
     run("train", write_config(folder / "run.yaml", tree), "--processes", 1)
     return folder / "runs" / "run"
 

@@ -164,6 +164,8 @@ def test_a_run_that_goes_on_keeps_its_numbers(tmp_path: Path) -> None:
     assert chosen_before(wider, other, 2) is None, "another batch: chosen anew"
     narrower = config.model_copy(update={"training": config.training.model_copy(update={"batch_tokens": 2048})})
     assert chosen_before(narrower, other, 2) is None, "a batch that the numbers do not even divide, too"
+    ordered = config.model_copy(update={"training": config.training.model_copy(update={"window_order": "layers"})})
+    assert chosen_before(ordered, other, 2) is None, "other times and bytes: chosen anew"
 
 
 def test_a_folder_that_cannot_be_read_is_no_choice(tmp_path: Path) -> None:

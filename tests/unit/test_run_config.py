@@ -47,7 +47,7 @@ REFUSALS = {
     ),
     "side rows layer by layer": (
         {"training": {"window_order": "layers"}, "model": {"mixer": "lamemo"}},
-        ["training.window_order layers does not go with rows that layers read beside the tokens"],
+        ["training.window_order layers does not go with the side rows of lamemo (model layer 0); use chunks"],
     ),
     "dropout layer by layer": (
         {"training": {"window_order": "layers"}, "model": {"dropout": 0.1}},

@@ -255,7 +255,9 @@ class Decoder(Stage):
 
     def read_window(self, x: Tensor, states: States, chunks: Sequence[Chunk]) -> tuple[Tensor, States, Losses]:
         """See `Stage.read_window`; x: ids [tokens of all chunks, batch], as `in_window_order` has them."""
-        # where they lie in their documents does not matter here (`check_window_order`)
+        if any(start < 0 for chunk in chunks for start in chunk.starts):
+            raise ValueError("rows with left padding are read chunk by chunk")
+        # where tokens lie in their documents does not matter to the embedding (`check_window_order`)
         hidden = self.embed(x, chunks[0]) if self.first else x
         new_states: States = {}
         losses: Losses = {}
