@@ -19,8 +19,9 @@ from uuid import uuid4
 
 from megamem.config.load import read_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, ConfigError
+from megamem.errors import CheckpointError, ConfigError, StoreError
 from megamem.files import sha256_file
+from megamem.patience import may_pass
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a run folder."""
@@ -67,7 +68,8 @@ class ObjectPath:
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, error.strerror or "no such object", self.url) from None
         except Exception as error:
-            raise OSError(errno.EIO, _reason(error), self.url) from error
+            # what will not pass has another number, which is all that another rank gets to see of it (`is_outage`)
+            raise OSError(errno.EIO if may_pass(error) else errno.EACCES, _reason(error), self.url) from error
 
     def facts(self) -> dict[str, Any]:  # what a store says of an object differs
         """Return what the store says of the object: its `size`, perhaps its `ETag`. Raises FileNotFoundError."""
@@ -229,9 +231,9 @@ def remove_folder(folder: Location, marker: str) -> None:
 
 
 def check_folder(folder: Location) -> None:
-    """Write, read and remove a tiny file. Raises CheckpointError with the folder and a reason where that does not work.
+    """Write, read and remove a tiny file. A local folder that is not there is not made: its nearest parent is tried.
 
-    A local folder that is not there is not made: its nearest parent is tried.
+    Raises: StoreError where a store does not answer, CheckpointError where checkpoints cannot be kept otherwise.
     """
     token = uuid4().hex
     trial = (_nearest(folder) if isinstance(folder, Path) else folder) / f".probe-{token}"
@@ -240,9 +242,15 @@ def check_folder(folder: Location) -> None:
         read = trial.read_text("ascii")
         trial.unlink()
     except OSError as error:
-        raise CheckpointError(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
+        kind = StoreError if is_outage(error) else CheckpointError
+        raise kind(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
     if read != token:
         raise CheckpointError(f"{folder}: checkpoints cannot be kept there (a file reads otherwise than written)")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether a store did not answer, which may be over later: no failure of a disk, and no refusal."""
+    return isinstance(error, OSError) and error.errno == errno.EIO and "://" in str(error.filename)
 
 
 def _nearest(folder: Path) -> Path:

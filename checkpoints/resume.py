@@ -33,7 +33,7 @@ from megamem.config.checkpoint import CheckpointConfig
 from megamem.config.kernels import KernelsConfig
 from megamem.config.model import ModelConfig
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError
+from megamem.errors import CheckpointError, MegamemError
 from megamem.pipeline.base import TrainingEngine
 from megamem.pipeline.start_weights import shown_files, weight_sources
 
@@ -213,12 +213,12 @@ def _is_float(entry: TensorEntry) -> bool:
     return "float" in entry["dtype"]
 
 
-def all_agree(error: str | None, group: ProcessGroup) -> None:
-    """Raise CheckpointError on all ranks if there is an error on one."""
-    errors: list[str | None] = [None] * group.size()
+def all_agree(error: MegamemError | str | None, group: ProcessGroup) -> None:
+    """Raise the error of one rank on all ranks; a line becomes a CheckpointError."""
+    errors: list[MegamemError | str | None] = [None] * group.size()
     dist.all_gather_object(errors, error, group=group)
     if found := next((error for error in errors if error), None):
-        raise CheckpointError(found)
+        raise CheckpointError(found) if isinstance(found, str) else found
 
 
 def load_training_state(engine: TrainingEngine, checkpoint: Checkpoint, group: ProcessGroup) -> SavedRun:

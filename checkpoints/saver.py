@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpoints.folder import RUN, folder_name
 from checkpoints.fragments import Fragments, Piece, SavePlanner
-from checkpoints.location import Location, ObjectPath
+from checkpoints.location import Location, ObjectPath, is_outage
 from checkpoints.records import FileEntry, SavedRun
 from checkpoints.retention import prune, remove_unfinished
 from checkpoints.storage import SafeWriter
 from checkpoints.target import Target, target
 from megamem.config.checkpoint import CheckpointConfig
-from megamem.errors import CheckpointError, MegamemError
+from megamem.errors import CheckpointError, MegamemError, StoreError
 
 T = TypeVar("T")
 THREAD = "checkpoint"
@@ -138,6 +138,7 @@ class Saver:
 
         Raises:
             CheckpointError: a save failed; the message has the cause.
+            StoreError: likewise, as a store has not answered for `checkpoint.retry_minutes`.
             MegamemError: a save failed because a rank was lost.
         """
         before = None
@@ -192,7 +193,7 @@ class Saver:
             # a collective failed, as all other errors come through `_together`: a new start may succeed
             self._error = MegamemError(f"checkpoint after step {step}: {_cause(error)}")
         except BaseException as error:
-            self._error = CheckpointError(f"checkpoint after step {step}: {_cause(error)}")
+            self._error = _failure(error, f"checkpoint after step {step}: ")
 
     def _write_all(self, step: int, tensors: dict[str, Fragments], run: SavedRun) -> None:
         """Write a checkpoint, together with all ranks."""
@@ -239,12 +240,12 @@ class Saver:
         try:
             result = work()
         except Exception as caught:
-            error = _cause(caught)
-        outcomes: list[tuple[T, str | None]] = [None] * self.group.size()  # type: ignore[list-item]  # filled below
+            error = _failure(caught)
+        outcomes: list[tuple[T, MegamemError | None]] = [None] * self.group.size()  # type: ignore[list-item]  # filled below
         dist.all_gather_object(outcomes, (result, error), group=self.group)
-        for rank, (_, message) in enumerate(outcomes):
-            if message is not None:
-                raise CheckpointError(f"rank {rank}: {message}")
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                raise type(failure)(f"rank {rank}: {failure}")
         return [found for found, _ in outcomes]
 
 
@@ -254,6 +255,13 @@ def _bytes_transferred(thread: threading.Thread) -> int:
         counts = Path(f"/proc/self/task/{thread.native_id}/io").read_text(encoding="ascii")
         return sum(int(count) for count in re.findall(r"^[rw]char: (\d+)$", counts, re.MULTILINE))
     return 0
+
+
+def _failure(error: BaseException, place: str = "") -> MegamemError:
+    """Return what ends the run, `place` before its line: a store that does not answer may do so after another start."""
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    kind = StoreError if isinstance(cause, StoreError) or is_outage(cause) else CheckpointError
+    return kind(f"{place}{_cause(error)}")
 
 
 def _cause(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from checkpoints.resume import (
 from checkpoints.saver import Saver
 from checkpoints.training_state import all_fragments, optimizer_steps
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, DamagedError, MegamemError
+from megamem.errors import CheckpointError, DamagedError, MegamemError, StoreError
 from megamem.pipeline.base import StepResult, TrainingEngine
 from megamem.pipeline.start_weights import check_start
 from megamem.training.callbacks.bad_steps import BadSteps
@@ -58,15 +58,16 @@ def on_rank_0(work: Callable[[], T], group: ProcessGroup) -> T:
 def check_folder_everywhere(config: RunConfig, group: ProcessGroup) -> None:
     """Check that every rank can write checkpoints where `checkpoint.folder` says, if it does.
 
-    A collective call of all ranks of `group`. Raises CheckpointError with the first rank that cannot, and why.
+    A collective call of all ranks of `group`. Raises StoreError or CheckpointError with the first rank that cannot, and
+    why; see `check_folder`.
     """
     if config.checkpoint.folder is None:
         return
     error = None
     try:
         check_folder(run_checkpoints(config))
-    except CheckpointError as caught:
-        error = f"rank {group.rank()} on {platform.node()}: checkpoint.folder {caught}"
+    except (CheckpointError, StoreError) as caught:
+        error = type(caught)(f"rank {group.rank()} on {platform.node()}: checkpoint.folder {caught}")
     all_agree(error, group)
 
 

@@ -19,7 +19,7 @@ from checkpoints.saver import Saver
 from checkpoints.weights import WeightsHeader, save_weights
 from megamem.config.run import RunConfig
 from megamem.data.feeder import Feeder
-from megamem.errors import CheckpointError, NonFiniteError
+from megamem.errors import CheckpointError, NonFiniteError, StoreError
 from megamem.evaluation.evaluator import Evaluator
 from megamem.evaluation.report import finite, result_table
 from megamem.evaluation.run import final_evaluation
@@ -238,7 +238,7 @@ def _fit(trainer: Trainer, saver: Saver, facts: RunFacts, group: ProcessGroup) -
         if (failure := save()) is not None:
             _log.warning(failure)
         # a save under way uses the group; that it failed is not what ends the run
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, StoreError):
             saver.wait(trainer.watch)
         # while all are watched: nobody leaves before rank 0 has written
         dist.barrier(group)
