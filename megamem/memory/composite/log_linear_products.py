@@ -119,7 +119,8 @@ class FadedMatrices(OpenAndLevels):
         left = dict(zip(where.places, last.mT.unbind(2), strict=True))
         nothing = torch.zeros_like(state["memory"])
         memory, *merged = [left.get(place, nothing) for place in range(1 + self.levels.count)]
-        state = {**state, "memory": memory, "level_memory": torch.stack(merged, dim=2)}
+        # a copy: as a view of `last` the open memory would keep all levels alive a second time
+        state = {**state, "memory": memory.contiguous(), "level_memory": torch.stack(merged, dim=2)}
         return read.unflatten(1, (-1, count)).movedim(2, 3).flatten(3, 4), state
 
     def _before(self, state: State, place: int) -> Tensor:
