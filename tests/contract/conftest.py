@@ -2,17 +2,24 @@
 
 import pytest
 
-from tests.contract.cases import ARCHITECTURES, CASES
+from tests.contract.cases import ALL_CASES, ALONE, ARCHITECTURES, CASES
 from tests.contract.driver import WORST
 
 
 def pytest_generate_tests(metafunc):
-    """Laws of whole models run on architectures too: those that take a `subject`, or are marked `whole_model`."""
+    """Give laws their cases.
+
+    Laws of whole models run on architectures too: those that take a `subject`, or are marked `whole_model`. What is marked
+    `every_case` takes so little that it runs on all mixers, whatever MEGAMEM_CASES leaves out.
+    """
     if "case" not in metafunc.fixturenames:
         return
     if "subject" in metafunc.fixturenames:
         pairs = [(case, subject) for case in [*CASES, *ARCHITECTURES] for subject in case.subjects]
         metafunc.parametrize(("case", "subject"), pairs, ids=[f"{case.id}-{subject}" for case, subject in pairs])
+        return
+    if metafunc.definition.get_closest_marker("every_case") is not None:
+        metafunc.parametrize("case", CASES if ALONE else ALL_CASES, ids=lambda case: case.id)
         return
     whole = metafunc.definition.get_closest_marker("whole_model") is not None
     metafunc.parametrize("case", [*CASES, *ARCHITECTURES] if whole else CASES, ids=lambda case: case.id)

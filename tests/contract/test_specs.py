@@ -27,6 +27,7 @@ def measured(state):
     return sum(tensor.untyped_storage().nbytes() for tensor in state_tensors(state))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_states_match_their_declaration_at_every_chunk_border(case, rows, dtype):
@@ -46,6 +47,7 @@ def test_states_match_their_declaration_at_every_chunk_border(case, rows, dtype)
         assert planned["memory"] == measured(states["layers.0"])
 
 
+@pytest.mark.every_case
 def test_open_tensors_hold_no_more_than_the_open_chunk(case):
     subject = make(case, "mixer")
     x = inputs(subject, 2 * CHUNK, 2)
