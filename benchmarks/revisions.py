@@ -1,6 +1,6 @@
 """This checkout beside an older revision of it: time and memory of the models of `benchmarks.caching`, model by model.
 
-    python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N]
+    python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N] [--chunk-size N]
 
 The older revision is checked out beside this one for the time being (`git worktree`). For each model both run in
 processes of their own, by their own code, and take turns: forward and backward of one sequence in one window, FP32, one
@@ -31,7 +31,7 @@ import torch
 from benchmarks.caching import models, run_of
 torch.set_num_threads(1)
 most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-model, tokens = models(False)[sys.argv[1]], int(sys.argv[2])
+model, tokens = models(False)[sys.argv[1]].model_copy(update={"chunk_size": int(sys.argv[3])}), int(sys.argv[2])
 before = most()
 run = run_of(model, tokens)
 run()
@@ -46,11 +46,11 @@ for _ in sys.stdin:
 class Side:
     """A process that measures one model with the code of one folder."""
 
-    def __init__(self, folder: Path, model: str, tokens: int) -> None:
+    def __init__(self, folder: Path, model: str, tokens: int, chunk_size: int) -> None:
         """Start it; it warms up by itself. tokens: of a sequence."""
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SIDE, model, str(tokens)],
+            [sys.executable, "-c", SIDE, model, str(tokens), str(chunk_size)],
             cwd=folder, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -87,10 +87,11 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def compare(old: Path, model: str, tokens: int, turns: int) -> dict[str, Any]:
+def compare(old: Path, model: str, tokens: int, chunk_size: int, turns: int) -> dict[str, Any]:
     """Return the time of the old code over the new one's, and what both take."""
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(Side(path, model, tokens)) for name, path in (("old", old), ("new", ROOT))}
+        folders = {"old": old, "new": ROOT}
+        sides = {name: stack.enter_context(Side(path, model, tokens, chunk_size)) for name, path in folders.items()}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for turn in range(turns):
             # A B, B A, ...: neither is always the first
@@ -112,12 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--output", type=Path, default=OUTPUT / "revisions.json")
     options = parser.parse_args(arguments)
     found: dict[str, dict[str, Any]] = {}
     with checked_out(options.revision) as old:
         for name in options.models:
-            found[name] = compare(old, name, options.tokens, options.turns)
+            found[name] = compare(old, name, options.tokens, options.chunk_size, options.turns)
             print(f"{name}: {found[name]['times_faster']['median']:.2f} times as fast", flush=True)
     rows = []
     for name, each in found.items():
@@ -126,9 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         speeds = (f"{rates[side]['median']:,.0f}" for side in ("old", "new"))
         rows.append([name, *speeds, times, *(f"{mib[side]:,.0f}" for side in ("old", "new"))])
     heads = ["model", "tokens/s, old", "new", "times as fast (quartiles)", "MiB at most, old", "new"]
-    print(f"\n{options.tokens:,} tokens, {options.turns} turns, {options.revision} and this checkout\n")
+    print(
+        f"\n{options.tokens:,} tokens in chunks of {options.chunk_size:,}, {options.turns} turns, {options.revision} and this checkout\n"
+    )
     print(table(heads, rows))
-    publish({"revision": options.revision, "tokens": options.tokens, "models": found}, options.output)
+    sizes = {"tokens": options.tokens, "chunk_size": options.chunk_size}
+    publish({"revision": options.revision, **sizes, "models": found}, options.output)
 
 
 if __name__ == "__main__":
