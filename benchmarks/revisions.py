@@ -128,9 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         speeds = (f"{rates[side]['median']:,.0f}" for side in ("old", "new"))
         rows.append([name, *speeds, times, *(f"{mib[side]:,.0f}" for side in ("old", "new"))])
     heads = ["model", "tokens/s, old", "new", "times as fast (quartiles)", "MiB at most, old", "new"]
-    print(
-        f"\n{options.tokens:,} tokens in chunks of {options.chunk_size:,}, {options.turns} turns, {options.revision} and this checkout\n"
-    )
+    print(f"\n{options.tokens:,} tokens in chunks of {options.chunk_size:,}, {options.turns} turns")
+    print(f"old: {options.revision}, new: this checkout\n")
     print(table(heads, rows))
     sizes = {"tokens": options.tokens, "chunk_size": options.chunk_size}
     publish({"revision": options.revision, **sizes, "models": found}, options.output)

@@ -9,8 +9,8 @@ from tests.contract.driver import WORST
 def pytest_generate_tests(metafunc):
     """Give laws their cases.
 
-    Laws of whole models run on architectures too: those that take a `subject`, or are marked `whole_model`. What is marked
-    `every_case` takes so little that it runs on all mixers, whatever MEGAMEM_CASES leaves out.
+    Laws of whole models run on architectures too: those that take a `subject`, or are marked `whole_model`. What is
+    marked `every_case` takes so little that it runs on all mixers, whatever MEGAMEM_CASES leaves out.
     """
     if "case" not in metafunc.fixturenames:
         return

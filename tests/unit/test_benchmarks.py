@@ -18,6 +18,7 @@ from benchmarks import (
     mechanisms,
     memory_growth,
     memory_models,
+    revisions,
     segments,
     shared_prefixes,
     signed_distances,
@@ -59,6 +60,21 @@ def test_gradients_layer_by_layer_are_rounded_once():
     errors = window_order.rounding(window_order.model_of(2, 32, 16), 16)
     for kind in ("MLP", "head"):
         assert errors["layers"][kind] < 0.9 * errors["chunks"][kind]
+
+
+def test_a_revision_is_compared_model_by_model():
+    """With itself: as fast within what turns of a few tokens differ by, and as large."""
+    found = revisions.compare(revisions.ROOT, "retnet", tokens=128, chunk_size=64, turns=2)
+    assert 0.2 < found["times_faster"]["median"] < 5
+    assert found["mib"]["old"] == pytest.approx(found["mib"]["new"], rel=0.3)
+
+
+def test_a_side_that_ends_is_an_error():
+    with (
+        revisions.Side(revisions.ROOT, "no such model", 128, 64) as side,
+        pytest.raises(RuntimeError, match="side ended"),
+    ):
+        side.turn()
 
 
 def test_cpu_benchmark(tmp_path, capsys, one_thread):
