@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megamem.config.training import Recompute, WindowOrder
 from megamem.memory.base import LABEL_IGNORED, Chunk, States
 from megamem.model.compiled import compile_pointwise
 from megamem.model.objectives.next_token import NextToken
@@ -51,12 +52,13 @@ class Loop:
         self,
         device: torch.device,
         dtype: torch.dtype,
-        recompute: bool = False,
+        recompute: Recompute = False,
         compiled: bool = False,
         anywhere: bool = False,
         dropout: bool = False,
+        order: WindowOrder = "chunks",
     ) -> None:
-        """anywhere: documents begin at any token; dropout: of values and of shares of attention."""
+        """anywhere: documents begin at any token; dropout: of values and of shares of attention; order: of a window."""
         drops = {"dropout": 0.1, "attention_dropout": 0.1} if dropout else {}
         config = run_config(model={**EVERY, **drops})
         with torch.device(device):
@@ -66,7 +68,7 @@ class Loop:
         self.stage.to(dtype).recompute = recompute
         if compiled:
             compile_pointwise(self.stage)
-        self.window, self.device, self.dtype = Window(self.stage, NextToken(self.stage.config)), device, dtype
+        self.window, self.device, self.dtype = Window(self.stage, NextToken(config.model), order=order), device, dtype
         self.states = self.stage.initial_states(ROWS, device, dtype)
         self.anywhere = anywhere
 

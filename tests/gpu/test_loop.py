@@ -12,8 +12,16 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"recompute": True}, {"compiled": True}, {"anywhere": True}, {"dropout": True}],
-    ids=["plain", "recompute", "compiled", "documents-anywhere", "dropout"],
+    [
+        {},
+        {"recompute": True},
+        {"compiled": True},
+        {"anywhere": True},
+        {"dropout": True},
+        {"recompute": "mixer"},
+        {"order": "layers", "recompute": "mlp", "anywhere": True},
+    ],
+    ids=["plain", "recompute", "compiled", "documents-anywhere", "dropout", "recompute-mixer", "layer-by-layer"],
 )
 def test_the_host_never_waits_between_logging_steps(options, dtype, device):
     run_without_waiting(device, dtype, **options)

@@ -25,6 +25,9 @@ BF16 = torch.bfloat16
     ("dtype", "options"),
     [
         pytest.param(torch.float32, {"dropout": True}, id="dropout"),
+        pytest.param(
+            torch.float32, {"order": "layers", "recompute": "mlp"}, id="layer-by-layer", marks=pytest.mark.slow
+        ),
         pytest.param(torch.float32, {}, id="plain", marks=pytest.mark.slow),
         pytest.param(torch.float32, {"anywhere": True}, id="documents-anywhere", marks=pytest.mark.slow),
         pytest.param(BF16, {"recompute": True}, id="recompute", marks=pytest.mark.slow),
