@@ -1,0 +1,50 @@
+"""The benchmarks that compare forms of the code itself run: orders of a window, revisions."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import revisions, window_order
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    yield 1
+    torch.set_num_threads(before)
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def test_orders_of_a_window(tmp_path, capsys, one_thread):
+    output = tmp_path / "order.json"
+    window_order.main(["--quick", "--output", str(output)])
+    record = last_json(capsys.readouterr().out)
+    assert record == json.loads(output.read_text())
+    assert record["layers_over_chunks"]["16"]["median"] > 0
+    assert 0 < record["gradient_errors"]["2"]["layers"]["MLP"] < 0.02
+
+
+def test_gradients_layer_by_layer_are_rounded_once():
+    """In BF16 with 16 chunks: the errors of one product, where chunk by chunk adds 16 of them up."""
+    errors = window_order.rounding(window_order.model_of(2, 32, 16), 16)
+    for kind in ("MLP", "head"):
+        assert errors["layers"][kind] < 0.9 * errors["chunks"][kind]
+
+
+def test_a_revision_is_compared_model_by_model():
+    """With itself: as fast within what turns of a few tokens differ by, and as large."""
+    found = revisions.compare(revisions.ROOT, "retnet", tokens=128, chunk_size=64, turns=2)
+    assert 0.2 < found["times_faster"]["median"] < 5
+    assert found["mib"]["old"] == pytest.approx(found["mib"]["new"], rel=0.3)
+
+
+def test_a_side_that_ends_is_an_error():
+    with (
+        revisions.Side(revisions.ROOT, "no such model", 128, 64) as side,
+        pytest.raises(RuntimeError, match="side ended"),
+    ):
+        side.turn()
