@@ -28,15 +28,13 @@ from benchmarks.common import (
     ratio,
     summary,
     table,
+    window_run,
 )
 from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
-from megamem.model.objectives.next_token import NextToken
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.train_chunk import chunk_places
-from megamem.pipeline.window import Window
 
 FULL = "full attention"
 BASES: dict[str, dict[str, Any]] = {
@@ -79,18 +77,7 @@ def run_of(model: ModelConfig, tokens: int) -> Any:
     stage = build_stage(model, PlainLinears())
     stage.recompute = tokens > STORED
     initialize_parameters(stage, seed=0)
-    window = Window(stage, NextToken(stage.config))
-    batch = random_batch(model, tokens // model.chunk_size, 1)
-    scale = torch.tensor(1.0 / tokens)
-
-    def run() -> float:
-        stage.zero_grad(set_to_none=True)
-        states = stage.initial_states(1, torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
-        loss.backward()
-        return loss.item()
-
-    return run
+    return window_run(stage, random_batch(model, tokens // model.chunk_size, 1))
 
 
 def base_of(name: str) -> str | None:

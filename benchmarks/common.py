@@ -16,7 +16,12 @@ import torch
 
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.model import ModelConfig
+from megamem.config.training import WindowOrder
 from megamem.data.batch import Batch
+from megamem.model.objectives.next_token import NextToken
+from megamem.model.stage import Stage
+from megamem.pipeline.train_chunk import chunk_places
+from megamem.pipeline.window import Window
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("runs/benchmarks")
@@ -48,6 +53,21 @@ def random_batch(
     for row, chunk in enumerate(begin or ()):
         starts[chunk:, row] -= chunk * model.chunk_size
     return Batch(tokens[:-1].contiguous(), tokens[1:].contiguous(), starts, tuple(range(rows)))
+
+
+def window_run(stage: Stage, batch: Batch, order: WindowOrder = "chunks") -> Callable[[], float]:
+    """Return a function that takes a batch forward and backward in one window, and returns the loss per token."""
+    window = Window(stage, NextToken(stage.config), order=order)
+    scale, dtype = torch.tensor(1.0 / batch.tokens.numel()), next(stage.parameters()).dtype
+
+    def run() -> float:
+        stage.zero_grad(set_to_none=True)
+        states = stage.initial_states(batch.tokens.shape[1], torch.device("cpu"), dtype)
+        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
+        loss.backward()
+        return loss.item()
+
+    return run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,13 @@ from benchmarks.common import (
     shipped_model,
     summary,
     table,
+    window_run,
 )
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.model import ModelConfig
 from megamem.data.batch import Batch
-from megamem.model.objectives.next_token import NextToken
-from megamem.model.stage import Stage, build_stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.train_chunk import chunk_places
-from megamem.pipeline.window import Window
 
 MEAN_TOKENS, SIGMA = 1000, 1.0
 """Mean of the documents' tokens, and the standard deviation of its logarithm."""
@@ -94,28 +91,15 @@ def joined(model: ModelConfig, chunks: int, rows: int, seed: int = 0) -> Batch:
     return replace(random_batch(model, chunks, rows, seed), starts=starts, begins=begins)
 
 
-def unit(stage: Stage, batch: Batch) -> Callable[[], float]:
-    """Return a function that runs one batch forward and backward and returns the loss per token."""
-    window = Window(stage, NextToken(stage.config))
-    scale = torch.tensor(1.0 / batch.tokens.numel())
-
-    def run() -> float:
-        stage.zero_grad(set_to_none=True)
-        states = stage.initial_states(batch.tokens.shape[1], torch.device("cpu"), torch.float32)
-        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
-        loss.backward()
-        return loss.item()
-
-    return run
-
-
 def measure(model: ModelConfig, rows: int, turns: int, budget_s: float) -> dict[str, Any]:
     """Tokens per second with and without resets, and their ratio."""
     stage, chunks = build_stage(model, PlainLinears()), 2
     initialize_parameters(stage, seed=0)
     exact = joined(model, chunks, rows)
     times = interleaved(
-        {"none": unit(stage, random_batch(model, chunks, rows)), "exact": unit(stage, exact)}, turns, budget_s
+        {"none": window_run(stage, random_batch(model, chunks, rows)), "exact": window_run(stage, exact)},
+        turns,
+        budget_s,
     )
     tokens = exact.tokens.numel()
     return {

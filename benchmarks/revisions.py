@@ -22,9 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.caching import models
-from benchmarks.common import OUTPUT, publish, ratio, summary, table
+from benchmarks.common import OUTPUT, ROOT, publish, ratio, summary, table
 
-ROOT = Path(__file__).resolve().parents[1]
 SIDE = """
 import resource, sys, time
 import torch

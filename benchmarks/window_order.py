@@ -11,7 +11,7 @@ are of the same turn, in processor time.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,15 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, random_batch, ratio, table
+from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, random_batch, ratio, table, window_run
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.training import WindowOrder
-from megamem.model.objectives.next_token import NextToken
-from megamem.model.stage import Stage, build_stage
+from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
-from megamem.pipeline.train_chunk import chunk_places
-from megamem.pipeline.window import Window
 
 ORDERS: tuple[WindowOrder, ...] = ("chunks", "layers")
 KINDS = {"MLP": ".mlp.", "head": "head.", "mixer": ".mixer."}
@@ -41,28 +38,12 @@ def model_of(layers: int, hidden_size: int, chunk_size: int) -> ModelConfig:
     return parse_config(ModelConfig, {**shape, "memory": memory}, "benchmark")
 
 
-def unit(stage: Stage, chunks: int, rows: int, order: WindowOrder) -> Callable[[], None]:
-    """Return a function that runs one window of random tokens forward and backward."""
-    dtype = next(stage.parameters()).dtype
-    batch = random_batch(stage.config, chunks, rows, seed=0)
-    window = Window(stage, NextToken(stage.config), order=order)
-    scale = torch.tensor(1.0 / batch.tokens.numel())
-
-    def run() -> None:
-        stage.zero_grad(set_to_none=True)
-        states = stage.initial_states(rows, torch.device("cpu"), dtype)
-        loss, _, _ = window(batch.tokens, batch.labels, chunk_places(batch), states, scale)
-        loss.backward()
-
-    return run
-
-
 def gradients(model: ModelConfig, chunks: int, order: WindowOrder, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the gradients of all parameters in float64, by name; weights are numbers of BF16 whatever the dtype."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=1)
     stage = stage.to(torch.bfloat16).to(dtype)
-    unit(stage, chunks, 2, order)()
+    window_run(stage, random_batch(model, chunks, 2), order)()
     return {name: parameter.grad.double() for name, parameter in stage.named_parameters() if parameter.grad is not None}
 
 
@@ -84,8 +65,8 @@ def over_chunks(model: ModelConfig, tokens: int, turns: int, budget_s: float) ->
     """Return the tokens per second of windows read by layer over those read by chunk: median and quartiles."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
-    units = {order: unit(stage, tokens // model.chunk_size, 1, order) for order in ORDERS}
-    times = interleaved(units, turns, budget_s)
+    batch = random_batch(model, tokens // model.chunk_size, 1)
+    times = interleaved({order: window_run(stage, batch, order) for order in ORDERS}, turns, budget_s)
     return ratio(times["chunks"].processor, times["layers"].processor)
 
 

@@ -243,9 +243,11 @@ def check_folder(folder: Location) -> None:
         trial.unlink()
     except OSError as error:
         kind = StoreError if is_outage(error) else CheckpointError
-        raise kind(f"{folder}: checkpoints cannot be kept there ({error.strerror})") from None
+        raise kind(f"checkpoint.folder {folder}: checkpoints cannot be kept there ({error.strerror})") from None
     if read != token:
-        raise CheckpointError(f"{folder}: checkpoints cannot be kept there (a file reads otherwise than written)")
+        raise CheckpointError(
+            f"checkpoint.folder {folder}: checkpoints cannot be kept there (a file reads otherwise than written)"
+        )
 
 
 def is_outage(error: BaseException) -> bool:

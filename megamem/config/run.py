@@ -101,6 +101,11 @@ class RunConfig(ConfigModel):
         return self.bptt_chunks if self.training.window_order == "layers" else 1
 
     @property
+    def calls_per_window(self) -> int:
+        """How often a layer is called for a window."""
+        return self.bptt_chunks // self.chunks_per_call
+
+    @property
     def interleaved(self) -> bool:
         """True where chunks of micro-batches alternate in a pipeline, as a memory goes from its end to its start."""
         return bool(self.model.architecture.state_specs(self.model))

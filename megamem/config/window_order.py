@@ -8,19 +8,14 @@ from megamem.config.parallel import ParallelConfig
 
 def check_window_order(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ValueError if a model on such ranks cannot read all chunks of a window in a layer before the next layer."""
+    taking = next((layer for layer in range(model.layers) if model.side_rows_at(layer) is not None), None)
     refused = {
         f"parallel.pp {parallel.pp}": parallel.pp > 1,
         f"model.architecture {model.architecture.kind}": model.architecture.kind != "decoder",
-        f"the side rows of {_of_side_rows(model)}": model.side_rows is not None,
+        f"the side rows of {model.mixer_at(taking or 0).kind} (model layer {taking})": taking is not None,
         f"model.dropout {model.dropout:g}": model.dropout > 0,
         "model.positions learned": model.positions == "learned",
     }
     for name, holds in refused.items():
         if holds:
             raise ValueError(f"training.window_order layers does not go with {name}; use chunks")
-
-
-def _of_side_rows(model: ModelConfig) -> str:
-    """Return which mixer takes side rows, and in which layer; `none` if there is none."""
-    layers = (layer for layer in range(model.layers) if model.side_rows_at(layer) is not None)
-    return next((f"{model.mixer_at(layer).kind} (model layer {layer})" for layer in layers), "none")

@@ -107,8 +107,10 @@ def train_chunk(
         check: whether to compare the new states with what their components declare.
     Raises: ContractError if they differ, or if a layer returns a loss that its configuration does not declare.
     """
-    read = stage.read_documents if isinstance(place, Chunk) else stage.read_window
-    hidden, states, auxiliary = read(x, states, place)  # type: ignore[arg-type]
+    if isinstance(place, Chunk):
+        hidden, states, auxiliary = stage.read_documents(x, states, place)
+    else:
+        hidden, states, auxiliary = stage.read_window(x, states, place)
     if check:
         stage.check_states(states, labels.shape[1])
         if unknown := sorted(auxiliary.keys() - {*stage.auxiliary_losses}):

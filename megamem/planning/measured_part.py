@@ -167,8 +167,10 @@ def _read_chunks(
             entered = torch.zeros(stage.border_shape(size, rows), dtype=dtype, requires_grad=enters)
 
         def forward(entered: Tensor = entered, reads: States = reads, places: list[Chunk] = places) -> Outputs:
-            window = stage.read_window(entered, reads, places) if len(places) > 1 else None
-            hidden, new, losses = window or stage.read_chunk(entered, reads, places[0])
+            if len(places) > 1:
+                hidden, new, losses = stage.read_window(entered, reads, places)
+            else:
+                hidden, new, losses = stage.read_chunk(entered, reads, places[0])
             # a list, so that the loss is an output of which gradients are taken
             return ([stage.token_losses(hidden, labels).sum()] if stage.last else hidden), new, losses
 

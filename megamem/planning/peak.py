@@ -115,8 +115,7 @@ def step_peak(
     reads = range(0, config.chunks, config.chunks_per_call)
     states = [sum(component_bytes(model, specs, rows, dtype, tp_size, n).values()) for n in reads]
     gradients = _gradients(config, sizes, dp_size)
-    window = config.bptt_chunks // config.chunks_per_call
-    moment = _play(order, parts, hidden if stage else 0, states, window, gradients)
+    moment = _play(order, parts, hidden if stage else 0, states, config.calls_per_window, gradients)
 
     # what is there all the time: buffers between stages, gathered weights, states of streams
     neighbors = (stage > 0) + (stage < parallel.pp - 1)
@@ -141,8 +140,8 @@ def _order(config: RunConfig, stage: int, micro_batches: int) -> Order:
 
     Where windows are read layer by layer, each is one chunk of the schedule.
     """
-    stages, together = config.parallel.pp, config.chunks_per_call
-    chunks, bptt_chunks = config.chunks // together, config.bptt_chunks // together
+    stages, chunks = config.parallel.pp, config.chunks // config.chunks_per_call
+    bptt_chunks = config.calls_per_window
     if stages > 1:
         return stage_order(stage, stages, micro_batches, chunks, bptt_chunks, config.interleaved)
     order: Order = []

@@ -232,7 +232,7 @@ def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: flo
         return passes * seconds
     last = seconds * min(1.0, BUCKET / max(1, parameters.learning))
     # the first chunks of the windows whose passes sum: of each window, or of the last one
-    window = config.bptt_chunks // config.chunks_per_call
+    window = config.calls_per_window
     firsts = backward[::window] if config.parallel.zero_stage == 2 else backward[-window:][:1]
     waits = [last + max(0.0, seconds - last - beside) for beside in firsts]
     return passes * sum(waits) / len(waits)

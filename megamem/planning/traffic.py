@@ -109,7 +109,7 @@ def _weights(config: RunConfig, parameters: StageParameters, dp_size: int) -> fl
     if zero < 3:
         return gather(float(parameters.learning * element), dp_size)
     windows = summing_passes(config, dp_size)
-    reads = config.bptt_chunks // config.chunks_per_call
+    reads = config.calls_per_window
     return windows * _gathers(parameters.all, reads) * gather(float(parameters.all * element), dp_size)
 
 

@@ -18,7 +18,7 @@ from checkpoints.folder import begun_from, checkpoints_in
 from checkpoints.location import check_folder, run_checkpoints
 from megamem.config.load import config_hash, dump_yaml
 from megamem.config.run import RunConfig
-from megamem.errors import CheckpointError, RunFolderError, StoreError
+from megamem.errors import RunFolderError
 from megamem.files import try_lock
 from megamem.runs.result import RESULT
 
@@ -99,10 +99,7 @@ def check_run_folder(config: RunConfig, checkpoint_bytes: int) -> None:
     """
     folder, checkpoints = config.run_folder, run_checkpoints(config)
     if config.checkpoint.folder is not None:
-        try:
-            check_folder(checkpoints)
-        except (CheckpointError, StoreError) as error:
-            raise type(error)(f"checkpoint.folder {error}") from None
+        check_folder(checkpoints)
     if (folder / "config.yaml").exists() and not can_resume(config):
         raise RunFolderError(_taken(config))
     if folder.exists() and not folder.is_dir():

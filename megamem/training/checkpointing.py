@@ -67,7 +67,7 @@ def check_folder_everywhere(config: RunConfig, group: ProcessGroup) -> None:
     try:
         check_folder(run_checkpoints(config))
     except (CheckpointError, StoreError) as caught:
-        error = type(caught)(f"rank {group.rank()} on {platform.node()}: checkpoint.folder {caught}")
+        error = type(caught)(f"rank {group.rank()} on {platform.node()}: {caught}")
     all_agree(error, group)
 
 

@@ -3,26 +3,14 @@
 import json
 
 import pytest
-import torch
 
 from benchmarks import revisions, window_order
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    yield 1
-    torch.set_num_threads(before)
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 def test_orders_of_a_window(tmp_path, capsys, one_thread):
     output = tmp_path / "order.json"
     window_order.main(["--quick", "--output", str(output)])
-    record = last_json(capsys.readouterr().out)
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record == json.loads(output.read_text())
     assert record["layers_over_chunks"]["16"]["median"] > 0
     assert 0 < record["gradient_errors"]["2"]["layers"]["MLP"] < 0.02

@@ -37,13 +37,6 @@ def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    yield 1
-    torch.set_num_threads(before)
-
-
 def test_cpu_benchmark(tmp_path, capsys, one_thread):
     output = tmp_path / "folder" / "cpu.json"
     cpu.main(["--quick", "--threads", str(one_thread), "--output", str(output)])
