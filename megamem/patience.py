@@ -12,6 +12,8 @@ from megamem.errors import MegamemError, StoppedError, StoreError
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Seconds before the second attempt, and at most between two; each wait is twice the one before."""
+RETRY_S = 600.0
+"""Seconds for which a store that does not answer is tried again, unless the configuration says otherwise."""
 STOP_S = 5.0
 """Seconds that what is being read has to end after a signal to stop."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

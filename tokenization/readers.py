@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from megamem.errors import DataError, DependencyError
+from megamem.errors import DataError, DependencyError, MegamemError
+from tokenization.remote_file import open_remote
 
 PARQUET_ROWS = 64
 """Rows of a parquet file that are read at a time; a row may be a whole book."""
@@ -54,9 +54,9 @@ class InputFile:
     """What changes with its content: times of a local file, what a store says of its object; empty if not known."""
 
     def open(self) -> AbstractContextManager[BinaryIO]:
-        """Open it for reading; a remote one is streamed."""
+        """Open it for reading; a remote one is streamed, and read on where its store has failed for a while."""
         if "://" in self.path:
-            return cast(AbstractContextManager[BinaryIO], fsspec.open(self.path, "rb"))
+            return open_remote(self.path, self.size)
         return Path(self.path).open("rb")
 
 
@@ -288,6 +288,10 @@ def _whole_samples(samples: Iterator[dict[str, Any]], file: InputFile) -> Iterat
     """Yield the samples of a tar. Raises DataError where it is damaged."""
     try:
         yield from samples
+    except MegamemError as error:
+        # the library adds the file to what an error says
+        error.args = error.args[:1]
+        raise
     except Exception as error:  # the library passes on what tarfile and its own checks raise
         raise DataError(
             f"{file.path}: damaged ({str(error.args[0] if error.args else error).splitlines()[0]})"

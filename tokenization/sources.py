@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 
 from megamem.errors import DataError, MegamemError
+from megamem.patience import RETRY_S, patiently, reason
 from tokenization.readers import READERS, Document, InputFile, reader_of
 
 STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime")
@@ -53,7 +54,7 @@ def documents(files: Sequence[InputFile]) -> Iterator[Document]:
         except MegamemError:
             raise
         except Exception as error:  # file systems raise errors of their own libraries
-            raise DataError(f"{file.path}: cannot be read ({_reason(error)})") from None
+            raise DataError(f"{file.path}: cannot be read ({reason(error)})") from None
 
 
 def _require_writable(name: str) -> None:
@@ -80,7 +81,8 @@ def _local_files(given: str) -> dict[str, tuple[int, str]]:
 
 def _remote_files(given: str) -> dict[str, tuple[int, str]]:
     """Return the files behind an input's URL, by URL, with their bytes and stamps."""
-    try:
+
+    def listed() -> dict[str, tuple[int, str]]:
         # a listing that is remembered would hide what other processes write
         store, path = fsspec.core.url_to_fs(given, use_listings_cache=False)
         if _fixed(given) != given:
@@ -90,11 +92,16 @@ def _remote_files(given: str) -> dict[str, tuple[int, str]]:
         else:
             found = store.find(path, detail=True)
         facts = {name: fact for name, fact in found.items() if fact["type"] == "file"}
-        files = {store.unstrip_protocol(name): (_size(store, name, fact), _stamp(fact)) for name, fact in facts.items()}
+        return {store.unstrip_protocol(name): (_size(store, name, fact), _stamp(fact)) for name, fact in facts.items()}
+
+    try:
+        files = patiently(given, listed, RETRY_S)
     except FileNotFoundError:
         files = {}
+    except MegamemError:
+        raise
     except Exception as error:  # file systems raise errors of their own libraries
-        raise DataError(f"{given}: cannot be listed ({_reason(error)})") from None
+        raise DataError(f"{given}: cannot be listed ({reason(error)})") from None
     if not files:
         raise DataError(f"{given}: no such file or folder")
     return files
@@ -133,9 +140,3 @@ def _parent(given: str) -> str:
         return str(Path(root).absolute().parent)
     store, path = fsspec.core.url_to_fs(_fixed(given))
     return str(store.unstrip_protocol(path)).rstrip("/").rpartition("/")[0]
-
-
-def _reason(error: Exception) -> str:
-    """Return class and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from megamem.config.base import ConfigModel
 
 
@@ -23,3 +25,7 @@ class KernelsConfig(ConfigModel):
     deep_memory_precision: Literal["tf32", "tf32x3", "ieee"] = "tf32"
     """How the kernel `triton` multiplies FP32 numbers: with 10 bits of their mantissas, with three products of such \
     numbers, which come near to FP32, or without tensor cores. Sums and what is kept are FP32 always."""
+    deep_memory_group: PositiveInt | None = None
+    """Inner chunks of dla, titans and memora that are read together: their backward pass starts from the weights \
+    before the first of them, and computes the others anew. Shorter groups keep more weights and need less room at \
+    once. Null is 16, of memora 8."""

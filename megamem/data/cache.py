@@ -13,15 +13,13 @@ import fsspec
 
 from megamem.errors import DataError, MegamemError
 from megamem.files import sha256
-from megamem.patience import DISK_ERRORS, STOP_S, check_not_stopped, patiently, reason
+from megamem.patience import DISK_ERRORS, RETRY_S, STOP_S, check_not_stopped, patiently, reason
 from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
 """Bytes that are read from a remote file at a time."""
 POLL_S = 0.05
 """Seconds between two looks whether another process has fetched a shard."""
-RETRY_S = 600.0
-"""Seconds for which a store that does not answer is tried again, unless the configuration says otherwise."""
 _sound: set[Path] = set()
 """Copies whose hash this process knows to be right."""
 

@@ -96,6 +96,22 @@ CACHING = [
     ),
     Case(
         "memory_caching",
+        "titans_fp32",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05, "kept_products": "fp32"}}
+        | {"segment": 4},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
+        "titans_selective_fp32",
+        {"memory": {"kind": "titans", "inner_chunk": 2, "expansion": 2, "max_rate": 0.05, "kept_products": "fp32"}}
+        | {"segment": 2, "combine": "ssc", "top_k": 1},
+        queries_per_key=2,
+        core=False,
+    ),
+    Case(
+        "memory_caching",
         "normalized_linear",
         {"memory": {"kind": "linear_attention", "features": "elu", "normalizer": True}, "segment": 4}
         | {"temperature": 0.5},

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megamem.config.model import ModelConfig
+from tests.contract.paths import MODEL_FIELDS
 
 CHUNK = 8
 QK_NORM = {"qk_norm": True}
@@ -66,6 +67,7 @@ class Case:
                 "init_std": self.init_std,
                 "norm_eps": norm_eps,
                 **self.shape,
+                **MODEL_FIELDS,
                 **self._mechanism(at),
             }
         )

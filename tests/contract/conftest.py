@@ -4,6 +4,7 @@ import pytest
 
 from tests.contract.cases import ALL_CASES, ALONE, ARCHITECTURES, CASES
 from tests.contract.driver import WORST
+from tests.contract.paths import CALLS, PATH
 
 
 def pytest_generate_tests(metafunc):
@@ -29,12 +30,15 @@ def pytest_sessionfinish(session):
     """A worker process of pytest-xdist tells the one that reports."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["worst"] = WORST
+        session.config.workeroutput["calls"] = CALLS
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     for law, (error, tolerance) in getattr(node, "workeroutput", {}).get("worst", {}).items():
         WORST[law] = max(WORST.get(law, (0.0, tolerance)), (error, tolerance))
+    for path, calls in getattr(node, "workeroutput", {}).get("calls", {}).items():
+        CALLS[path] += calls
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -42,3 +46,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("worst error per law")
         for law, (error, tolerance) in sorted(WORST.items()):
             terminalreporter.line(f"{law:45} {error:8.1e}   allowed {tolerance:.3g}")
+    if PATH in CALLS:
+        terminalreporter.line(f"computed along the path {PATH}: {CALLS[PATH]} times, other processes not counted")

@@ -15,6 +15,7 @@ from megamem.model.stage import Stage, add_losses, build_stage
 from megamem.parallel.linears import Linears, PlainLinears, initialize_parameters
 from megamem.pipeline.reader import ChunkReader, RowGroup
 from tests.contract.case import CHUNK, Case
+from tests.contract.paths import along_path
 
 CPU = torch.device("cpu")
 SUBJECTS = ["mixer", "stage"]
@@ -70,7 +71,7 @@ def make(
     else:
         made = build_stage(case.model(layers=3, at=1, **sizes), linears)
     initialize_parameters(made, 1, linears.tp_size, linears.tp_rank)
-    return made.to(dtype)
+    return along_path(made.to(dtype))
 
 
 def inputs(subject: Subject, tokens: int, rows: int, seed: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from megamem.pipeline.train_chunk import MicroBatch, chunk_places
 from tests.contract.case import CHUNK, Case
 from tests.contract.cases import ARCHITECTURES, CASES
 from tests.contract.driver import CPU
+from tests.contract.paths import along_path
 
 LAYERS = 4
 STAGES = [1, 2, 4]
@@ -42,7 +43,7 @@ def built(case: Case, layers: range) -> Stage:
     """A stage in float64, with the same weights wherever it lies."""
     stage = build_stage(model_of(case), PlainLinears(), layers)
     initialize_parameters(stage, 1)
-    return stage.to(torch.float64)
+    return along_path(stage.to(torch.float64))
 
 
 def batches(case: Case) -> list[Batch]:

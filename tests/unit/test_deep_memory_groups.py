@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
+from megamem.memory.base import Chunk
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.group import deep_memory_chunks
 from megamem.ops.deep_memory.network import InnerRates, deep_memory
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 ROWS, HEADS, GROUPS, CHUNKS, TOKENS, WIDTH, INNER = 2, 2, 2, 5, 4, 3, 6
 
@@ -109,3 +113,37 @@ def test_groups_are_what_one_after_the_other_gives(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
     for name, ours, theirs in zip(inputs, gradients(found), gradients(exact), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def kept_and_gradients(mixer: str | dict, group: int | None) -> tuple[int, list[Tensor]]:
+    """Bytes that a layer keeps for its backward pass over 24 inner chunks, and what it gives: outputs, gradients."""
+    sizes = {"hidden_size": 16, "heads": 2, "layers": 1, "vocab_size": 16, "chunk_size": 96}
+    model = parse_config(ModelConfig, {**sizes, "mixer": mixer, "deep_memory_group": group}, "test")
+    layer = model.mixer_at(0).build(model, PlainLinears(), 0)
+    initialize_parameters(layer, 1, 1, 0)
+    layer.double()
+    x = torch.randn(96, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    state = layer.initial_state(1, x.device, x.dtype)
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        output, *_ = layer(x, state, Chunk((0,)))
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    return sum(kept.values()), [output, *torch.autograd.grad(output.square().sum(), [x, *weights])]
+
+
+@pytest.mark.parametrize("kind", ["dla", "titans", "memora"])
+def test_groups_of_another_length_give_the_same(kind: str) -> None:
+    """1e-11: rounding, as gradients are summed in another order; groups of two keep the weights twelve times."""
+    mixer = {"kind": kind, "inner_chunk": 4}
+    kept, exact = kept_and_gradients(mixer, None)
+    for group in (1, 2, 24, 100):
+        bytes_kept, found = kept_and_gradients(mixer, group)
+        for ours, theirs in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        if group == 2:
+            assert bytes_kept > kept

@@ -34,7 +34,7 @@ ALLOWED = {
     },
     "megamem.model": {"megamem.config", "megamem.errors", "megamem.memory", "megamem.ops", "megamem.parallel"},
     "megamem.costs": {"megamem.config", "megamem.errors", "megamem.memory"},
-    "tokenization": {"megamem.errors", "megamem.files"},
+    "tokenization": {"megamem.errors", "megamem.files", "megamem.patience"},
     "megamem.data": {"megamem.config", "megamem.errors", "megamem.files", "megamem.patience", "tokenization"},
     "megamem.pipeline": {
         "megamem.config", "megamem.costs", "megamem.data", "megamem.errors", "megamem.files", "megamem.memory",

@@ -1,17 +1,13 @@
 """Documents of every input format."""
 
-import functools
 import gzip
 import hashlib
-import http.server
 import io
 import json
 import os
 import sys
 import tarfile
-import threading
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -299,82 +295,3 @@ def test_tars_ask_for_the_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset.tariterators", None)
     with pytest.raises(DependencyError, match=r"a tar needs webdataset; pip install 'megamem\[webdataset\]'"):
         list(documents(input_files([tmp_path])))
-
-
-# Patterns and URLs
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    """Two languages with a file of every format, and one that is no text."""
-    for language in ("de", "en"):
-        folder = tmp_path / "web" / language
-        folder.mkdir(parents=True)
-        for name in FORMATS:
-            write(folder / name)
-        (folder / "README.md").write_text("no text to train on")
-    return tmp_path / "web"
-
-
-def read(*inputs):
-    return [(document.name, document.text) for document in documents(input_files(inputs))]
-
-
-def test_patterns_of_local_files(corpus):
-    found = read(f"{corpus}/*/a.parquet")
-    assert [text for _, text in found] == TEXTS * 2
-    assert [name for name, _ in found][::3] == ["web/de/a.parquet:1", "web/en/a.parquet:1"]
-    assert read(f"{corpus}/**/*.jsonl.zst") == read(f"{corpus}/*/*.jsonl.zst")
-    with pytest.raises(DataError, match=r"\*\.warc: no such file or folder"):
-        read(f"{corpus}/*.warc")
-
-
-@pytest.fixture(params=["memory", "file", "http"])
-def url(request, corpus):
-    """URL of the corpus in stores of several kinds."""
-    if request.param == "file":
-        yield f"file://{corpus}"
-    elif request.param == "memory":
-        store = fsspec.filesystem("memory")
-        store.put(str(corpus), "/bucket/web", recursive=True)
-        yield "memory://bucket/web"
-        store.rm("/bucket", recursive=True)
-    else:
-        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(corpus.parent))
-        handler.func.log_message = lambda *arguments: None
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}/web"
-            server.shutdown()
-
-
-def test_remote_inputs_read_like_local_ones(corpus, url):
-    """Folder, pattern and single file: same names, texts and sizes, in the same order."""
-    # the server of the standard library sends no ranges, so columns are not read through it
-    formats = ["a.jsonl", "a.jsonl.zst"] if url.startswith("http:") else FORMATS
-    if len(formats) == len(FORMATS):
-        assert read(url) == read(corpus)
-        assert [f.size for f in input_files([url])] == [f.size for f in input_files([corpus])]
-    for name in formats:
-        assert read(f"{url}/*/{name}") == read(f"{corpus}/*/{name}")
-        assert read(f"{url}/de/{name}") == read(corpus / "de" / name)
-    with pytest.raises(DataError, match=r"nowhere.*: no such file or folder"):
-        read(f"{url}/nowhere/*.parquet")
-    with pytest.raises(DataError, match=r"nowhere\.parquet: no such file or folder"):
-        read(f"{url}/nowhere.parquet")
-
-
-def test_stores_that_fail_are_named_in_one_line(corpus, monkeypatch):
-    with pytest.raises(DataError, match=r"unknown://x/\*\.parquet: cannot be listed \(ValueError: Protocol not known"):
-        read("unknown://x/*.parquet")
-    store = fsspec.filesystem("memory")
-    store.put(str(corpus / "de" / "a.jsonl"), "/bucket/a.jsonl")
-
-    def broken(*arguments, **options):
-        raise ConnectionError("reset by peer\nand more")
-
-    files = input_files(["memory://bucket/a.jsonl"])
-    monkeypatch.setattr(type(store), "_open", broken)
-    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(ConnectionError: reset by peer\)$"):
-        list(documents(files))
-    store.rm("/bucket", recursive=True)

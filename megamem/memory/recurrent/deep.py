@@ -29,7 +29,7 @@ from megamem.memory.recurrent.network_parameters import NormWeight, StartWeights
 from megamem.memory.shared.blocks import BlockSlice, open_visible
 from megamem.memory.shared.row_by_row import apart, read_row_by_row
 from megamem.ops.deep_memory.error import OutputNorm, standardized
-from megamem.ops.deep_memory.group import deep_memory_chunks
+from megamem.ops.deep_memory.group import GROUP, deep_memory_chunks
 from megamem.ops.deep_memory.group_backward import GroupPasses
 from megamem.ops.deep_memory.kept import Copies, Matrix, Rows, shared_product
 from megamem.ops.deep_memory.kept_networks import KeptPasses, Spans, kept_networks
@@ -89,6 +89,7 @@ class DeepMemory(RecurrentMixer):
         self.norm_eps = model.norm_eps
         self.pointwise = PLAIN
         self.kernel, self.precision = model.deep_memory_kernel, model.deep_memory_precision
+        self.group = model.deep_memory_group
         self.passes: Callable[[Tensor, int], GroupPasses] = partial(
             passes_of, self.kernel, self.precision, config.inner_chunk
         )
@@ -223,7 +224,7 @@ class DeepMemory(RecurrentMixer):
             tuple(memory[name] for name in self.names), momentum,
             InnerRates(gates["rate"], gates.get("log_decay"), gates.get("log_momentum")),
             self.config.loss, self.config.residual, self.output_norm(inputs.parameters),
-            pointwise=self.pointwise, passes=self.passes(inputs.key, len(self.names)),
+            self.group or GROUP, self.pointwise, self.passes(inputs.key, len(self.names)),
         )  # fmt: skip
         momenta = zip(self.names, last_momentum or (), strict=last_momentum is not None)
         new = {**dict(zip(self.names, added, strict=True)), **{f"{name}_momentum": value for name, value in momenta}}

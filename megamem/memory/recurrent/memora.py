@@ -26,6 +26,7 @@ from megamem.ops.deep_memory.error import Loss
 from megamem.ops.deep_memory.kernels import read_group_of
 from megamem.ops.deep_memory.network import Join, Weights
 from megamem.ops.deep_memory.simplex import (
+    GROUP,
     ChannelRates,
     ReadGroup,
     SimplexNetwork,
@@ -136,8 +137,9 @@ class Memora(DeepMemory):
         logs = self.learned(memory, inputs.parameters)
         rates = ChannelRates(gates["rate"], gates.get("log_decay"))
         read, after = simplex_memory_chunks(
-            query, key, value, logs, rates, self.network(inputs.parameters), read=self.read_group(query, len(logs))
-        )
+            query, key, value, logs, rates, self.network(inputs.parameters),
+            self.group or GROUP, self.read_group(query, len(logs)),
+        )  # fmt: skip
         return read.flatten(3, 4), {**memory, **self.added(memory, logs, after)}
 
     def network(self, parameters: Mapping[str, Tensor]) -> SimplexNetwork:
