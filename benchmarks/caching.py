@@ -33,6 +33,7 @@ from benchmarks.common import (
 from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.config.training import WindowOrder
 from megamem.model.stage import build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
@@ -72,12 +73,12 @@ def models(quick: bool) -> dict[str, ModelConfig]:
     return {name: parse_config(ModelConfig, {**shape, "mixer": mixer}, name) for name, mixer in mixers.items()}
 
 
-def run_of(model: ModelConfig, tokens: int) -> Any:
+def run_of(model: ModelConfig, tokens: int, order: WindowOrder = "chunks") -> Any:
     """A function that runs one sequence forward and backward."""
     stage = build_stage(model, PlainLinears())
     stage.recompute = tokens > STORED
     initialize_parameters(stage, seed=0)
-    return window_run(stage, random_batch(model, tokens // model.chunk_size, 1))
+    return window_run(stage, random_batch(model, tokens // model.chunk_size, 1), order)
 
 
 def base_of(name: str) -> str | None:
