@@ -65,9 +65,9 @@ class TrainingConfig(ConfigModel):
     compile: bool = False
     """torch.compile what lies between matrix products (norms, gates, convolutions), one kernel each; pays on CUDA."""
     kernels: Literal["auto", "torch"] = "auto"
-    """Who computes rotary positions, gates of MLPs and gated norms of heads on CUDA. `auto`: the kernels of the package
-    flash-linear-attention, where it is installed and finds what torch finds. `torch`: torch alone, as on the CPU, and
-    with `compile`, which makes kernels of its own."""
+    """Who computes rotary positions, gates of MLPs, short convolutions and gated norms of heads on CUDA. `auto`: the
+    kernels of the package flash-linear-attention, where it is installed and finds what torch finds. `torch`: torch
+    alone, as on the CPU, and with `compile`, which makes kernels of its own."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights. The data's order has its own (data.seed)."""
     max_bad_steps: PositiveInt = 5

@@ -1,10 +1,10 @@
 """Kernels of libraries in the place of torch's own functions: which there are, and which of them a run uses.
 
-torch runs its RMS norm as one kernel on CUDA by itself. Rotations, gates of MLPs and the gated norms of recurrent
-memories are several kernels of torch's, and one of flash-linear-attention's. Such a kernel is used where
-`training.kernels` is `auto`, the device is CUDA, its package is installed, and it is as exact as torch's function on
-random operands of the run's width and dtype, forward and backward: that is tried once at the start. Otherwise torch's
-function stays, with a line in the log if the package is there and its kernel is not right.
+torch runs its RMS norm as one kernel on CUDA by itself. Rotations, gates of MLPs, the short convolutions and gated
+norms of recurrent memories are several kernels of torch's, and one of flash-linear-attention's. Such a kernel is used
+where `training.kernels` is `auto`, the device is CUDA, its package is installed, and it is as exact as torch's function
+on random operands of the run's width and dtype, forward and backward: that is tried once at the start. Otherwise
+torch's function stays, with a line in the log if the package is there and its kernel is not right.
 
 `training.compile` wins: it makes one kernel of each of these functions, of those that no library has, and of what
 surrounds them inside a function, and a library's kernel would be a hole in what the compiler sees.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from megamem.memory.recurrent.head_norm import HeadNorm, gated_head_norm
 from megamem.memory.recurrent.matrix import MatrixMixer
+from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model.mlp import SwiGLU, gated
 from megamem.model.stage import Stage
@@ -37,6 +38,7 @@ from megamem.ops import fla
 from megamem.ops.linear_recurrence.fla import fla_recurrence
 from megamem.ops.linear_recurrence.torch import linear_recurrence
 from megamem.ops.rotary import Rotation, apply_rotary, rotary_tables
+from megamem.ops.short_convolution import short_convolution
 
 _log = logging.getLogger(__name__)
 Function = Callable[..., Any]
@@ -45,6 +47,8 @@ DEVICE_TYPE = "cuda"
 """Of the devices that the libraries' kernels are for."""
 TOKENS, BATCH, HEADS = 96, 2, 3
 """Of the random operands on which a kernel is tried; an odd number of heads and no power of two of tokens."""
+TAPS = (2, 3, 4)
+"""Tokens that a short convolution spans, of those that libraries' kernels are used for."""
 UNITS = 4.0
 """What a kernel's results may differ from exact ones: units of its dtype's last place (`torch.finfo.eps`) at the
 largest number of each result. torch's own functions, which round every step, stay within as many."""
@@ -114,10 +118,19 @@ def _of_head_norm(width: int, generator: torch.Generator, dtype: torch.dtype) ->
         yield read, weight.to(dtype), gate, 1e-5, dtype
 
 
+def _of_convolution(width: int, generator: torch.Generator, dtype: torch.dtype) -> Iterator[Operands]:
+    """Yield tokens [taps - 1 + TOKENS, BATCH, HEADS, width] and weights [HEADS, width, taps] for each of `TAPS`."""
+    for taps in TAPS:
+        joined = torch.randn(taps - 1 + TOKENS, BATCH, HEADS, width, generator=generator, dtype=torch.float64)
+        weight = torch.randn(HEADS, width, taps, generator=generator, dtype=torch.float64) / taps**0.5
+        yield joined.to(dtype), weight.to(dtype)
+
+
 ROTATION = Operation("rotary positions", apply_rotary, FLA, fla.rotary, _of_rotation, learning=1)
 GATE = Operation("SwiGLU", gated, FLA, fla.gated, _of_gate, learning=2)
 HEAD_NORM = Operation("gated head norm", gated_head_norm, FLA, fla.gated_head_norm, _of_head_norm, learning=3)
-OPERATIONS = (ROTATION, GATE, HEAD_NORM)
+CONVOLUTION = Operation("short convolution", short_convolution, FLA, fla.short_convolution, _of_convolution, learning=2)
+OPERATIONS = (ROTATION, GATE, HEAD_NORM, CONVOLUTION)
 
 
 class RecurrenceSizes(NamedTuple):
@@ -243,6 +256,8 @@ def _place(module: nn.Module) -> tuple[Operation, str, int] | None:
         return ROTATION, "apply_rotary", module.width
     if isinstance(module, HeadNorm):
         return HEAD_NORM, "function", module.width
+    if isinstance(module, ShortConvolution) and module.taps in TAPS:
+        return CONVOLUTION, "function", module.width
     return None
 
 

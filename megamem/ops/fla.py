@@ -1,4 +1,4 @@
-"""Rotations, gates and gated norms by kernels of flash-linear-attention (Yang and Zhang, 2024), one kernel each.
+"""Rotations, gates, gated norms and short convolutions by kernels of flash-linear-attention (Yang and Zhang, 2024).
 
 Each function is called as torch's own, and written for version 0.6 of the package. `megamem.model.kernels` decides
 whether it is used.
@@ -37,3 +37,15 @@ def gated_head_norm(read: Tensor, weight: Tensor, gate: Tensor | None, eps: floa
     beside = read.permute(2, 0, 1, 3).flatten(2)
     out: Tensor = rmsnorm_fn(beside, weight, None, gate, eps, group_size=read.shape[-1], norm_before_gate=True)
     return out.to(dtype)
+
+
+def short_convolution(joined: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """See `megamem.ops.short_convolution.short_convolution`; joined: [taps - 1 + T, B, heads, width]."""
+    from fla.modules.convolution import causal_conv1d
+
+    before = weight.shape[-1] - 1
+    # the kernel has zeros before the first token: what it makes of the tokens that came before is left out
+    rows = joined.flatten(2).transpose(0, 1).contiguous()
+    out, _ = causal_conv1d(rows, weight.flatten(0, 1), activation="silu")
+    y: Tensor = out[:, before:].transpose(0, 1).unflatten(2, weight.shape[:2])
+    return y, joined[len(joined) - before :].clone()

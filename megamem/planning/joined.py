@@ -1,9 +1,9 @@
 """Functions that a device runs as one kernel, though the CPU runs them as many operations.
 
-torch has one kernel for the RMS norm on CUDA, flash-linear-attention has one each for rotations, gates and gated norms
-of heads (`megamem.model.kernels`), and `training.compile` makes one each of norms, rotations, gates and short
-convolutions; the inner chunks of deep memories have kernels of their own. A ledger that watches the CPU would
-see every step of them, and every step's result.
+torch has one kernel for the RMS norm on CUDA, flash-linear-attention has one each for rotations, gates, gated norms of
+heads and short convolutions (`megamem.model.kernels`), and `training.compile` makes one each of all of these; the inner
+chunks of deep memories have kernels of their own. A ledger that watches the CPU would see every step of them, and every
+step's result.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from megamem.config.model import ModelConfig
 from megamem.config.training import TrainingConfig
 from megamem.doctor.checks import check_kernels
 from megamem.memory.recurrent.head_norm import HeadNorm, gated_head_norm
+from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.memory.shared.block_attention import AttentionProjections
 from megamem.model import kernels
 from megamem.model.kernels import (
@@ -39,6 +40,7 @@ from megamem.model.norm import RMSNorm, rms_norm
 from megamem.model.stage import Stage, build_stage
 from megamem.ops import fla
 from megamem.ops.rotary import apply_rotary
+from megamem.ops.short_convolution import short_convolution
 from megamem.parallel.linears import PlainLinears
 from megamem.planning.measured_part import Part, Share, kernels_of, measure_part, shown_kernels
 
@@ -76,10 +78,22 @@ def rmsnorm_fn(
     return (out if z is None else out * swiglu(z.double(), torch.ones_like(out))).to(x.dtype)
 
 
+def causal_conv1d(x: Tensor, weight: Tensor, activation: str) -> tuple[Tensor, None]:
+    """x [B, T, D], weight [D, W]: the last weight is the token's own, zeros come before the first token."""
+    assert activation == "silu"
+    exact, weights = x.double(), weight.double().unbind(1)
+    tokens = []
+    for t in range(x.shape[1]):
+        z = sum(exact[:, t - back] * weights[-1 - back] for back in range(min(len(weights), t + 1)))
+        tokens.append(z / (1 + (-z).exp()))
+    return torch.stack(tokens, 1).to(x.dtype), None
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package as it would be on a device that has its kernels, which this processor stands in for."""
     functions: dict[str, Any] = {"rotary": rotary_embedding, "activations": swiglu, "layernorm_gated": rmsnorm_fn}
+    functions["convolution"] = causal_conv1d
     for name in ("fla", "fla.modules"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, function in functions.items():
@@ -105,13 +119,13 @@ def functions_of(stage: Stage) -> set[Any]:
             found.add(module.gated)
         elif isinstance(module, AttentionProjections):
             found.add(module.apply_rotary)
-        elif isinstance(module, RMSNorm | HeadNorm):
+        elif isinstance(module, RMSNorm | HeadNorm | ShortConvolution):
             found.add(module.function)
     return found
 
 
-PLAIN = {apply_rotary, gated, gated_head_norm, rms_norm}
-OF_LIBRARIES = {fla.rotary, fla.gated, fla.gated_head_norm, rms_norm}
+PLAIN = {apply_rotary, gated, gated_head_norm, rms_norm, short_convolution}
+OF_LIBRARIES = {fla.rotary, fla.gated, fla.gated_head_norm, rms_norm, fla.short_convolution}
 
 
 @pytest.mark.usefixtures("package")

@@ -17,6 +17,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, heads: int, width: int, taps: int, linears: Linears) -> None:
         super().__init__()
+        self.width, self.taps = width, taps
         channels = heads * width // linears.tp_size
         # each output starts with the variance of its inputs
         self.weight = declare(nn.Parameter(torch.empty(channels, taps)), normal(taps**-0.5), 0, fan_in=1)
@@ -27,7 +28,7 @@ class ShortConvolution(nn.Module):
 
         Returns: like x; the last taps - 1 tokens of both, which the next call needs.
         """
-        tokens, taps = x.shape[0], self.weight.shape[1]
+        tokens, taps = x.shape[0], self.taps
         weight = self.weight.unflatten(0, x.shape[-2:])
         joined = torch.cat((before, x))
         if not chunk.begins_inside:
