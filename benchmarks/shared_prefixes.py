@@ -1,6 +1,7 @@
 """Time of eight questions about a context: the context read once and its state forked, or read for each question.
 
     python -m benchmarks.shared_prefixes [--quick] [--threads N] [--turns N] [--new-tokens N] [--mixers NAME ...]
+    python -m benchmarks.shared_prefixes --model FOLDER      # a trained or imported model in their place
 
 A context of 2,000 random tokens, eight questions of 8 to 15 tokens each, as the suite `recall` asks them: 48 new tokens
 behind each, the most that it takes, written for all at once, where the context is read once or for each question ("side
@@ -18,10 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, ratio, table
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.evaluation.evaluator import Evaluator
+from megamem.hf.trained import open_trained
 from megamem.model.stage import Stage, build_stage
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 
@@ -66,11 +70,16 @@ def score_each_alone(stage: Stage, prompts: list[list[int]]) -> list[tuple[float
     return [evaluator.score([prompt], [8])[0] for prompt in prompts]
 
 
-def measure(model: ModelConfig, quick: bool, turns: int, new_tokens: int) -> dict[str, Any]:
-    """Return how many times faster contexts read once are, and whether answers agree."""
+def drawn(model: ModelConfig) -> Stage:
+    """Return a model with random weights."""
     stage = build_stage(model, PlainLinears())
     initialize_parameters(stage, seed=0)
-    prompts = requests(1, 200 if quick else 2000, model.vocab_size)
+    return stage
+
+
+def measure(stage: Stage, quick: bool, turns: int, new_tokens: int) -> dict[str, Any]:
+    """Return how many times faster contexts read once are, and whether answers agree."""
+    prompts = requests(1, 200 if quick else 2000, stage.config.vocab_size)
     evaluator = Evaluator(stage, rows=QUESTIONS)
     ways: dict[str, Callable[[], object]] = {
         "written": lambda: evaluator.continue_greedily(prompts, [new_tokens] * len(prompts)),
@@ -99,13 +108,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=3, help="turns that are measured")
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens written behind each question")
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=list(MIXERS), help="mechanisms")
+    parser.add_argument("--model", type=Path, help="run, checkpoint, export, or what `megamem convert from-hf` wrote")
     parser.add_argument("--output", type=Path, default=OUTPUT / "shared_prefixes.json")
     options = parser.parse_args(arguments)
     count = fix_threads(options.threads)
     print(f"{count} threads, FP32, load average {os.getloadavg()[0]:.1f}")
     found: dict[str, dict[str, Any]] = {}
-    for name in options.mixers:
-        found[name] = measure(model_of(MIXERS[name], options.quick), options.quick, options.turns, options.new_tokens)
+    stages: dict[str, Callable[[], Stage]] = {
+        name: lambda name=name: drawn(model_of(MIXERS[name], options.quick))  # type: ignore[misc]
+        for name in options.mixers
+    }
+    if options.model is not None:
+        trained = open_trained(options.model)
+        stages = {trained.title: lambda: trained.load(torch.float32, torch.device("cpu"))}
+    for name, stage in stages.items():
+        found[name] = measure(stage(), options.quick, options.turns, options.new_tokens)
         print(f"{name}: {found[name]}", flush=True)
     header = [
         "mechanism",
