@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.caching import models, run_of
+from benchmarks.caching import STORED, models, run_of
 from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, ratio, summary, table
 from benchmarks.titans_layer import INNER, whole_model
 from megamem.config.model import ModelConfig
@@ -31,6 +31,8 @@ from megamem.config.model import ModelConfig
 LLAMA, MAMBA, TITANS = "Hugging Face Llama", "Hugging Face Mamba2", "titans-pytorch, a step per 64 tokens"
 WHOLE = "full attention, all tokens at once"
 IN_CHUNKS, BY_LAYER = "full attention, in chunks of 512", "full attention, in chunks of 512, layer by layer"
+IN_CHUNK = 512
+"""Tokens of a chunk in `benchmarks.caching`."""
 SKIPPED = ("full attention", "sliding attention")
 Run = Callable[[], object]
 
@@ -100,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="all if not given; Llama always runs")
     parser.add_argument("--output", type=Path, default=OUTPUT / "public_packages.json")
     options = parser.parse_args(arguments)
+    if options.tokens % IN_CHUNK or not 0 < options.tokens <= STORED:
+        parser.error(f"--tokens {options.tokens}: not a multiple of {IN_CHUNK} up to {STORED:,}, what is kept at once")
     fix_threads(1)
     makers = theirs(models(quick=False)["full attention"], options.tokens) | ours(options.tokens)
     chosen = {name: make for name, make in makers.items() if not options.models or name in {LLAMA, *options.models}}

@@ -34,10 +34,12 @@ def main() -> None:
     """Time all searches and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=64)
-    parser.add_argument("--models", nargs="*", help="names without the size, such as titans-grm; all if not given")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="without the size, as titans-grm; all if not given")
     options = parser.parse_args()
     names = sorted(path.stem for size in RECIPES for path in (ROOT / "configs" / "models").glob(f"*/*-{size}.yaml"))
     models = dict.fromkeys(name.rpartition("-")[0] for name in names)
+    if unknown := set(options.models or ()) - set(models):
+        parser.error(f"--models {', '.join(sorted(unknown))}: none of {', '.join(models)}")
     found: dict[str, dict[str, float]] = {}
     for model in models:
         if options.models and model not in options.models:

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from megamem.errors import MegamemError, StoppedError, StoreError
 
@@ -50,10 +50,18 @@ def check_not_stopped(what: str, grace_s: float = 0.0) -> None:
         raise StoppedError(f"{what}: stopped by a signal while it was read; a run goes on from its last checkpoint")
 
 
+def _of_a_connection(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Return whether an error is of a connection, or of an HTTP server's answer (of aiohttp, an optional package)."""
+    return isinstance(error, ConnectionError | TimeoutError) or type(error).__module__.partition(".")[0] == "aiohttp"
+
+
 def may_pass(error: BaseException) -> bool:
     """Return whether a failure to reach a store may be over later: not where the request itself is wrong."""
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return False
+    if isinstance(error, FileNotFoundError) and _of_a_connection(error.__cause__):
+        # fsspec says that a file is not there whatever an HTTP server answers
+        return may_pass(error.__cause__)
     if isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES:
         return False
     if isinstance(error, OSError) and error.__cause__ is not None:
@@ -63,7 +71,9 @@ def may_pass(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return class and first line of an error."""
+    """Return class and first line of an error, or of what it comes from where it hides that."""
+    if isinstance(error, FileNotFoundError) and _of_a_connection(error.__cause__):
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -202,12 +202,13 @@ def _parquet(file: InputFile) -> Iterator[Document]:
     """Yield the text column row by row."""
     with file.open() as raw:
         try:
-            table = pq.ParquetFile(raw)
+            # read by this thread alone: one that waits for a store must hear a signal to stop
+            table = pq.ParquetFile(raw, pre_buffer=False)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
         _check_column(table.schema_arrow, file)
         share = file.size // max(table.metadata.num_rows, 1)
-        batches = table.iter_batches(batch_size=PARQUET_ROWS, columns=[file.field])
+        batches = table.iter_batches(batch_size=PARQUET_ROWS, columns=[file.field], use_threads=False)
         for row, text in _rows(batches, file):
             yield Document(f"{file.name}:{row}", text, share)
 

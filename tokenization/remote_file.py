@@ -36,6 +36,7 @@ class _RemoteFile(io.RawIOBase):
         self._url, self._size, self._retry_s = url, size, retry_s
         self._at = 0
         self._file: Any = None  # fsspec ships no types
+        self._streamed = False
         self._tried(lambda file: None)
 
     def readable(self) -> bool:
@@ -51,14 +52,25 @@ class _RemoteFile(io.RawIOBase):
 
         def some(file: Any) -> bytes:
             data: bytes = file.read(len(buffer))
-            if len(buffer) and not data and self._at < self._size:
-                raise ConnectionError(f"ended after {self._at} of {self._size} bytes")
+            self._require(len(data) or not len(buffer) or self._at == self._size, self._at)
             return data
 
         data = self._tried(some)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+    def readall(self) -> bytes:
+        """Return all that is left, asked for at once."""
+
+        def rest(file: Any) -> bytes:
+            data: bytes = file.read()
+            self._require(self._at + len(data) >= self._size, self._at + len(data))
+            return data
+
+        data = self._tried(rest)
+        self._at += len(data)
+        return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to another place and return it."""
@@ -85,19 +97,28 @@ class _RemoteFile(io.RawIOBase):
                 self._file = self._opened()
             try:
                 return work(self._file)
-            except Exception:  # file systems raise errors of their own libraries
+            except Exception as error:  # file systems raise errors of their own libraries
                 self._file = None
-                raise
+                if self._streamed or "range requests" not in str(error):
+                    raise
+            # a server that gives whole files only, as fsspec notices when it asks for a part
+            self._streamed = True
+            return attempt()
 
         return patiently(self._url, attempt, self._retry_s)
 
+    def _require(self, whole: object, read: int) -> None:
+        """Raise ConnectionError, which is tried again, unless the file is whole after so many bytes."""
+        if not whole:
+            raise ConnectionError(f"ended after {read} of {self._size} bytes")
+
     def _opened(self) -> Any:
         """Open the file at the place up to which it was read."""
-        file = fsspec.open(self._url, "rb").open()
+        file = fsspec.open(self._url, "rb", **({"block_size": 0} if self._streamed else {})).open()
+        size = getattr(file, "size", self._size)
+        if size not in (None, self._size):
+            raise DataError(f"{self._url}: had {self._size} bytes when it was listed and has {size} now; start again")
         if self._at:
-            size = getattr(file, "size", self._size)
-            if size not in (None, self._size):
-                raise DataError(f"{self._url}: had {self._size} bytes and has {size} now; it changed while it was read")
             self._go_on(file)
         return file
 
@@ -105,7 +126,7 @@ class _RemoteFile(io.RawIOBase):
         """Go to the place up to which it was read, in a file that was opened again."""
         try:
             file.seek(self._at)
-        except ValueError:  # a server that gives files from their start only
+        except ValueError:  # one that is streamed from its start
             left = self._at
             while left and (passed := file.read(min(left, READ_BYTES))):
                 left -= len(passed)

@@ -6,8 +6,13 @@ whether it is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+Convolve = Callable[[Tensor, Tensor], Tensor]
+"""See `short_convolution`."""
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,13 +44,22 @@ def gated_head_norm(read: Tensor, weight: Tensor, gate: Tensor | None, eps: floa
     return out.to(dtype)
 
 
-def short_convolution(joined: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """See `megamem.ops.short_convolution.short_convolution`; joined: [taps - 1 + T, B, heads, width]."""
-    from fla.modules.convolution import causal_conv1d
+def short_convolution(joined: Tensor, weight: Tensor, convolve: Convolve | None = None) -> tuple[Tensor, Tensor]:
+    """See `megamem.ops.short_convolution.short_convolution`; joined: [taps - 1 + T, B, heads, width].
 
+    convolve: what takes rows [B, tokens, channels] and weights [channels, taps]; the package's kernel if not given.
+    """
     before = weight.shape[-1] - 1
     # the kernel has zeros before the first token: what it makes of the tokens that came before is left out
     rows = joined.flatten(2).transpose(0, 1).contiguous()
-    out, _ = causal_conv1d(rows, weight.flatten(0, 1), activation="silu")
-    y: Tensor = out[:, before:].transpose(0, 1).unflatten(2, weight.shape[:2])
+    out = (convolve or _causal_conv1d)(rows, weight.flatten(0, 1))
+    y = out[:, before:].transpose(0, 1).unflatten(2, weight.shape[:2])
     return y, joined[len(joined) - before :].clone()
+
+
+def _causal_conv1d(rows: Tensor, weight: Tensor) -> Tensor:
+    """Convolve rows [B, tokens, channels] with weights [channels, taps] by the package's kernel, SiLU included."""
+    from fla.modules.convolution import causal_conv1d
+
+    out: Tensor = causal_conv1d(rows, weight, activation="silu")[0]
+    return out

@@ -13,18 +13,22 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megamem.memory.recurrent.deep import DeepMemory
 from megamem.memory.recurrent.matrix import MatrixMixer
 from megamem.memory.recurrent.memora import Memora
+from megamem.memory.recurrent.short_convolution import ShortConvolution
 from megamem.model.compiled import use_pointwise
-from megamem.model.kernels import OPERATIONS
+from megamem.model.kernels import OPERATIONS, TAPS
 from megamem.model.norm import rms_norm
 from megamem.model.stage import Stage
+from megamem.ops import fla
 from megamem.ops.deep_memory.kernels import LONGEST, WIDEST, fitting
 from megamem.ops.deep_memory.simplex import ReadGroup
 from megamem.ops.linear_recurrence.fla import fla_recurrence
+from megamem.ops.short_convolution import short_convolution
 from megamem.planning.deep_memory_kernels import planned_kept_passes, planned_passes, planned_selected_passes
 from megamem.planning.fla_kernels import PLANNED
 from megamem.planning.ledger import joined
@@ -39,9 +43,11 @@ def join_kernels(
 ) -> None:
     """Let a ledger see each norm of the stage as one kernel; also what libraries have kernels for, or all that is
     compiled, and the recurrences of matrix memories as the kernels of flash-linear-attention."""
-    one = {rms_norm, *(operation.plain for operation in OPERATIONS if kernels == "libraries")}
+    one = {rms_norm, *(operation.plain for operation in OPERATIONS if kernels == "libraries")} - {short_convolution}
     use_pointwise(stage, lambda function: as_one(function) if kernels == "compiled" or function in one else function)
     for module in stage.modules():
+        if isinstance(module, ShortConvolution) and kernels == "libraries" and module.taps in TAPS:
+            module.function = partial(fla.short_convolution, convolve=as_one(_convolved_rows))
         if isinstance(module, MatrixMixer) and recurrence == "fla":
             module.recurrence = partial(fla_recurrence, kernels=PLANNED)
         if isinstance(module, DeepMemory) and module.kernel == "triton" and len(module.names) == 2:
@@ -52,6 +58,13 @@ def join_kernels(
             module.passes = partial(as_given, fitting(planned_passes(module.precision), module.config.inner_chunk))
             module.kept_passes = partial(as_given, planned_kept_passes(module.precision))
             module.selected_passes = partial(as_given, planned_selected_passes(module.precision))
+
+
+def _convolved_rows(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return what the library's kernel makes of rows [B, tokens, channels] with weights [channels, taps]."""
+    taps = weight.shape[1]
+    joined = F.pad(rows.transpose(0, 1)[:, :, None], (0, 0, 0, 0, 0, 0, taps - 1, 0))
+    return short_convolution(joined, weight[None])[0][:, :, 0].transpose(0, 1)
 
 
 def as_given(made: T, *_: object) -> T:

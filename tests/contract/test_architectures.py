@@ -28,6 +28,7 @@ from tests.contract.driver import (
     state_error,
     within,
 )
+from tests.contract.paths import along_path
 from tests.contract.test_specs import assert_declared, measured
 
 TOKENS = 3 * CHUNK + 3
@@ -76,7 +77,7 @@ def test_gradients_match_finite_differences(architecture):
     # rows that come where a chunk begins are only read by the topmost layer
     layers = 2 if model.side_rows is not None and model.side_rows.before else model.layers
     model = model.model_copy(update={"layers": layers})
-    stage = build_stage(model, PlainLinears())
+    stage = along_path(build_stage(model, PlainLinears()))
     initialize_parameters(stage, 1)
     stage.double()
     x = inputs(stage, 2 * CHUNK, 1)
@@ -124,7 +125,7 @@ def test_bfloat16_stays_near_float64(architecture):
     # with the laws' weights of 0.3 a memory that passes through all layers is chaotic: any difference grows until it
     # is as large as the signal, whatever the precision; with 0.1 what is read forgets what came long before
     model = architecture.model(layers=3, at=1).model_copy(update={"init_std": 0.1})
-    low, high = (build_stage(model, PlainLinears()) for _ in range(2))
+    low, high = (along_path(build_stage(model, PlainLinears())) for _ in range(2))
     for stage in (low, high):
         initialize_parameters(stage, 1)
         stage.bfloat16()
@@ -177,7 +178,7 @@ def test_no_gradient_reaches_another_document(architecture):
     lanes, tokens = LAYOUTS["borders"], 4 * CHUNK
     rows = len(lanes.begins)
     model = architecture.model(layers=2).model_copy(update={"vocab_size": tokens * rows})
-    stage = build_stage(model, PlainLinears())
+    stage = along_path(build_stage(model, PlainLinears()))
     initialize_parameters(stage, 1)
     stage.double()
     x = torch.arange(tokens * rows).view(tokens, rows)

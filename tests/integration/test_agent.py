@@ -136,7 +136,11 @@ def test_a_stranger_at_the_port_of_the_rendezvous_ends_nothing(tmp_path):
 
 def test_what_trying_again_does_not_mend_ends_all_at_once(tmp_path):
     """The other node's rank would have slept on; a restart would have printed a second time."""
-    line = f"print('begun', flush=True); sys.exit({DataError.exit_code}) if {FIRST} else time.sleep(300)"
+    other = str(tmp_path / "other")
+    line = (
+        f"print('begun', flush=True)\nif not {FIRST}: open({other!r}, 'w').close(); time.sleep(300)\n"
+        f"while not os.path.exists({other!r}): time.sleep(0.05)\nsys.exit({DataError.exit_code})"
+    )
     with Nodes(tmp_path, line, max_restarts=3) as nodes:
         assert nodes.codes() == [DataError.exit_code] * 2
         assert nodes.output().count("begun") == 2
@@ -150,9 +154,11 @@ def test_the_code_that_says_more_is_that_of_all(tmp_path):
 
 
 def test_a_code_that_says_why_is_not_hidden_by_an_abort_elsewhere(tmp_path):
-    """As CUDA's ranks end when they lose a peer."""
+    """As CUDA's ranks end when they lose a peer, which has begun by then however slowly this machine starts it."""
+    other = str(tmp_path / "other")
     line = (
-        f"print('begun', flush=True); os.abort() if {FIRST} else (time.sleep(1), sys.exit({NonFiniteError.exit_code}))"
+        f"print('begun', flush=True)\nwhile {FIRST} and not os.path.exists({other!r}): time.sleep(0.05)\n"
+        f"if {FIRST}: os.abort()\nopen({other!r}, 'w').close(); time.sleep(1); sys.exit({NonFiniteError.exit_code})"
     )
     with Nodes(tmp_path, line, max_restarts=3) as nodes:
         assert nodes.codes() == [NonFiniteError.exit_code] * 2

@@ -216,3 +216,23 @@ def test_the_planner_counts_what_a_run_would_use(monkeypatch):
         assert len(libraries.backward.kinds) <= len(separate.backward.kinds) - 3
         assert len(together.forward.kinds) <= len(libraries.forward.kinds)
         assert libraries.forward.flops.sum() == separate.forward.flops.sum()
+
+
+@pytest.mark.parametrize(("taps", "fewer"), [(4, True), (8, False)])
+def test_the_planner_counts_the_convolutions_that_a_library_has(taps: int, fewer: bool):
+    """Three of a layer, each at least two operations less, forward and back; longer ones are torch's."""
+
+    def saved(convolution: int, way: str) -> int:
+        """How many operations fewer a layer has by libraries."""
+        mixer = {"kind": "delta_net", "convolution": convolution}
+        model = parse_config(ModelConfig, {**MODEL, "memory": [{"layers": [1], "mixer": mixer}]}, "test")
+        part = Part(model, torch.float32, range(1, 2), None)
+        cuda, libraries = (
+            measure_part(part._replace(kernels=kernels), 1, False, Share(1, 1))[0].work
+            for kernels in ("cuda", "libraries")
+        )
+        return len(getattr(cuda, way).kinds) - len(getattr(libraries, way).kinds)
+
+    for way in ("forward", "backward"):
+        of_convolutions = saved(taps, way) - saved(1, way)
+        assert of_convolutions >= 6 if fewer else of_convolutions == 0

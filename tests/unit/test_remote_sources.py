@@ -1,5 +1,6 @@
 """Inputs of text by pattern and by URL, from stores that answer and from such as fail for a while."""
 
+import contextlib
 import functools
 import http.server
 import threading
@@ -169,33 +170,99 @@ def test_a_file_that_changed_while_its_store_failed_is_named(corpus, failing):
     raw = file.open()
     raw.read(20)
     failing.pipe("/bucket/web/de/a.jsonl", b"another text")
-    with pytest.raises(DataError, match=rf"had {file.size} bytes and has 12 now; it changed while it was read"):
+    with pytest.raises(DataError, match=rf"had {file.size} bytes when it was listed and has 12 now; start again"):
         raw.read()
 
 
-class Halves(http.server.SimpleHTTPRequestHandler):
-    """A server without ranges that breaks off every other answer in the middle."""
+class Server(http.server.SimpleHTTPRequestHandler):
+    """A server without ranges, as Python has it, that can be busy and break off."""
 
-    asked = 0
+    busy = 0
+    """How many of the next requests get 503."""
+    broken = 0
+    """How many of the next files are broken off in the middle."""
+    sent = 0
+    """Files that were sent, or begun."""
+
+    def send_head(self):
+        """Answer, or say that there is no time now."""
+        if Server.busy > 0:
+            Server.busy -= 1
+            self.send_error(503)
+            return None
+        return super().send_head()
 
     def copyfile(self, source, outputfile):
-        """Send half of the file, or all of it."""
-        Halves.asked += 1
+        """Send the file, or the first half of it."""
+        Server.sent += 1
         data = source.read()
-        outputfile.write(data[: len(data) // 2] if Halves.asked % 2 else data)
+        Server.broken -= 1
+        with contextlib.suppress(ConnectionError):
+            outputfile.write(data[: len(data) // 2] if Server.broken >= 0 else data)
 
     def log_message(self, *arguments):
         """Say nothing."""
 
 
-def test_a_server_without_ranges_is_read_again_from_the_start(corpus, monkeypatch):
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The URL of a folder behind a server, and the folder."""
     monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.0)
-    monkeypatch.setattr(remote_file, "READ_BYTES", 16)
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Halves, directory=str(corpus.parent))
-    ) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/web/de/a.jsonl"
-        assert read(url) == read(corpus / "de" / "a.jsonl")
-        server.shutdown()
-    assert Halves.asked > 1
+    Server.busy = Server.broken = Server.sent = 0
+    (tmp_path / "web").mkdir()
+    handler = functools.partial(Server, directory=str(tmp_path / "web"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", tmp_path / "web"
+        running.shutdown()
+
+
+LARGE = 8 << 20
+"""Bytes of a file that fsspec would fetch in parts."""
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("broken", [0, 2])
+def test_a_server_without_ranges_is_read_again_from_the_start(server, name, broken):
+    """What was read before it broke off is passed over, and not read twice."""
+    url, folder = server
+    texts = ["x" * (LARGE // 8 - number) for number in range(8)]
+    write(folder / name, texts)
+    files = input_files([f"{url}/{name}"])
+    Server.broken = broken
+    found = [document.text for document in documents(files)]
+    assert found == ([(folder / name).read_text()] if name == "a.txt" else texts)
+    assert Server.sent > broken
+
+
+def test_a_busy_server_is_asked_again(server):
+    """Whether it lists, opens or goes on; what is not there is known at once."""
+    url, folder = server
+    write(folder / "a.jsonl")
+    Server.busy = 5
+    files = input_files([f"{url}/a.jsonl"])
+    assert Server.busy == 0
+    Server.busy = 5
+    assert [document.text for document in documents(files)] == TEXTS
+    assert Server.busy == 0
+    with pytest.raises(DataError, match=r"b\.jsonl: no such file or folder"):
+        input_files([f"{url}/b.jsonl"])
+
+
+def test_a_server_that_stays_busy_is_named(server, monkeypatch):
+    url, folder = server
+    write(folder / "a.jsonl")
+    (file,) = input_files([f"{url}/a.jsonl"])
+    Server.busy = 1000
+    with pytest.raises(StoreError, match=r"a\.jsonl: does not answer \(.*503"):
+        remote_file.open_remote(file.path, file.size, 0.0)
+    monkeypatch.setattr("tokenization.sources.RETRY_S", 0.0)
+    with pytest.raises(StoreError, match=r"a\.jsonl: does not answer \(.*503"):
+        input_files([f"{url}/a.jsonl"])
+
+
+def test_an_empty_file_in_the_place_of_another_is_named(corpus, failing):
+    (file,) = input_files(["memory://bucket/web/de/a.jsonl"])
+    failing.pipe("/bucket/web/de/a.jsonl", b"")
+    with pytest.raises(DataError, match=rf"had {file.size} bytes when it was listed and has 0 now; start again"):
+        file.open()
