@@ -185,10 +185,10 @@ class TestRules:
 
     @pytest.mark.parametrize(
         ("memory", "router", "scale"),
-        [("titans", "own", 1 / 2), ("titans", "query", 1), ("retnet", "own", 1 / 4), ("retnet", "query", 1 / 2)],
+        [("titans", "own", 1 / 2), ("titans", "query", 1), ("retnet", "own", 1 / 4), ("retnet", "query", 1 / 4)],
     )
     def test_scores_of_kept_memories_follow_the_width_of_heads(self, memory, router, scale):
-        """Each of a query and a key that is no unit vector makes a score grow; RetNet divides its queries itself."""
+        """Each of a query and a key that is no unit vector makes a score grow; how RetNet divides its queries is undone."""
         options = {
             "kind": "memory_caching",
             "memory": {"kind": memory, "inner_chunk": 8},
@@ -196,7 +196,8 @@ class TestRules:
             "router": router,
         }
         mixer = meta_stage(model_of(options, 256, "wider heads", True)).own_layers[0].mixer
-        assert mixer.score_scale == scale
+        undone = 1.0 if router == "own" else mixer.memory.query_scale
+        assert mixer.score_scale * undone == pytest.approx(scale, rel=1e-12)
 
     def test_a_part_of_the_model_has_the_declarations_of_the_whole(self):
         model = model_of(MECHANISMS["titans"], 256, "wider heads", True, layers=4, tie_embeddings=True)

@@ -79,10 +79,11 @@ class MemoryCaching(Mixer):
         if config.lengths == "logarithmic":
             self.kept = LogarithmicSegments(config, model, memory)
         self.step = config.step()
-        # one factor for scores of keys that are not unit vectors, one for queries that are not scaled by their width
-        by_keys = config.scores == "context"
-        scale = model.score_scale ** (config.routed + (not memory.unit_keys)) if by_keys else 1.0
-        self.score_scale = scale / config.temperature
+        by_keys, unit = config.scores == "context", memory.unit_keys
+        # one factor for scores of keys that are not unit vectors, one for queries that are none
+        scale = model.score_scale ** ((config.routed or not unit) + (not unit)) if by_keys else 1.0
+        # where the memory's queries route, u is q as it was before the memory divided it
+        self.score_scale = scale / config.temperature / (1.0 if config.routed else memory.query_scale)
         self.router = None
         if config.routed:
             width = config.router_width(model)

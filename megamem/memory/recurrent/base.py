@@ -222,6 +222,8 @@ class RecurrentMixer(Mixer):
         """Makes vectors [..., width] one long."""
         self.unit_keys = False
         """Whether keys have length 1, whatever the width of heads. Subclasses set it."""
+        self.query_scale: float = self.width**-0.5
+        """What queries are multiplied by for this memory. Subclasses set it."""
         self.groups = model.heads // model.resolved_kv_heads
         init = normal(model.init_std)
         back = normal(model.init_std / (2 * model.layers) ** 0.5)
@@ -245,7 +247,7 @@ class RecurrentMixer(Mixer):
 
     def prepare(self, query: Tensor, key: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return queries and keys [T, B, local heads or kv_heads, D] as the memory gets them."""
-        return query * self.width**-0.5, key
+        return query * self.query_scale, key
 
     def gates(self, x: Tensor) -> dict[str, Tensor]:
         """Return what else the memory gets of tokens x [T, B, hidden_size], see `Inputs.gates`."""

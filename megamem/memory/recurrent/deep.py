@@ -77,7 +77,7 @@ class DeepMemory(RecurrentMixer):
     def __init__(self, config: DeepConfig, model: ModelConfig, linears: Linears) -> None:
         super().__init__(config, model, linears)
         self.config = config
-        self.unit_keys = config.normalize
+        self.unit_keys, self.query_scale = config.normalize, 1.0
         self.names = list(config.matrices(model))
         self.max_rate = config.max_rate or 1 / model.resolved_head_dim
         self.start = StartWeights(config.matrices(model), model, linears) if config.start == "learned" else None

@@ -122,7 +122,7 @@ def run(mixer, model, weights: dict[str, Tensor], hidden: Tensor) -> Answer:
         reads = []
         for h in range(model.heads):
             g, query = h // groups, memory.ask(made["query"][t, h], t)
-            router_query = query if routed is None else routed[t, h]
+            router_query = memory.prepare(made["query"][t, h], t) if routed is None else routed[t, h]
             readable = closed[g][first:]
             if mixer.lengths == "logarithmic":
                 stretches = digits(len(closed[g]), mixer.levels)
