@@ -13,7 +13,7 @@ import fsspec
 
 from megamem.errors import DataError, MegamemError
 from megamem.files import sha256
-from megamem.patience import DISK_ERRORS, RETRY_S, STOP_S, check_not_stopped, patiently, reason
+from megamem.patience import DISK_ERRORS, RETRY_S, STOP_S, check_not_stopped, patiently, reason, unless_stopped
 from tokenization.shard_format import FileRecord
 
 COPY_BYTES = 1 << 22
@@ -43,7 +43,7 @@ def read_remote(url: str, retry_s: float = RETRY_S) -> bytes:
             return data
 
     try:
-        return patiently(url, read, retry_s)
+        return patiently(url, lambda: unless_stopped(url, read), retry_s)
     except MegamemError:
         raise
     except Exception as error:  # file systems raise errors of their own libraries
@@ -183,7 +183,7 @@ def _download(url: str, record: FileRecord, part: Path, retry_s: float) -> None:
                     target.write(data)
 
         try:
-            patiently(url, copy, retry_s)
+            patiently(url, lambda: unless_stopped(url, copy), retry_s)
         except MegamemError:
             raise
         except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +103,29 @@ def test_a_signal_to_stop_does_not_wait_for_a_store(store) -> None:
         read_remote(store.url, retry_s=600)
     assert time.monotonic() - begun < 10
     assert StoppedError.exit_code == STOPPED
+
+
+@pytest.mark.parametrize("wanted", ["index", "shard"])
+def test_a_signal_to_stop_does_not_wait_for_a_connection_that_says_nothing(
+    store, tmp_path, monkeypatch, wanted: str
+) -> None:
+    """It is open, and no byte comes: there is nothing to try again, and nothing to end."""
+    monkeypatch.setattr(patience, "STOP_S", 0.5)
+    record = FileRecord("shard.tar", len(CONTENTS), hashlib.sha256(CONTENTS).hexdigest())
+
+    def read(url: str) -> None:
+        if wanted == "index":
+            read_remote(url, retry_s=600)
+        else:
+            ShardCache(tmp_path, 1 << 20, retry_s=600).open(url, record)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        threading.Timer(0.5, patience.stop_waiting).start()
+        begun = time.monotonic()
+        with pytest.raises(StoppedError, match="stopped by a signal while it was read"):
+            read(f"http://127.0.0.1:{silent.getsockname()[1]}/shard.tar")
+    assert 0.9 < time.monotonic() - begun < 10
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_configuration_says_how_long_its_stores_may_be_silent(store, tmp_path) -> None:
