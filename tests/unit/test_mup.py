@@ -188,7 +188,7 @@ class TestRules:
         [("titans", "own", 1 / 2), ("titans", "query", 1), ("retnet", "own", 1 / 4), ("retnet", "query", 1 / 4)],
     )
     def test_scores_of_kept_memories_follow_the_width_of_heads(self, memory, router, scale):
-        """Each of a query and a key that is no unit vector makes a score grow; RetNet's division of queries is undone."""
+        """Each of a query and a key that is no unit vector makes a score grow; how RetNet divides is undone."""
         options = {
             "kind": "memory_caching",
             "memory": {"kind": memory, "inner_chunk": 8},
