@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
@@ -76,7 +77,7 @@ class Meeting:
                 self.store.wait([every], timedelta(seconds=timeout_s + MARGIN_S))
             except DistStoreError:
                 raise MegamemError(f"rank 0 does not answer for {timeout_s + MARGIN_S:g} s") from None
-            found = {int(rank): theirs for rank, theirs in json.loads(self.store.get(every)).items()}
+            found = self._of_all(self.store.get(every))
         if self.rank not in found:
             raise MegamemError(f"rank {self.rank} was too late: rank 0 went on without it after {timeout_s:g} s")
         self.present = set(found)
@@ -92,5 +93,16 @@ class Meeting:
                 self.store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
             except DistStoreError:
                 continue
-            found[rank] = json.loads(self.store.get(key))
+            # what is no JSON was written by a stranger: the rank counts as one that has not come
+            with suppress(ValueError):
+                found[rank] = json.loads(self.store.get(key))
         return found
+
+    def _of_all(self, raw: bytes) -> dict[int, Any]:
+        """Return what rank 0 has gathered, by rank. Raises MegamemError for what it cannot have written."""
+        try:
+            return {int(rank): theirs for rank, theirs in json.loads(raw).items()}
+        except (ValueError, AttributeError):
+            raise MegamemError(
+                "what stands for rank 0's answer in the job's store is not its: others reach the port"
+            ) from None

@@ -290,6 +290,16 @@ class TestMeeting:
         with pytest.raises(MegamemError, match="rank 0 does not answer for"):
             Meeting(HashStore(), 1, 2).gather(None, 0.1)
 
+    def test_a_stranger_at_the_store_does_not_end_it(self):
+        """Who writes in the place of a rank makes it absent; who writes in that of rank 0 is found out."""
+        store = HashStore()
+        store.set("1/1", b"\xff no JSON")
+        assert Meeting(store, 0, 2).gather("here", 0.1) == {0: "here"}
+        for raw in (b"\xff", "[]", '{"x": 1}'):
+            store.set("1/all", raw)
+            with pytest.raises(MegamemError, match="is not its: others reach the port"):
+                Meeting(store, 1, 2).gather("here", 0.1)
+
     def test_time_limits(self):
         assert within(10, lambda: 3) == 3
         assert within(10, lambda: None) is None
