@@ -14,6 +14,8 @@ from megamem.patience import RETRY_S, patiently
 
 READ_BYTES = 1 << 20
 """Bytes that are asked for at a time."""
+LARGEST_PART = 1 << 26
+"""Bytes of a file that is read whole that are asked for at a time."""
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ def open_remote(url: str, size: int, retry_s: float = RETRY_S) -> BinaryIO:
 
     Raises:
         StoreError: the store has not answered for so long; reading raises it too.
-        DataError: while reading, the file was found to have another size when it was opened again.
+        DataError: the file has another size than it was listed with; reading, which opens it again, raises it too.
     """
     return cast(BinaryIO, io.BufferedReader(_RemoteFile(url, size, retry_s), READ_BYTES))
 
@@ -49,27 +51,23 @@ class _RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill the start of a writable buffer and return the bytes; 0 at the end."""
-
-        def some(file: Any) -> bytes:
-            data: bytes = file.read(len(buffer))
-            self._require(len(data) or not len(buffer) or self._at == self._size, self._at)
-            return data
-
-        data = self._tried(some)
+        data = self._tried(lambda file: self._part(file, len(buffer))) if len(buffer) else b""
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
     def readall(self) -> bytes:
-        """Return all that is left, asked for at once."""
+        """Return all that is left, in large parts: a request for much would take longer than stores allow."""
+        parts = []
+        while data := self._tried(lambda file: self._part(file, LARGEST_PART)):
+            self._at += len(data)
+            parts.append(data)
+        return b"".join(parts)
 
-        def rest(file: Any) -> bytes:
-            data: bytes = file.read()
-            self._require(self._at + len(data) >= self._size, self._at + len(data))
-            return data
-
-        data = self._tried(rest)
-        self._at += len(data)
+    def _part(self, file: Any, size: int) -> bytes:
+        """Return the next bytes of an open file, at most `size`; none at its end."""
+        data: bytes = file.read(size)
+        self._require(len(data) or self._at >= self._size, self._at)
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

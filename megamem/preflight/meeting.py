@@ -94,7 +94,7 @@ class Meeting:
             except DistStoreError:
                 continue
             # what is no JSON was written by a stranger: the rank counts as one that has not come
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 found[rank] = json.loads(self.store.get(key))
         return found
 
@@ -102,7 +102,7 @@ class Meeting:
         """Return what rank 0 has gathered, by rank. Raises MegamemError for what it cannot have written."""
         try:
             return {int(rank): theirs for rank, theirs in json.loads(raw).items()}
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             raise MegamemError(
                 "what stands for rank 0's answer in the job's store is not its: others reach the port"
             ) from None

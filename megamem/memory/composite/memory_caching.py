@@ -84,6 +84,8 @@ class MemoryCaching(Mixer):
         scale = model.score_scale ** ((config.routed or not unit) + (not unit)) if by_keys else 1.0
         # where the memory's queries route, u is q as it was before the memory divided it
         self.score_scale = scale / config.temperature / (1.0 if config.routed else memory.query_scale)
+        if config.combine == "residual":
+            self.score_scale = 1.0  # there are no scores
         self.router = None
         if config.routed:
             width = config.router_width(model)
