@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from launchers.signals import STOPS, not_ignored
 from megamem.hardware import cores
+from megamem.threads import Background
 
 SAME_SIGNAL_S = 1.0
 """Signals that come within so many seconds count as one."""
@@ -62,16 +63,13 @@ class Signals:
 
 def result_within(seconds: float, work: Callable[[], T]) -> T | None:
     """Return what `work` returns, None if it fails or takes longer: a store on a lost machine may never answer."""
-    results: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            results.append(work())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+    working = Background(work)
+    working.join(seconds)
+    if working.is_alive():
+        return None
+    with contextlib.suppress(Exception):
+        return working.result()
+    return None
 
 
 def run_interruptibly(work: Callable[[], T], give_up: Callable[[], bool]) -> T:
@@ -79,24 +77,12 @@ def run_interruptibly(work: Callable[[], T], give_up: Callable[[], bool]) -> T:
 
     Raises: TimeoutError once `give_up` returns true.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    working = Background(work)
+    while working.is_alive():
+        working.join(0.1)
         if give_up():
             raise TimeoutError
-    if errors:
-        raise errors[0]
-    return results[0]
+    return working.result()
 
 
 @contextmanager

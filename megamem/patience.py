@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeGuard, TypeVar
 
 from megamem.errors import MegamemError, StoppedError, StoreError
+from megamem.threads import Background
 
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -50,34 +51,21 @@ def check_not_stopped(what: str, grace_s: float = 0.0) -> None:
         raise StoppedError(f"{what}: stopped by a signal while it was read; a run goes on from its last checkpoint")
 
 
-def unless_stopped(what: str, work: Callable[[], T], grace_s: float | None = None) -> T:
-    """Return what `work` returns, without waiting for it once this process was asked to stop.
+def unless_stopped(what: str, work: Callable[[], T]) -> T:
+    """Return what `work` returns, without waiting for it once this process was asked to stop `STOP_S` seconds ago.
 
     Args:
         what: is being read, for messages.
-        work: done by a thread of its own, which is left behind then: a connection that says nothing cannot be ended.
-        grace_s: seconds that it gets after the signal; `STOP_S` if not given.
+        work: done by a thread, which is left behind then: a connection that says nothing cannot be ended.
 
     Raises: StoppedError, or what `work` raises.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # raised again by who waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-        if thread.is_alive():
-            check_not_stopped(what, STOP_S if grace_s is None else grace_s)
-    if errors:
-        raise errors[0]
-    return results[0]
+    working = Background(work)
+    while working.is_alive():
+        working.join(0.2)
+        if working.is_alive():
+            check_not_stopped(what, STOP_S)
+    return working.result()
 
 
 def _of_a_connection(error: BaseException | None) -> TypeGuard[BaseException]:

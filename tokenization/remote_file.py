@@ -67,7 +67,8 @@ class _RemoteFile(io.RawIOBase):
     def _part(self, file: Any, size: int) -> bytes:
         """Return the next bytes of an open file, at most `size`; none at its end."""
         data: bytes = file.read(size)
-        self._require(len(data) or self._at >= self._size, self._at)
+        if not data and self._at < self._size:
+            raise ConnectionError(f"ended after {self._at} of {self._size} bytes")
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -104,11 +105,6 @@ class _RemoteFile(io.RawIOBase):
             return attempt()
 
         return patiently(self._url, attempt, self._retry_s)
-
-    def _require(self, whole: object, read: int) -> None:
-        """Raise ConnectionError, which is tried again, unless the file is whole after so many bytes."""
-        if not whole:
-            raise ConnectionError(f"ended after {read} of {self._size} bytes")
 
     def _opened(self) -> Any:
         """Open the file at the place up to which it was read."""

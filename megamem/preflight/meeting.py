@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from megamem.errors import MegamemError
+from megamem.threads import Background
 
 T = TypeVar("T")
 MARGIN_S = 30.0
@@ -29,23 +29,11 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
     Raises: LateError after `seconds`; the thread is left behind, as there is no way to end it.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    working = Background(work)
+    working.join(seconds)
+    if working.is_alive():
         raise LateError(f"did not end within {seconds:g} s")
-    return results[0]
+    return working.result()
 
 
 class Meeting:

@@ -24,7 +24,8 @@ ALLOWED = {
     "megamem.errors": set(),
     "megamem.hardware": set(),
     "megamem.files": {"megamem.errors"},
-    "megamem.patience": {"megamem.errors"},
+    "megamem.threads": set(),
+    "megamem.patience": {"megamem.errors", "megamem.threads"},
     "megamem.tensor_files": {"megamem.errors", "megamem.files"},
     "megamem.config": {"megamem.errors"},
     "megamem.ops": {"megamem.errors"},
@@ -67,10 +68,12 @@ ALLOWED = {
     },
     "launchers": {
         "megamem.config", "megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning",
-        "megamem.training",
+        "megamem.threads", "megamem.training",
     },
     "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.model", "megamem.parallel"},
-    "megamem.preflight": {"megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.training"},
+    "megamem.preflight": {
+        "megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.threads", "megamem.training",
+    },
     "megamem.study": {
         "launchers", "megamem.config", "megamem.costs", "megamem.errors", "megamem.evaluation", "megamem.files",
         "megamem.hardware", "megamem.runs", "megamem.training",
