@@ -5,6 +5,7 @@ Verbs import what they need when they run, so that `--help` is instant.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -73,6 +74,10 @@ def main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         app(standalone_mode=True)
+    except SystemExit as ended:
+        if inside_job() and isinstance(ended.code, int):  # typer's always are
+            _end_rank(ended.code)
+        raise
     except MegamemError as error:
         if isinstance(error, FOUND_BY_ALL) and not _is_first_of_node():
             _wait_to_be_ended()
@@ -109,6 +114,16 @@ def _line(error: MegamemError) -> str:
     named = rank == "0" or of_all or str(error).startswith("rank ")
     text = str(error).replace("\n", "\\n")  # a path may hold a line break
     return f"megamem: {text}\n" if named else f"megamem: rank {rank}: {text}\n"
+
+
+def _end_rank(code: int) -> None:
+    """End this rank, whose work is done, by everything that is to happen at its end but the interpreter's own end.
+
+    Libraries keep process groups to the last. Their threads are at work until the process is gone, and one that lets go
+    of a tensor while the interpreter is taken down aborts a rank that has done all it should.
+    """
+    atexit._run_exitfuncs()
+    _leave(code)
 
 
 def _leave(code: int) -> None:
