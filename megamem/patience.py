@@ -27,6 +27,8 @@ _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "NoSuchBucket
 """Errors of the stores' own libraries, which are optional packages, by the names of their classes."""
 _PASSING_STATUS = {408, 425, 429}
 """Answers of HTTP that blame the request, and yet may be others later."""
+_MISSING_STATUS = {404, 410}
+"""Answers of HTTP that there is no such file."""
 
 _stopping = threading.Event()
 _stopped_at = 0.0
@@ -86,6 +88,13 @@ def may_pass(error: BaseException) -> bool:
         return may_pass(error.__cause__)
     status = getattr(error, "status", getattr(error, "code", None))
     return not (isinstance(status, int) and 400 <= status < 500 and status not in _PASSING_STATUS)
+
+
+def is_missing(error: BaseException) -> bool:
+    """Return whether a store says that there is no such file, and no more than that."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    return not _of_a_connection(error.__cause__) or getattr(error.__cause__, "status", None) in _MISSING_STATUS
 
 
 def reason(error: BaseException) -> str:

@@ -5,11 +5,13 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from shutil import copyfileobj
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -200,7 +202,7 @@ def _text_field(line: bytes, field: str, where: str) -> str:
 
 def _parquet(file: InputFile) -> Iterator[Document]:
     """Yield the text column row by row."""
-    with file.open() as raw:
+    with file.open() as given, _seekable(given) as raw:
         try:
             # read by this thread alone: one that waits for a store must hear a signal to stop
             table = pq.ParquetFile(raw, pre_buffer=False)
@@ -215,7 +217,7 @@ def _parquet(file: InputFile) -> Iterator[Document]:
 
 def _arrow(file: InputFile) -> Iterator[Document]:
     """Yield the text column row by row, of a stream or a file in Arrow's IPC format."""
-    with file.open() as raw:
+    with file.open() as given, _seekable(given) as raw:
         is_file = raw.read(6) == b"ARROW1"
         raw.seek(0)
         try:
@@ -229,6 +231,18 @@ def _arrow(file: InputFile) -> Iterator[Document]:
             position = max(raw.tell(), consumed)
             yield Document(f"{file.name}:{row}", text, position - consumed)
             consumed = position
+
+
+@contextmanager
+def _seekable(raw: BinaryIO) -> Iterator[IO[bytes]]:
+    """Give a file that can be read from any place: itself, or a copy on disk where its server gives it whole only."""
+    if raw.seekable():
+        yield raw
+        return
+    with TemporaryFile() as copy:
+        copyfileobj(raw, copy)
+        copy.seek(0)
+        yield copy
 
 
 def _check_column(schema: pa.Schema, file: InputFile) -> None:

@@ -39,6 +39,7 @@ class _RemoteFile(io.RawIOBase):
         self._at = 0
         self._file: Any = None  # fsspec ships no types
         self._streamed = False
+        self._seekable: bool | None = None
         self._tried(lambda file: None)
 
     def readable(self) -> bool:
@@ -46,8 +47,19 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return whether the store gives files from any place."""
-        return bool(self._tried(lambda file: file.seekable()))
+        """Return whether the store gives files from any place; it is asked for the last byte to find out."""
+
+        def last_byte(file: Any) -> bool:
+            file.seek(self._size - 1)
+            return bool(file.read(1))
+
+        if self._seekable is None:
+            try:
+                self._seekable = not self._size or self._tried(last_byte)
+                self.seek(self._at)
+            except ValueError:  # a stream from the start, whatever it says of itself
+                self._seekable = False
+        return self._seekable
 
     def readinto(self, buffer: Any) -> int:
         """Fill the start of a writable buffer and return the bytes; 0 at the end."""

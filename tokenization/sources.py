@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 
 from megamem.errors import DataError, MegamemError
-from megamem.patience import RETRY_S, patiently, reason
+from megamem.patience import RETRY_S, is_missing, patiently, reason
 from tokenization.readers import READERS, Document, InputFile, reader_of
 
 STAMPS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime")
@@ -92,16 +92,19 @@ def _remote_files(given: str) -> dict[str, tuple[int, str]]:
         else:
             found = store.find(path, detail=True)
         facts = {name: fact for name, fact in found.items() if fact["type"] == "file"}
+        if not facts and not reader_of(given):
+            # a search passes over folders that cannot be listed; asked for by itself, the folder says why
+            store.ls(store._strip_protocol(_fixed(given)))
         return {store.unstrip_protocol(name): (_size(store, name, fact), _stamp(fact)) for name, fact in facts.items()}
 
     try:
         files = patiently(given, listed, RETRY_S)
-    except FileNotFoundError:
-        files = {}
     except MegamemError:
         raise
     except Exception as error:  # file systems raise errors of their own libraries
-        raise DataError(f"{given}: cannot be listed ({reason(error)})") from None
+        if not is_missing(error):
+            raise DataError(f"{given}: cannot be listed ({reason(error)})") from None
+        files = {}
     if not files:
         raise DataError(f"{given}: no such file or folder")
     return files

@@ -16,7 +16,7 @@ import atexit, os, sys
 from megamem.cli import main as cli
 
 class Threads:
-    def __del__(self, abort=os.abort):  # as a thread of a process group may, where the interpreter takes everything down
+    def __del__(self, abort=os.abort):  # as may happen where the interpreter takes everything down
         abort()
 
 def command(**_):

@@ -3,6 +3,10 @@
 import contextlib
 import functools
 import http.server
+import random
+import re
+import socket
+import string
 import threading
 
 import fsspec.implementations.memory
@@ -61,12 +65,9 @@ def url(request, corpus):
 
 def test_remote_inputs_read_like_local_ones(corpus, url):
     """Folder, pattern and single file: same names, texts and sizes, in the same order."""
-    # the server of the standard library sends no ranges, so columns are not read through it
-    formats = ["a.jsonl", "a.jsonl.zst"] if url.startswith("http:") else FORMATS
-    if len(formats) == len(FORMATS):
-        assert read(url) == read(corpus)
-        assert [f.size for f in input_files([url])] == [f.size for f in input_files([corpus])]
-    for name in formats:
+    assert read(url) == read(corpus)
+    assert [f.size for f in input_files([url])] == [f.size for f in input_files([corpus])]
+    for name in FORMATS:
         assert read(f"{url}/*/{name}") == read(f"{corpus}/*/{name}")
         assert read(f"{url}/de/{name}") == read(corpus / "de" / name)
     with pytest.raises(DataError, match=r"nowhere.*: no such file or folder"):
@@ -179,6 +180,8 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
     busy = 0
     """How many of the next requests get 503."""
+    refusing = False
+    """Whether every request gets 403."""
     broken = 0
     """How many of the next files are broken off in the middle."""
     sent = 0
@@ -189,6 +192,9 @@ class Server(http.server.SimpleHTTPRequestHandler):
         if Server.busy > 0:
             Server.busy -= 1
             self.send_error(503)
+            return None
+        if Server.refusing:
+            self.send_error(403)
             return None
         return super().send_head()
 
@@ -209,6 +215,7 @@ def server(tmp_path, monkeypatch):
     """The URL of a folder behind a server, and the folder."""
     monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.0)
     Server.busy = Server.broken = Server.sent = 0
+    Server.refusing = False
     (tmp_path / "web").mkdir()
     handler = functools.partial(Server, directory=str(tmp_path / "web"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
@@ -221,12 +228,13 @@ LARGE = 8 << 20
 """Bytes of a file that fsspec would fetch in parts."""
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.arrow"])
 @pytest.mark.parametrize("broken", [0, 2])
 def test_a_server_without_ranges_is_read_again_from_the_start(server, name, broken):
     """What was read before it broke off is passed over, and not read twice."""
     url, folder = server
-    texts = ["x" * (LARGE // 8 - number) for number in range(8)]
+    letters = random.Random(0).choices(string.ascii_letters, k=LARGE // 8)  # columns are compressed
+    texts = ["".join(letters[number:]) for number in range(8)]
     write(folder / name, texts)
     files = input_files([f"{url}/{name}"])
     Server.broken = broken
@@ -259,6 +267,24 @@ def test_a_server_that_stays_busy_is_named(server, monkeypatch):
     monkeypatch.setattr("tokenization.sources.RETRY_S", 0.0)
     with pytest.raises(StoreError, match=r"a\.jsonl: does not answer \(.*503"):
         input_files([f"{url}/a.jsonl"])
+
+
+@pytest.mark.parametrize("input", ["a.jsonl", "nowhere.jsonl", "de", "de/*.jsonl"])
+def test_a_server_that_refuses_does_not_say_that_a_file_is_missing(server, input):
+    url, folder = server
+    write(folder / "a.jsonl")
+    Server.refusing = True
+    with pytest.raises(DataError, match=rf"{re.escape(input)}: cannot be listed \(ClientResponseError: 403"):
+        input_files([f"{url}/{input}"])
+
+
+@pytest.mark.parametrize("input", ["a.jsonl", "de", "de/*.jsonl"])
+def test_a_server_that_is_not_there_is_asked_again(input, monkeypatch):
+    monkeypatch.setattr("tokenization.sources.RETRY_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(StoreError, match=rf"{re.escape(input)}: does not answer \(ClientConnector"):
+        input_files([f"http://127.0.0.1:{port}/{input}"])
 
 
 def test_an_empty_file_in_the_place_of_another_is_named(corpus, failing):
