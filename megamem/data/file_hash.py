@@ -10,12 +10,15 @@ from megamem.files import read_json, sha256_file, write_json
 
 
 def kept_hash(file: Path, folder: Path) -> str:
-    """Return the SHA-256 of `file`; one process of a host reads it, and again only when its size or time has changed.
+    """Return the SHA-256 of `file`; one process of a host reads it, and again only when it has changed.
+
+    A change is seen by size and times; that of the inode cannot be set back.
 
     folder: keeps hashes; where it cannot be written the file is read each time.
     """
     state = file.stat()
-    key = hashlib.sha256(repr((str(file.absolute()), state.st_size, state.st_mtime_ns)).encode()).hexdigest()[:24]
+    seen = str(file.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns
+    key = hashlib.sha256(repr(seen).encode()).hexdigest()[:24]
     kept = folder / f"{key}.hash.json"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import torch
@@ -78,7 +79,7 @@ class Layer(nn.Module):
     def read_window(
         self, hidden: Tensor, state: State, chunks: Sequence[Chunk], ties_resets: bool
     ) -> tuple[Tensor, State, Losses]:
-        """Read the chunks of a window: the mixer one after the other, norms and MLP the tokens of all at once.
+        """Read the chunks of a window: norms and MLP the tokens of all at once, the mixer those of as many as it may.
 
         Args:
             hidden: [tokens of all chunks, batch, hidden_size], the residual stream; of each chunk this rank's tokens.
@@ -106,14 +107,31 @@ class Layer(nn.Module):
         outputs: list[Tensor] = []
         losses: Losses = {}
         given = self._given(hidden, self.mixer_norm)
-        for part, chunk in zip(given.chunk(len(chunks)), chunks, strict=True):
-            left = state
+        size = given.shape[0] // len(chunks)
+        for call in self._calls(chunks):
+            left, chunk = state, chunks[call.start]
+            tokens = given[call.start * size : call.stop * size]
             state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
-            output, state, of_chunk = self._mixed_by_document(part, state, chunk.inside(self.place))
+            output, state, of_call = self._mixed_by_document(tokens, state, chunk.inside(self.place))
             outputs.append(tied(output, left) if ties_resets and all(chunk.fresh()) else output)
-            # each is a mean over the tokens of its chunk
-            losses = add_losses(losses, {name: loss / len(chunks) for name, loss in of_chunk.items()})
+            # each is a mean over the tokens of its call
+            share = len(call) / len(chunks)
+            losses = add_losses(losses, {name: loss * share for name, loss in of_call.items()})
         return torch.cat(outputs), state, losses
+
+    def _calls(self, chunks: Sequence[Chunk]) -> list[range]:
+        """Return which chunks of a window the mixer reads in one call: as many as it makes no difference for.
+
+        Documents begin with a call, or inside the only chunk of one. A mixer that stops gradients does so between
+        calls. Where ranks split the tokens of each chunk, they can put those of one chunk together again.
+        """
+        one_by_one = self.linears.sequence_parallel or not self.mixer.differentiable_state
+        begins = [
+            number
+            for number, chunk in enumerate(chunks)
+            if not number or one_by_one or any(chunk.fresh()) or chunk.begins_inside or chunks[number - 1].begins_inside
+        ]
+        return [range(*call) for call in pairwise((*begins, len(chunks)))]
 
     def _mixed_by_document(self, given: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """Return what the mixer makes of given [tokens, batch, width]; in parts if it must, see `reads_borders`."""

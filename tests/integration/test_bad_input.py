@@ -170,6 +170,15 @@ class TestData:
         code, line = refused("train", config)
         assert (code, str(corpus / "train" / "index.npy") in line) == (DATA, True)
 
+    @pytest.mark.parametrize("place", [-3, -100])
+    def test_a_flipped_bit_in_the_document_table(self, refused, config, corpus, place):
+        table = corpus / "train" / "index.npy"
+        damaged = bytearray(table.read_bytes())
+        damaged[place] ^= 4
+        table.write_bytes(damaged)
+        code, line = refused("train", config)
+        assert (code, str(table) in line) == (DATA, True)
+
     def test_another_tokenizer(self, refused, config, tmp_path):
         make_tokenizer(tmp_path / "other", vocab_size=280, seed=5)
         code, line = refused("train", config, f"data.tokenizer={tmp_path / 'other'}")

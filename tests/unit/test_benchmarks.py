@@ -367,7 +367,7 @@ CONTINUED = {"kind": "memory_caching", "segment": 64, "write": "continued"}
 def test_a_layer_norm_keeps_a_memory_from_growing(kind, more, bound, times) -> None:
     """Inputs that have most in common, over 3,328 tokens: what `benchmarks.memory_growth` shows at full size.
 
-    DLA grows without the norm, a thousand times as large at least; Titans' loss and Memora's softmax bound them anyway.
+    DLA grows without the norm, a thousand times as large at least. At this size Titans does not; at full size it does.
     """
     sizes = {}
     for norm in (True, False):

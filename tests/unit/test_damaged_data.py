@@ -1,5 +1,6 @@
 """Data that are not what was written: tables, copies of remote shards, token ids, files that no index describes."""
 
+import hashlib
 import os
 import shutil
 
@@ -12,6 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megamem.data import cache as cache_module
 from megamem.data.cache import ShardCache
 from megamem.data.feeder import evaluation_documents
+from megamem.data.file_hash import kept_hash
 from megamem.data.megatron import MegatronStore
 from megamem.data.npy_store import NpyStore
 from megamem.data.shard_store import ShardStore
@@ -143,3 +145,12 @@ def test_a_large_file_of_tokens_is_hashed_once(tmp_path, monkeypatch):
     first = MegatronStore(str(tmp_path / "a"), tmp_path / "tables").fingerprint
     monkeypatch.setattr("megamem.data.file_hash.sha256_file", None)
     assert MegatronStore(str(tmp_path / "a"), tmp_path / "tables").fingerprint == first
+
+
+def test_a_file_that_has_changed_unseen_by_size_and_time_is_hashed_again(tmp_path):
+    file = tmp_path / "a.bin"
+    file.write_bytes(b"tokens")
+    before, state = kept_hash(file, tmp_path / "tables"), file.stat()
+    file.write_bytes(b"others")
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert kept_hash(file, tmp_path / "tables") == hashlib.sha256(b"others").hexdigest() != before

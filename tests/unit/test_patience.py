@@ -135,3 +135,25 @@ def test_a_configuration_says_how_long_its_stores_may_be_silent(store, tmp_path)
     with pytest.raises(StoreError, match="does not answer for 1 s"):
         open_stores(config, [store.url])
     assert time.monotonic() - begun < 10
+
+
+def test_waits_grow_up_to_a_limit_and_end_in_time(monkeypatch) -> None:
+    """Each is twice the one before, none longer than the longest nor than what is left."""
+    now, waits = [0.0], []
+
+    class Clock(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            now[0] += timeout
+            return False
+
+    monkeypatch.setattr(patience, "_stopping", Clock())
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+
+    def work() -> None:
+        raise ConnectionError("reset")
+
+    with pytest.raises(StoreError, match="does not answer for 100 s"):
+        patience.patiently("a store", work, 100.0)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 8.5]

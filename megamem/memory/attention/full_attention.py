@@ -70,13 +70,13 @@ class FullAttention(AttentionProjections):
         query, key, value = self.project(hidden)
         outputs, done = [], 0
         while done < query.shape[0]:
-            here = chunk.after(done)
-            # not across the end of the open chunk, so that all entries have one length
-            tokens = min(self.chunk - state["open_keys"].shape[0], query.shape[0] - done)
+            here, tokens = chunk.after(done), query.shape[0] - done
             if self.max_chunks is not None:
-                # nor across a chunk border of any row, where its reach changes, or into another document
+                # not across a chunk border of any row, where its reach changes, nor across the end of the open chunk,
+                # nor into another document
                 borders = (self.chunk - start % self.chunk for start in here.starts)
-                tokens = min(tokens, here.document_splits(tokens)[0].stop, *borders)
+                tokens = min(tokens, self.chunk - state["open_keys"].shape[0], *borders)
+                tokens = here.document_splits(tokens)[0].stop
             part = slice(done, done + tokens)
             output, state = self._attend(query[part], key[part], value[part], state, chunk.part(done, part.stop))
             outputs.append(output)
@@ -93,18 +93,20 @@ class FullAttention(AttentionProjections):
         tables = row_rotary_tables(chunk, query.shape[0], self.width, self.rotation, query)
         query, key = (self.apply_rotary(x, *tables) for x in (query, key))
         open_keys, open_values = state["open_keys"], state["open_values"]
-        entries = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
+        before = [*((e["keys"], e["values"]) for e in state["past"]), (open_keys, open_values)]
         seen = self.scaled_query(query), *self.local(key, value)
         if chunk.borders is None:
-            output = attention(*seen, self._visible(entries, chunk), self.backend, self.dropout(chunk.dropout))
+            output = attention(*seen, self._visible(before, chunk), self.backend, self.dropout(chunk.dropout))
         else:
-            output = self._row_by_row(seen, entries, chunk)
-        past = list(state["past"])
+            output = self._row_by_row(seen, before, chunk)
         if open_keys.shape[0]:
             key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
-        if key.shape[0] == self.chunk:
-            past.append({"keys": key, "values": value})
-            key, value = last_columns(key, 0), last_columns(value, 0)
+        # split, since the gradient of a slice by itself is as long as the call
+        pieces = zip(key.split(self.chunk), value.split(self.chunk), strict=True)
+        entries = [{"keys": keys, "values": values} for keys, values in pieces]
+        closed, rest = divmod(key.shape[0], self.chunk)
+        past = [*state["past"], *entries[:closed]]
+        key, value = last_columns(key, rest), last_columns(value, rest)
         return output, {
             "past": self._bounded(past, key.shape[0], chunk.after(tokens)),
             "open_keys": key,

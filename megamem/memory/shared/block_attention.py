@@ -232,9 +232,11 @@ class BlockAttention(AttentionProjections):
         projections: query, key and value of its tokens, see `project`.
         """
         outputs = []
-        for block_slice in block_slices(chunk, projections[0].shape[0], self.block):
+        cuts = block_slices(chunk, projections[0].shape[0], self.block)
+        # split, since the gradient of a slice by itself is as long as the call
+        parts = zip(*(x.split([cut.tokens for cut in cuts]) for x in projections), strict=True)
+        for block_slice, (query, key, value) in zip(cuts, parts, strict=True):
             state = self.reset_inside(state, block_slice.begin, block_slice.starts, projections[0])
-            query, key, value = (x[block_slice.begin : block_slice.end] for x in projections)
             output, state = self._attend(query, key, value, state, block_slice)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
