@@ -107,10 +107,9 @@ class Layer(nn.Module):
         outputs: list[Tensor] = []
         losses: Losses = {}
         given = self._given(hidden, self.mixer_norm)
-        size = given.shape[0] // len(chunks)
-        for call in self._calls(chunks):
+        size, calls = given.shape[0] // len(chunks), self._calls(chunks)
+        for call, tokens in zip(calls, given.split([len(call) * size for call in calls]), strict=True):
             left, chunk = state, chunks[call.start]
-            tokens = given[call.start * size : call.stop * size]
             state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
             output, state, of_call = self._mixed_by_document(tokens, state, chunk.inside(self.place))
             outputs.append(tied(output, left) if ties_resets and all(chunk.fresh()) else output)

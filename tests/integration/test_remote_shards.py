@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Sends files, after it has answered `busy` requests with 503; of the next `broken` files it sends the first half."""
+    """Answers `busy` requests with 503, then sends files, of the next `broken` ones the first half only."""
 
     busy = broken = refused = 0
 

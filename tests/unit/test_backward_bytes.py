@@ -30,11 +30,26 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
-def bytes_moved(mixer: dict[str, Any], tokens: int) -> float:
-    """Bytes that the operations of a layer's backward pass read and write, for one chunk of so many tokens."""
+BY_CHUNK: dict[str, dict[str, Any]] = {
+    "full attention": {"kind": "full_attention"},
+    "local attention": {"kind": "local_attention"},
+    "sliding attention": {"kind": "sliding_attention", "window": 64},
+    "Elastic Memory": {"kind": "elastic_memory", "order": 16},
+    "Transformer-XL": {"kind": "transformer_xl", "memory_length": 64},
+    "Compressive Transformer": {"kind": "compressive_transformer", "memory_length": 64, "compressed_length": 32},
+    "Memorizing Transformer": {"kind": "memorizing_attention", "queue": 128},
+    "infinity-former": {"kind": "infinity_former", "basis": 16, "samples": 16},
+    "Infini-attention": {"kind": "infini_attention"},
+    "masked mixer": {"kind": "masked_mixer"},
+}
+"""Mixers that go from chunk to chunk inside a call."""
+
+
+def bytes_moved(mixer: dict[str, Any], tokens: int, chunks: int = 1) -> float:
+    """Bytes that the operations of a layer's backward pass read and write, for one call of chunks of so many tokens."""
     sizes = {"layers": 1, "hidden_size": 128, "heads": 2, "vocab_size": 64, "chunk_size": tokens}
     model = parse_config(ModelConfig, {**sizes, "mixer": mixer}, "test")
-    (chunk,) = measure_part(Part(model, torch.float32, range(1), None), 1, False, Share(1, 1))
+    (chunk,) = measure_part(Part(model, torch.float32, range(1), None, together=chunks), 1, False, Share(1, 1))
     return float(chunk.seen_backward.moved.sum())
 
 
@@ -46,3 +61,10 @@ def test_twice_the_tokens_move_twice_the_bytes(name: str) -> None:
     allowed = 2.5 if mixer["kind"] in ("memory_caching", "log_linear") else 2.05
     once, twice = (bytes_moved(mixer, tokens) for tokens in (1024, 2048))
     assert 1.5 < twice / once < allowed
+
+
+@pytest.mark.parametrize("name", BY_CHUNK)
+def test_twice_the_chunks_of_a_call_move_twice_the_bytes(name: str) -> None:
+    """Up to 31/15 times: the first chunk of a document has no memory. With slices of chunks it would be 3 times."""
+    once, twice = (bytes_moved(BY_CHUNK[name], 64, chunks) for chunks in (16, 32))
+    assert 1.5 < twice / once < 2.1

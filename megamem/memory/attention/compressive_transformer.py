@@ -214,9 +214,11 @@ class CompressiveTransformer(SegmentAttention):
         x: [T, B, W]; terms: gets the reconstruction losses, each a sum over tokens and rows.
         """
         outputs = []
-        for part in block_slices(chunk, x.shape[0], self.segment):
+        parts = block_slices(chunk, x.shape[0], self.segment)
+        sizes = [part.tokens for part in parts]
+        for part, tokens in zip(parts, x.split(sizes), strict=True):
             state = self.reset_inside(state, part.begin, part.starts, x)
-            tokens, here = x[part.begin : part.end], chunk.part(part.begin, part.end)
+            here = chunk.part(part.begin, part.end)
             mixed, new, received = self.mix(tokens, self.queries(tokens), state, here)
             outputs.append(mixed)
             if received is not None:

@@ -22,6 +22,7 @@ from megamem.memory.shared.block_attention import AttentionProjections, last_col
 from megamem.memory.shared.blocks import row_rotary_tables
 from megamem.memory.shared.row_by_row import apart, row_chunk
 from megamem.ops.attention.softmax import Past, attention
+from megamem.ops.slices import slices
 from megamem.parallel.linears import Linears
 
 
@@ -117,40 +118,49 @@ class SlidingAttention(AttentionProjections):
         keys, values: those before the call and its own, [window - 1 + tokens, batch, local kv_heads, head_dim].
         """
         before, outputs = self.window - 1, []
-        for begin, end in self._parts(chunk, query.shape[0]):
-            here = chunk.after(begin)
-            past = self._past(keys, values, begin, end, here)
-            own = self.local(keys[before + begin : before + end], values[before + begin : before + end])
-            outputs.append(attention(query[begin:end], *own, past, self.backend, self.dropout(here.dropout)))
+        parts = self._parts(chunk, query.shape[0])
+        # the columns that each part sees: as far back as a row's document reaches, and its own
+        reaches = [self._reach(chunk.after(part.start)) for part in parts]
+        columns = [
+            slice(before + part.start - max(reach), before + part.stop)
+            for part, reach in zip(parts, reaches, strict=True)
+        ]
+        seen = zip(slices(query, parts), slices(keys, columns), slices(values, columns), strict=True)
+        for part, reach, (asking, key, value) in zip(parts, reaches, seen, strict=True):
+            border, dropout = max(reach), self.dropout(chunk.after(part.start).dropout)
+            past = self._past(key[:border], value[:border], reach, asking.shape[0])
+            own = self.local(key[border:], value[border:])
+            outputs.append(attention(asking, *own, past, self.backend, dropout))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _parts(self, chunk: Chunk, tokens: int) -> list[tuple[int, int]]:
+    def _parts(self, chunk: Chunk, tokens: int) -> list[slice]:
         """Cut a call into stretches of queries that share one rectangle of keys, none across a document's start."""
         step = part_tokens(self.window)
         return [
-            (begin, min(begin + step, part.stop))
+            slice(begin, min(begin + step, part.stop))
             for part in chunk.document_splits(tokens)
             for begin in range(part.start, part.stop, step)
         ]
 
-    def _past(self, keys: Tensor, values: Tensor, begin: int, end: int, chunk: Chunk) -> list[Past]:
-        """Return the part of the window before queries begin .. end - 1, masked to what each of them sees.
+    def _reach(self, chunk: Chunk) -> list[int]:
+        """Return how many tokens before `chunk` each row's window reaches back."""
+        return [min(max(start, 0), self.window - 1) for start in chunk.starts]
 
-        keys, values: the state and the call's own, [window - 1 + tokens, batch, local kv_heads, head_dim].
-        chunk: the place of query `begin`.
+    def _past(self, keys: Tensor, values: Tensor, reach: list[int], tokens: int) -> list[Past]:
+        """Return what lies before `tokens` queries, masked to what each of them sees.
+
+        keys, values: [longest reach, batch, local kv_heads, head_dim]; reach: `_reach` of the first query.
         """
-        reach = [min(max(start, 0), self.window - 1) for start in chunk.starts]
         longest = max(reach)
         if not longest:
             return []
-        part = slice(self.window - 1 + begin - longest, self.window - 1 + begin)
         # column c lies `longest - c` tokens before the first query
         ages = torch.arange(longest, 0, -1, device=keys.device)
         visible: Tensor | None = None
-        if longest + end - begin > self.window:  # the first columns have left the windows of later queries
-            rows = torch.arange(end - begin, device=keys.device)
+        if longest + tokens > self.window:  # the first columns have left the windows of later queries
+            rows = torch.arange(tokens, device=keys.device)
             visible = (ages + rows[:, None] < self.window)[None, None]
         if min(reach) < longest:
             own = (ages <= to_device(reach, keys.device)[:, None])[:, None, None]
-            visible = own.expand(-1, -1, end - begin, -1) if visible is None else visible & own
-        return [Past(keys[part], values[part], visible)]
+            visible = own.expand(-1, -1, tokens, -1) if visible is None else visible & own
+        return [Past(keys, values, visible)]

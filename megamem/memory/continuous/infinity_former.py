@@ -280,9 +280,11 @@ class InfinityFormer(AttentionProjections):
         Returns: what the heads put out, local and then long-term [T, B, 2 H, D], and the new state.
         """
         outputs = []
-        for part in block_slices(chunk, x.shape[0], self.segment):
+        parts = block_slices(chunk, x.shape[0], self.segment)
+        sizes = [part.tokens for part in parts]
+        for part, tokens in zip(parts, x.split(sizes), strict=True):
             state = self.reset_inside(state, part.begin, part.starts, x)
-            tokens, here = x[part.begin : part.end], chunk.part(part.begin, part.end)
+            here = chunk.part(part.begin, part.end)
             query, written = self.queries(tokens), self.written(part)
             coefficients = self.long_term.update(state, written, [offset == 0 for offset in part.offsets])
             reading = self.long_term.read(self.scaled_query(query), coefficients, written)

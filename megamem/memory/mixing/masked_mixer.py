@@ -27,6 +27,7 @@ from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSp
 from megamem.memory.shared.block_attention import last_columns
 from megamem.memory.shared.blocks import block_slices
 from megamem.memory.shared.row_by_row import apart, row_chunk
+from megamem.ops.slices import slices
 from megamem.ops.token_map import map_tokens
 from megamem.parallel.linears import Linears, constant, declare, normal
 
@@ -135,15 +136,17 @@ class TokenMap(nn.Module):
         """See `forward`; weight [G, L, L, K], bias [G, L]."""
         open_tokens = history.shape[0] - tokens
         outputs = []
-        for part in block_slices(chunk, tokens, self.chunk):
-            begin, end = open_tokens + part.begin, open_tokens + part.end
+        parts = block_slices(chunk, tokens, self.chunk)
+        # from where a row's chunk begins that is open for longest
+        columns = [slice(open_tokens + part.begin - max(part.offsets), open_tokens + part.end) for part in parts]
+        for part, seen in zip(parts, slices(history, columns), strict=True):
             # rows at one place of their chunks share a product
             same = len(set(part.offsets)) == 1
             mapped = [
                 map_tokens(
                     causal_part(weight, offset, part.tokens),
                     bias[:, offset : offset + part.tokens],
-                    history[begin - offset : end, slice(None) if same else slice(row, row + 1)],
+                    seen[max(part.offsets) - offset :, slice(None) if same else slice(row, row + 1)],
                 )
                 for row, offset in enumerate(part.offsets[:1] if same else part.offsets)
             ]

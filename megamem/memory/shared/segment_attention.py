@@ -28,6 +28,7 @@ from megamem.memory.shared.block_attention import AttentionProjections, last_col
 from megamem.memory.shared.blocks import BlockSlice, block_slices
 from megamem.memory.shared.row_by_row import row_chunk
 from megamem.ops.attention.relative import relative_attention, relative_shares, sinusoids
+from megamem.ops.slices import slices
 from megamem.parallel.linears import Linears, declare, normal
 
 
@@ -216,6 +217,10 @@ class SegmentAttention(AttentionProjections):
         """Return how many columns a row sees in front of its open chunk, after so many tokens in finished chunks."""
         return min(finished_tokens, self.memory_length)
 
+    def _seen(self, part: BlockSlice) -> int:
+        """Return how many columns some row of a part sees in front of its open chunk."""
+        return max(map(self.columns_before, part.finished_tokens))
+
     def kept(self, state: State) -> Tensor:
         """Return all columns of the state in front of the open chunk, the newest last: [columns, B, hidden_size]."""
         cache: Tensor = state["memory"]
@@ -234,9 +239,9 @@ class SegmentAttention(AttentionProjections):
         Returns: what the heads put out [T, B, H, D]; the new state; where `counts_attention` says so, the attention of
         all local heads to the cache, [M, B].
         """
-        slices = block_slices(chunk, x.shape[0], self.segment)
+        parts = block_slices(chunk, x.shape[0], self.segment)
         # columns that no row sees are left out
-        seen = max(self.columns_before(tokens) for tokens in slices[0].finished_tokens)
+        seen = self._seen(parts[0])
         open_tokens = state["open_hidden"].shape[0]
         before = torch.cat((last_columns(self.kept(state), seen), state["open_hidden"]))
         own_keys, own_values = self.local(self.keys(x), self.heads_of(self.value, x))
@@ -245,9 +250,11 @@ class SegmentAttention(AttentionProjections):
         keys = torch.cat((self.keys(before), own_keys))
         values = torch.cat((self.heads_of(self.value, before), own_values))
         queries = self.biased(self.scaled_query(query))
-        distance_keys = self._distance_keys(keys.shape[0], x, chunk)
-        if all(len({*part.offsets}) == 1 for part in slices) and slices[0].offsets[0] == open_tokens:
-            mixed, received = self._read(queries, keys, values, distance_keys, slices)
+        # no query looks further back than over the columns of its own part
+        most = max(self._seen(part) + max(part.offsets) + part.tokens for part in parts)
+        distance_keys = self._distance_keys(min(most, keys.shape[0]), x, chunk)
+        if all(len({*part.offsets}) == 1 for part in parts) and parts[0].offsets[0] == open_tokens:
+            mixed, received = self._read(queries, keys, values, distance_keys, parts)
         else:
             rows, of_rows = [], []
             for row in range(chunk.rows):
@@ -287,7 +294,7 @@ class SegmentAttention(AttentionProjections):
         keys: Tensor,
         values: Tensor,
         distance_keys: Tensor,
-        slices: list[BlockSlice],
+        parts: list[BlockSlice],
     ) -> tuple[Tensor, Tensor]:
         """Attend slice by slice; all rows are at the same place of their chunks.
 
@@ -295,29 +302,36 @@ class SegmentAttention(AttentionProjections):
             queries: q + u and q + v, [T, B, H, D].
             keys, values: of the columns before the call and of the call, [columns, B, kv heads, D].
             distance_keys: `_distance_keys`.
-            slices: `block_slices` of the call.
+            parts: `block_slices` of the call.
         Returns: [T, B, H, D]; the attention to each column [columns, B], zeros unless `counts_attention`.
         """
         before, outputs = keys.shape[0] - queries[0].shape[0], []
         received = torch.zeros(keys.shape[:2], dtype=state_dtype(keys.dtype), device=keys.device)
-        for part in slices:
-            seen = [self.columns_before(tokens) for tokens in part.finished_tokens]
-            longest = max(seen)
-            first, last = before + part.begin - part.offsets[0] - longest, before + part.end
-            hidden = None if min(seen) == longest else tuple(longest - count for count in seen)
-            unseen = unseen_keys(part.tokens, last - first, self.window, hidden, keys.device)
-            content, distance = (query[part.begin : part.end] for query in queries)
-            of_distances = distance_keys[distance_keys.shape[0] - (last - first) - 1 :]
+        reaches = [[self.columns_before(tokens) for tokens in part.finished_tokens] for part in parts]
+        columns = [
+            slice(before + part.begin - part.offsets[0] - max(reach), before + part.end)
+            for part, reach in zip(parts, reaches, strict=True)
+        ]
+        tokens = [slice(part.begin, part.end) for part in parts]
+        asking = zip(*(slices(query, tokens) for query in queries), strict=True)
+        seen = zip(slices(keys, columns), slices(values, columns), strict=True)
+        for part, reach, here, (content, distance), (own_keys, own_values) in zip(
+            parts, reaches, columns, asking, seen, strict=True
+        ):
+            longest, length = max(reach), here.stop - here.start
+            hidden = None if min(reach) == longest else tuple(longest - count for count in reach)
+            unseen = unseen_keys(part.tokens, length, self.window, hidden, keys.device)
+            of_distances = distance_keys[distance_keys.shape[0] - length - 1 :]
             if self.observer is not None:
-                shares = relative_shares(content, distance, keys[first:last], of_distances, unseen)
+                shares = relative_shares(content, distance, own_keys, of_distances, unseen)
                 self.observer.attended(shares, unseen)
             output, counted, _ = relative_attention(
-                content, distance, keys[first:last], values[first:last], of_distances, unseen,
+                content, distance, own_keys, own_values, of_distances, unseen,
                 fused=self.backend != "eager", count=self.counts_attention, dropout=self.dropout(part.dropout),
             )  # fmt: skip
             outputs.append(output)
             if counted is not None:
-                received[first:last] += counted
+                received[here] += counted
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), received
 
     def _written(self, x: Tensor, state: State, chunk: Chunk) -> State:
