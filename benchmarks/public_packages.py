@@ -1,7 +1,7 @@
 """Models of public packages beside ours of one shape, in one run on the CPU.
 
     pip install -c constraints.txt -e ".[benchmarks]"      # titans-pytorch and what it needs
-    python -m benchmarks.public_packages [--tokens 4096] [--turns 5] [--models NAME ...]
+    python -m benchmarks.public_packages [--tokens 4096] [--turns 5] [--models NAME ...] [--by-layer]
 
 The shape of `benchmarks.caching` (4 layers of 256, 4 heads, a vocabulary of 1,024), forward and backward of one
 sequence, FP32, one thread, no optimizer. From outside come
@@ -27,6 +27,7 @@ from benchmarks.caching import STORED, models, run_of
 from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, ratio, summary, table
 from benchmarks.titans_layer import INNER, whole_model
 from megamem.config.model import ModelConfig
+from megamem.config.training import WindowOrder
 
 LLAMA, MAMBA, TITANS = "Hugging Face Llama", "Hugging Face Mamba2", "titans-pytorch, a step per 64 tokens"
 WHOLE = "full attention, all tokens at once"
@@ -78,8 +79,8 @@ def _of_transformers(language_model: Any, model: ModelConfig, tokens: int) -> Ru
     return run
 
 
-def ours(tokens: int) -> dict[str, Callable[[], Run]]:
-    """What makes our models."""
+def ours(tokens: int, order: WindowOrder) -> dict[str, Callable[[], Run]]:
+    """What makes our models; order: in which memories read the window."""
     forms = models(quick=False)
     full = forms["full attention"]
     whole = full.model_copy(update={"chunk_size": tokens})
@@ -90,7 +91,7 @@ def ours(tokens: int) -> dict[str, Callable[[], Run]]:
     }
     for name, form in forms.items():
         if name not in SKIPPED:
-            made[name] = lambda form=form: run_of(form, tokens)  # type: ignore[misc]
+            made[name] = lambda form=form: run_of(form, tokens, order)  # type: ignore[misc]
     return made
 
 
@@ -100,12 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="all if not given; Llama always runs")
+    parser.add_argument("--by-layer", action="store_true", help="memories too, with training.window_order: layers")
     parser.add_argument("--output", type=Path, default=OUTPUT / "public_packages.json")
     options = parser.parse_args(arguments)
     if options.tokens % IN_CHUNK or not 0 < options.tokens <= STORED:
         parser.error(f"--tokens {options.tokens}: not a multiple of {IN_CHUNK} up to {STORED:,}, what is kept at once")
     fix_threads(1)
-    makers = theirs(models(quick=False)["full attention"], options.tokens) | ours(options.tokens)
+    order: WindowOrder = "layers" if options.by_layer else "chunks"
+    makers = theirs(models(quick=False)["full attention"], options.tokens) | ours(options.tokens, order)
     chosen = {name: make for name, make in makers.items() if not options.models or name in {LLAMA, *options.models}}
     if options.models and (unknown := set(options.models) - set(makers)):
         parser.error(f"--models {', '.join(sorted(unknown))}: none of {', '.join(makers)}")
