@@ -126,11 +126,11 @@ class SlidingAttention(AttentionProjections):
             for part, reach in zip(parts, reaches, strict=True)
         ]
         seen = zip(slices(query, parts), slices(keys, columns), slices(values, columns), strict=True)
-        for part, reach, (asking, key, value) in zip(parts, reaches, seen, strict=True):
+        for part, reach, (own_query, key, value) in zip(parts, reaches, seen, strict=True):
             border, dropout = max(reach), self.dropout(chunk.after(part.start).dropout)
-            past = self._past(key[:border], value[:border], reach, asking.shape[0])
+            past = self._past(key[:border], value[:border], reach, own_query.shape[0])
             own = self.local(key[border:], value[border:])
-            outputs.append(attention(asking, *own, past, self.backend, dropout))
+            outputs.append(attention(own_query, *own, past, self.backend, dropout))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _parts(self, chunk: Chunk, tokens: int) -> list[slice]:

@@ -313,10 +313,10 @@ class SegmentAttention(AttentionProjections):
             for part, reach in zip(parts, reaches, strict=True)
         ]
         tokens = [slice(part.begin, part.end) for part in parts]
-        asking = zip(*(slices(query, tokens) for query in queries), strict=True)
+        own_queries = zip(*(slices(query, tokens) for query in queries), strict=True)
         seen = zip(slices(keys, columns), slices(values, columns), strict=True)
         for part, reach, here, (content, distance), (own_keys, own_values) in zip(
-            parts, reaches, columns, asking, seen, strict=True
+            parts, reaches, columns, own_queries, seen, strict=True
         ):
             longest, length = max(reach), here.stop - here.start
             hidden = None if min(reach) == longest else tuple(longest - count for count in reach)
