@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from shutil import copyfileobj
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any, BinaryIO, cast
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from megamem.errors import DataError, DependencyError, MegamemError
+from megamem.patience import reason
 from tokenization.remote_file import open_remote
 
 PARQUET_ROWS = 64
@@ -202,7 +203,7 @@ def _text_field(line: bytes, field: str, where: str) -> str:
 
 def _parquet(file: InputFile) -> Iterator[Document]:
     """Yield the text column row by row."""
-    with file.open() as given, _seekable(given) as raw:
+    with file.open() as given, _seekable(given, file.path) as raw:
         try:
             # read by this thread alone: one that waits for a store must hear a signal to stop
             table = pq.ParquetFile(raw, pre_buffer=False)
@@ -217,7 +218,7 @@ def _parquet(file: InputFile) -> Iterator[Document]:
 
 def _arrow(file: InputFile) -> Iterator[Document]:
     """Yield the text column row by row, of a stream or a file in Arrow's IPC format."""
-    with file.open() as given, _seekable(given) as raw:
+    with file.open() as given, _seekable(given, file.path) as raw:
         is_file = raw.read(6) == b"ARROW1"
         raw.seek(0)
         try:
@@ -234,14 +235,22 @@ def _arrow(file: InputFile) -> Iterator[Document]:
 
 
 @contextmanager
-def _seekable(raw: BinaryIO) -> Iterator[IO[bytes]]:
-    """Give a file that can be read from any place: itself, or a copy on disk where its server gives it whole only."""
+def _seekable(raw: BinaryIO, where: str) -> Iterator[IO[bytes]]:
+    """Give a file that can be read from any place: itself, or a copy on disk where its server gives it whole only.
+
+    Raises: DataError naming `where` if there is no room for a copy.
+    """
     if raw.seekable():
         yield raw
         return
     with TemporaryFile() as copy:
-        copyfileobj(raw, copy)
-        copy.seek(0)
+        try:
+            copyfileobj(raw, copy)
+            copy.seek(0)
+        except OSError as error:
+            raise DataError(
+                f"{where}: cannot be copied to {gettempdir()} ({reason(error)}); TMPDIR names another"
+            ) from None
         yield copy
 
 

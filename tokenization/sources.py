@@ -92,7 +92,7 @@ def _remote_files(given: str) -> dict[str, tuple[int, str]]:
         else:
             found = store.find(path, detail=True)
         facts = {name: fact for name, fact in found.items() if fact["type"] == "file"}
-        if not facts and not reader_of(given):
+        if not facts and (_fixed(given) != given or not reader_of(given)):
             # a search passes over folders that cannot be listed; asked for by itself, the folder says why
             store.ls(store._strip_protocol(_fixed(given)))
         return {store.unstrip_protocol(name): (_size(store, name, fact), _stamp(fact)) for name, fact in facts.items()}

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 
 import typer
@@ -121,8 +122,13 @@ def _end_rank(code: int) -> None:
 
     Libraries keep process groups to the last. Their threads are at work until the process is gone, and one that lets go
     of a tensor while the interpreter is taken down aborts a rank that has done all it should.
+
+    Raises: OSError where the last of what it prints cannot be written.
     """
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does first, and then the next line
     atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
     _leave(code)
 
 

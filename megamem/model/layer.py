@@ -94,20 +94,21 @@ class Layer(nn.Module):
                 f"training.window_order layers does not go with {type(self.mixer).__name__} (model.{self.place}), "
                 "whose after_layer takes what the layer has made of each chunk before the next; use chunks"
             )
-        mixed, state, losses = self.run_part("mixer", self._mixed_in_turn, hidden, state, chunks, ties_resets)
+        mixed, state, losses = self.run_part("mixer", self._mixed_in_calls, hidden, state, chunks, ties_resets)
         # nothing is dropped here (`check_window_order`), so that it does not matter whose place is given
         hidden = self._added(hidden, mixed, self.mixer_norm, chunks[0], "mixer")
         made = self.run_part("mlp", self._made, hidden, chunks[0])
         return self._added(hidden, made, self.mlp_norm, chunks[0], "mlp"), state, losses
 
-    def _mixed_in_turn(
+    def _mixed_in_calls(
         self, hidden: Tensor, state: State, chunks: Sequence[Chunk], ties_resets: bool
     ) -> tuple[Tensor, State, Losses]:
         """Return what the mixer makes of the chunks in hidden [this rank's tokens, batch, width]; see `read_window`."""
         outputs: list[Tensor] = []
         losses: Losses = {}
         given = self._given(hidden, self.mixer_norm)
-        size, calls = given.shape[0] // len(chunks), self._calls(chunks)
+        # under ZeRO 3 all ranks call the same modules in the same order, whatever their documents
+        size, calls = given.shape[0] // len(chunks), self._calls(chunks, one_by_one=ties_resets)
         for call, tokens in zip(calls, given.split([len(call) * size for call in calls]), strict=True):
             left, chunk = state, chunks[call.start]
             state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
@@ -118,13 +119,14 @@ class Layer(nn.Module):
             losses = add_losses(losses, {name: loss * share for name, loss in of_call.items()})
         return torch.cat(outputs), state, losses
 
-    def _calls(self, chunks: Sequence[Chunk]) -> list[range]:
-        """Return which chunks of a window the mixer reads in one call: as many as it makes no difference for.
+    def _calls(self, chunks: Sequence[Chunk], one_by_one: bool) -> list[range]:
+        """Return which chunks of a window the mixer reads in one call: as many as possible.
 
-        Documents begin with a call, or inside the only chunk of one. A mixer that stops gradients does so between
-        calls. Where ranks split the tokens of each chunk, they can put those of one chunk together again.
+        Each call begins where its first chunk does, so documents begin with a call, or inside the only chunk of one. A
+        mixer that stops gradients does so between calls; and where ranks split the tokens of each chunk, they can put
+        together those of one chunk only. one_by_one: make a call of each chunk anyway.
         """
-        one_by_one = self.linears.sequence_parallel or not self.mixer.differentiable_state
+        one_by_one = one_by_one or self.linears.sequence_parallel or not self.mixer.differentiable_state
         begins = [
             number
             for number, chunk in enumerate(chunks)

@@ -46,13 +46,13 @@ def built(case: Case, layers: range) -> Stage:
     return along_path(stage.to(torch.float64))
 
 
-def batches(case: Case) -> list[Batch]:
+def batches(case: Case, inside: bool = True) -> list[Batch]:
     """Micro-batches of random tokens; in the second, a row starts a new document at its third chunk.
 
     Three tokens later it starts another one, and so does the other row inside its second chunk, except where all rows
-    of a call must be at the same place of their chunks.
+    of a call must be at the same place of their chunks, or documents are not to begin `inside` chunks.
     """
-    inside = not built(case, range(LAYERS)).one_grid
+    inside = inside and not built(case, range(LAYERS)).one_grid
     made = []
     for sequence in range(SEQUENCES):
         generator = torch.Generator().manual_seed(sequence)
@@ -73,11 +73,14 @@ def batches(case: Case) -> list[Batch]:
     return made
 
 
-def one_graph(case: Case, bptt_chunks: int) -> dict[str, Any]:
-    """The reference: the whole model in one process, one autograd graph, cut where windows end."""
+def one_graph(case: Case, bptt_chunks: int, inside: bool = True) -> dict[str, Any]:
+    """The reference: the whole model in one process, one autograd graph, cut where windows end.
+
+    inside: see `batches`.
+    """
     stage = built(case, range(LAYERS))
     total, nats, ends = torch.zeros((), dtype=torch.float64), 0.0, []
-    for batch in batches(case):
+    for batch in batches(case, inside):
         states = stage.initial_states(ROWS, CPU, torch.float64)
         for c in range(CHUNKS):
             if c % bptt_chunks == 0:

@@ -88,11 +88,11 @@ def test_gradients_reach_across_a_chunk_border_as_declared(case):
 
 
 def test_gradients_do_not_depend_on_the_calls(case, subject):
-    """Chunk calls and odd calls, backward through all of them: the same gradient of every parameter."""
+    """Chunk calls, odd calls and one call, backward through all of them: the same gradient of every parameter."""
     if not all(getattr(part, "differentiable_state", True) for part in make(case, subject).components.values()):
         return  # where gradients stop at the incoming state, calls decide what they see
     found = []
-    for cuts in (every(CHUNK, 3 * CHUNK), [1, 5, 12, 19], every(1, 3 * CHUNK)):
+    for cuts in (every(CHUNK, 3 * CHUNK), [1, 5, 12, 19], every(1, 3 * CHUNK), [3 * CHUNK]):
         made = make(case, subject)
         output = run(made, inputs(made, 3 * CHUNK, 2), one_grid(2), cuts)[0]
         probe = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

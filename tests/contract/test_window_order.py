@@ -28,13 +28,13 @@ mixers = pytest.mark.parametrize("mixer", CASES, ids=lambda case: case.id)
 
 
 @cache
-def by_layer(case, bptt_chunks, recompute=False, ties_resets=False):
-    """What windows in this order find: losses, gradients, states at the ends."""
+def by_layer(case, bptt_chunks, recompute=False, ties_resets=False, inside=True):
+    """What windows in this order find: losses, gradients, states at the ends; inside: see `batches`."""
     stage = built(case, range(LAYERS))
     stage.recompute, stage.ties_resets = recompute, ties_resets
     window = Window(stage, NextToken(stage.config), order="layers")
     nats, ends = 0.0, []
-    for batch in batches(case):
+    for batch in batches(case, inside):
         states, places = stage.initial_states(ROWS, CPU, torch.float64), chunk_places(batch)
         for first in range(0, CHUNKS, bptt_chunks):
             part = slice(first * CHUNK, (first + bptt_chunks) * CHUNK)
@@ -66,6 +66,12 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("window", [2, CHUNKS], ids=lambda window: f"bptt{window}")
 def test_everything_is_that_of_one_graph(mixer, window):
     assert_equal(by_layer(mixer, window), reference(mixer, window))
+
+
+@mixers
+def test_documents_that_begin_where_chunks_do(mixer):
+    """As packed data have them, rows at different places of their documents among them."""
+    assert_equal(by_layer(mixer, CHUNKS, inside=False), reference(mixer, CHUNKS, inside=False))
 
 
 @mixers

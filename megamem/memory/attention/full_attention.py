@@ -67,22 +67,39 @@ class FullAttention(AttentionProjections):
 
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
-        query, key, value = self.project(hidden)
+        projections = self.project(hidden)
+        parts = self._parts(chunk, projections[0].shape[0], state["open_keys"].shape[0])
         outputs, done = [], 0
-        while done < query.shape[0]:
-            here, tokens = chunk.after(done), query.shape[0] - done
-            if self.max_chunks is not None:
-                # not across a chunk border of any row, where its reach changes, nor across the end of the open chunk,
-                # nor into another document
-                borders = (self.chunk - start % self.chunk for start in here.starts)
-                tokens = min(tokens, self.chunk - state["open_keys"].shape[0], *borders)
-                tokens = here.document_splits(tokens)[0].stop
-            part = slice(done, done + tokens)
-            output, state = self._attend(query[part], key[part], value[part], state, chunk.part(done, part.stop))
+        # split, since the gradient of a slice by itself is as long as the call
+        for query, key, value in zip(*(x.split(parts) for x in projections), strict=True):
+            end = done + query.shape[0]
+            output, state = self._attend(query, key, value, state, chunk.part(done, end))
             outputs.append(output)
-            done += tokens
+            done = end
         mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.output(mixed.flatten(2)), state, {}
+
+    def _parts(self, chunk: Chunk, tokens: int, open_tokens: int) -> list[int]:
+        """Return the tokens of each part of a call that attends at once: the call, or at most a chunk where that costs.
+
+        A fused kernel without a mask passes over what lies behind a query; scores or a mask over several chunks would
+        be large, and half of them for nothing.
+        """
+        drops = self.dropout(chunk.dropout) is not None
+        masked = chunk.borders is None and len(set(self._reach(chunk.starts))) > 1
+        if self.max_chunks is None and self.backend != "eager" and not drops and not masked:
+            return [tokens]
+        parts: list[int] = []
+        while (done := sum(parts)) < tokens:
+            here = chunk.after(done)
+            # not across the end of the open chunk, so that all entries have one length
+            part = min(tokens - done, self.chunk - (open_tokens + done) % self.chunk)
+            if self.max_chunks is not None:
+                # nor across a chunk border of any row, where its reach changes, or into another document
+                borders = (self.chunk - start % self.chunk for start in here.starts)
+                part = min(here.document_splits(part)[0].stop, *borders)
+            parts.append(part)
+        return parts
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State]:
         """Attend from some tokens to the past and among themselves; append them to the open chunk.
@@ -101,12 +118,14 @@ class FullAttention(AttentionProjections):
             output = self._row_by_row(seen, before, chunk)
         if open_keys.shape[0]:
             key, value = torch.cat((open_keys, key)), torch.cat((open_values, value))
-        # split, since the gradient of a slice by itself is as long as the call
         pieces = zip(key.split(self.chunk), value.split(self.chunk), strict=True)
         entries = [{"keys": keys, "values": values} for keys, values in pieces]
         closed, rest = divmod(key.shape[0], self.chunk)
-        past = [*state["past"], *entries[:closed]]
         key, value = last_columns(key, rest), last_columns(value, rest)
+        if self.max_chunks is not None:  # views would keep what is forgotten alive, as parts of the whole call
+            entries = [{name: x.clone() for name, x in entry.items()} for entry in entries[:closed]]
+            key, value = key.clone(), value.clone()
+        past = [*state["past"], *entries[:closed]]
         return output, {
             "past": self._bounded(past, key.shape[0], chunk.after(tokens)),
             "open_keys": key,
