@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import typer
 
@@ -117,7 +118,7 @@ def _line(error: MegamemError) -> str:
     return f"megamem: {text}\n" if named else f"megamem: rank {rank}: {text}\n"
 
 
-def _end_rank(code: int) -> None:
+def _end_rank(code: int) -> NoReturn:
     """End this rank, whose work is done, by everything that is to happen at its end but the interpreter's own end.
 
     Libraries keep process groups to the last. Their threads are at work until the process is gone, and one that lets go
@@ -129,7 +130,7 @@ def _end_rank(code: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    _leave(code)
+    os._exit(code)
 
 
 def _leave(code: int) -> None:

@@ -8,14 +8,12 @@ import torch
 from megamem.errors import ConfigError
 from megamem.memory.base import Chunk, state_tensors
 from megamem.model.objectives.next_token import NextToken
-from megamem.model.stage import build_stage
-from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.train_chunk import chunk_places, dropout_keys
 from megamem.pipeline.window import Window
 from tests.contract.case import CHUNK, Case
 from tests.contract.cases import CASES
 from tests.contract.driver import CPU, largest, within
-from tests.contract.stages import CHUNKS, LAYERS, ROWS, SCALE, batches, built, model_of, one_graph
+from tests.contract.stages import CHUNKS, LAYERS, ROWS, SCALE, batches, built, one_graph
 
 pytestmark = pytest.mark.whole_model
 
@@ -30,14 +28,15 @@ mixers = pytest.mark.parametrize("mixer", CASES, ids=lambda case: case.id)
 
 
 @cache
-def by_layer(case, bptt_chunks, recompute=False, ties_resets=False, inside=True):
-    """What windows in this order find: losses, gradients, states at the ends; inside: see `batches`."""
+def by_layer(case, bptt_chunks, recompute=False, ties_resets=False, inside=True, order="layers"):
+    """What windows in an order find: losses, gradients, states at the ends; inside: see `batches`."""
     stage = built(case, range(LAYERS))
     stage.recompute, stage.ties_resets = recompute, ties_resets
-    window = Window(stage, NextToken(stage.config), order="layers")
+    window = Window(stage, NextToken(stage.config), order=order)
+    keys = dropout_keys(stage.config, 1, 2, range(ROWS))
     nats, ends = 0.0, []
     for batch in batches(case, inside):
-        states, places = stage.initial_states(ROWS, CPU, torch.float64), chunk_places(batch)
+        states, places = stage.initial_states(ROWS, CPU, torch.float64), chunk_places(batch, keys)
         for first in range(0, CHUNKS, bptt_chunks):
             part = slice(first * CHUNK, (first + bptt_chunks) * CHUNK)
             scale = torch.tensor(SCALE, dtype=torch.float64)
@@ -88,28 +87,10 @@ def test_what_is_computed_again_is_the_same(mixer, recompute):
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "elastic_memory", "memorizing_attention"])
 def test_the_same_shares_of_attention_are_dropped_in_both_orders(kind):
     """What is dropped goes by the place of a token, wherever a call begins."""
-    model = model_of(Case(kind, "dropout")).model_copy(update={"attention_dropout": 0.3})
-    found = {}
-    for order in ("chunks", "layers"):
-        stage = build_stage(model, PlainLinears()).double()
-        initialize_parameters(stage, 1)
-        window = Window(stage, NextToken(stage.config), order=order)
-        nats = 0.0
-        for batch in batches(ELASTIC, inside=False):
-            places = chunk_places(batch, dropout_keys(model, 1, 2, range(ROWS)))
-            states = stage.initial_states(ROWS, CPU, torch.float64)
-            scale = torch.tensor(SCALE, dtype=torch.float64)
-            total, losses, states = window(batch.tokens, batch.labels, places, states, scale)
-            nats += losses[0].item()
-            total.backward()
-        found[order] = {
-            "nats": nats,
-            "grads": {name: p.grad for name, p in stage.named_parameters()},
-            "states": [states],
-        }
-    assert_equal(found["layers"], found["chunks"])
-    without = by_layer(Case(kind, "dropout"), CHUNKS, inside=False)["nats"]
-    assert abs(found["layers"]["nats"] - without) > 1e-3
+    drops, plain = Case(kind, "dropout", shape={"attention_dropout": 0.3}), Case(kind, "plain")
+    found = by_layer(drops, CHUNKS, inside=False)
+    assert_equal(found, by_layer(drops, CHUNKS, inside=False, order="chunks"))
+    assert abs(found["nats"] - by_layer(plain, CHUNKS, inside=False)["nats"]) > 1e-3
 
 
 @pytest.mark.parametrize("ties_resets", [True, False])

@@ -1,13 +1,9 @@
 """Inputs of text by pattern and by URL, from stores that answer and from such as fail for a while."""
 
-import contextlib
-import functools
-import http.server
 import random
 import re
 import socket
 import string
-import threading
 
 import fsspec.implementations.memory
 import pytest
@@ -15,6 +11,7 @@ import pytest
 from megamem import patience
 from megamem.errors import DataError, StoreError
 from tests.unit.test_sources import FORMATS, TEXTS, write
+from tests.unit.web_server import Server, serving
 from tokenization import remote_file
 from tokenization.sources import documents, input_files
 
@@ -55,12 +52,8 @@ def url(request, corpus):
         yield "memory://bucket/web"
         store.rm("/bucket", recursive=True)
     else:
-        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(corpus.parent))
-        handler.func.log_message = lambda *arguments: None
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_port}/web"
-            server.shutdown()
+        with serving(corpus.parent) as address:
+            yield f"{address}/web"
 
 
 def test_remote_inputs_read_like_local_ones(corpus, url):
@@ -175,53 +168,13 @@ def test_a_file_that_changed_while_its_store_failed_is_named(corpus, failing):
         raw.read()
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """A server without ranges, as Python has it, that can be busy and break off."""
-
-    busy = 0
-    """How many of the next requests get 503."""
-    refusing = False
-    """Whether every request gets 403."""
-    broken = 0
-    """How many of the next files are broken off in the middle."""
-    sent = 0
-    """Files that were sent, or begun."""
-
-    def send_head(self):
-        """Answer, or say that there is no time now."""
-        if Server.busy > 0:
-            Server.busy -= 1
-            self.send_error(503)
-            return None
-        if Server.refusing:
-            self.send_error(403)
-            return None
-        return super().send_head()
-
-    def copyfile(self, source, outputfile):
-        """Send the file, or the first half of it."""
-        Server.sent += 1
-        data = source.read()
-        Server.broken -= 1
-        with contextlib.suppress(ConnectionError):
-            outputfile.write(data[: len(data) // 2] if Server.broken >= 0 else data)
-
-    def log_message(self, *arguments):
-        """Say nothing."""
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The URL of a folder behind a server, and the folder."""
     monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.0)
-    Server.busy = Server.broken = Server.sent = 0
-    Server.refusing = False
     (tmp_path / "web").mkdir()
-    handler = functools.partial(Server, directory=str(tmp_path / "web"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}", tmp_path / "web"
-        running.shutdown()
+    with serving(tmp_path / "web") as url:
+        yield url, tmp_path / "web"
 
 
 LARGE = 8 << 20

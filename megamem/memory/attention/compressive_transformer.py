@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops
 from megamem.config.model import MIXERS, MixerConfig, ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype, to_device
-from megamem.memory.shared.blocks import BlockSlice, block_slices
+from megamem.memory.shared.blocks import BlockSlice, block_slices, split_tokens
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
     SegmentAttention,
@@ -215,8 +215,7 @@ class CompressiveTransformer(SegmentAttention):
         """
         outputs = []
         parts = block_slices(chunk, x.shape[0], self.segment)
-        sizes = [part.tokens for part in parts]
-        for part, tokens in zip(parts, x.split(sizes), strict=True):
+        for part, (tokens,) in zip(parts, split_tokens(parts, x), strict=True):
             state = self.reset_inside(state, part.begin, part.starts, x)
             here = chunk.part(part.begin, part.end)
             mixed, new, received = self.mix(tokens, self.queries(tokens), state, here)

@@ -34,7 +34,7 @@ from megamem.memory.shared.block_attention import (
     local_attention_flops,
     open_specs,
 )
-from megamem.memory.shared.blocks import BlockSlice, block_slices
+from megamem.memory.shared.blocks import BlockSlice, block_slices, split_tokens
 from megamem.memory.shared.gate import MemoryGate
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.memory.shared.segment_attention import (
@@ -281,8 +281,7 @@ class InfinityFormer(AttentionProjections):
         """
         outputs = []
         parts = block_slices(chunk, x.shape[0], self.segment)
-        sizes = [part.tokens for part in parts]
-        for part, tokens in zip(parts, x.split(sizes), strict=True):
+        for part, (tokens,) in zip(parts, split_tokens(parts, x), strict=True):
             state = self.reset_inside(state, part.begin, part.starts, x)
             here = chunk.part(part.begin, part.end)
             query, written = self.queries(tokens), self.written(part)

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from megamem.config.cost import Flops, attention_flops
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, Mixer, State, StateSpec, TensorSpec, state_dtype
-from megamem.memory.shared.blocks import BlockSlice, block_rotary_tables, block_slices, open_visible, rotation_of
+from megamem.memory.shared.blocks import (
+    BlockSlice,
+    block_rotary_tables,
+    block_slices,
+    open_visible,
+    rotation_of,
+    split_tokens,
+)
 from megamem.memory.shared.row_by_row import read_rows
 from megamem.ops.attention.softmax import Past, attention
 from megamem.ops.dropout import Dropout, DropoutKeys
@@ -232,10 +239,8 @@ class BlockAttention(AttentionProjections):
         projections: query, key and value of its tokens, see `project`.
         """
         outputs = []
-        cuts = block_slices(chunk, projections[0].shape[0], self.block)
-        # split, since the gradient of a slice by itself is as long as the call
-        parts = zip(*(x.split([cut.tokens for cut in cuts]) for x in projections), strict=True)
-        for block_slice, (query, key, value) in zip(cuts, parts, strict=True):
+        parts = block_slices(chunk, projections[0].shape[0], self.block)
+        for block_slice, (query, key, value) in zip(parts, split_tokens(parts, *projections), strict=True):
             state = self.reset_inside(state, block_slice.begin, block_slice.starts, projections[0])
             output, state = self._attend(query, key, value, state, block_slice)
             outputs.append(output)

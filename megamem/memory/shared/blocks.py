@@ -11,6 +11,7 @@ chunk of a deep memory, a segment of Memory Caching.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -81,6 +82,15 @@ def block_slices(chunk: Chunk, tokens: int, block: int) -> list[BlockSlice]:
             own = chunk.after(begin)
             slices.append(BlockSlice(begin, end, own.starts, block, dropout=own.dropout))
     return slices
+
+
+def split_tokens(slices: Sequence[BlockSlice], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield for each block slice of a call its tokens of every tensor [tokens, ...].
+
+    They are split at once: the gradient of a slice by itself is as long as the call.
+    """
+    sizes = [block_slice.tokens for block_slice in slices]
+    return zip(*(x.split(sizes) for x in tensors), strict=True)
 
 
 def positions_in_block(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor:

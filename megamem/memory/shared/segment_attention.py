@@ -25,7 +25,7 @@ from megamem.config.cost import Flops, attention_flops, fixed_product, product
 from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, Losses, State, StateSpec, TensorSpec, detach, state_dtype, to_device
 from megamem.memory.shared.block_attention import AttentionProjections, last_columns
-from megamem.memory.shared.blocks import BlockSlice, block_slices
+from megamem.memory.shared.blocks import BlockSlice, block_slices, split_tokens
 from megamem.memory.shared.row_by_row import row_chunk
 from megamem.ops.attention.relative import relative_attention, relative_shares, sinusoids
 from megamem.ops.slices import slices
@@ -307,19 +307,13 @@ class SegmentAttention(AttentionProjections):
         """
         before, outputs = keys.shape[0] - queries[0].shape[0], []
         received = torch.zeros(keys.shape[:2], dtype=state_dtype(keys.dtype), device=keys.device)
-        reaches = [[self.columns_before(tokens) for tokens in part.finished_tokens] for part in parts]
-        columns = [
-            slice(before + part.begin - part.offsets[0] - max(reach), before + part.end)
-            for part, reach in zip(parts, reaches, strict=True)
-        ]
-        tokens = [slice(part.begin, part.end) for part in parts]
-        own_queries = zip(*(slices(query, tokens) for query in queries), strict=True)
-        seen = zip(slices(keys, columns), slices(values, columns), strict=True)
-        for part, reach, here, (content, distance), (own_keys, own_values) in zip(
-            parts, reaches, columns, own_queries, seen, strict=True
+        columns = [slice(before + part.begin - part.offsets[0] - self._seen(part), before + part.end) for part in parts]
+        for part, (content, distance), here, own_keys, own_values in zip(
+            parts, split_tokens(parts, *queries), columns, slices(keys, columns), slices(values, columns), strict=True
         ):
-            longest, length = max(reach), here.stop - here.start
-            hidden = None if min(reach) == longest else tuple(longest - count for count in reach)
+            longest, length = self._seen(part), own_keys.shape[0]
+            not_seen = tuple(longest - self.columns_before(tokens) for tokens in part.finished_tokens)
+            hidden = not_seen if any(not_seen) else None
             unseen = unseen_keys(part.tokens, length, self.window, hidden, keys.device)
             of_distances = distance_keys[distance_keys.shape[0] - length - 1 :]
             if self.observer is not None:
