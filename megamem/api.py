@@ -246,4 +246,4 @@ def plan(config: RunConfig | AnyPath, devices: int | None = None, device: str = 
     config = resolve_for(config, devices, device, activations)
     dp_size = data_parallel(config, devices or config.auto.devices)
     ranks = dp_size * config.parallel.tp * config.parallel.pp
-    return make_plan(config, dp_size, machine(device, ranks), activations)
+    return make_plan(config, dp_size, machine(device, ranks), activations.of_phase(config))

@@ -122,7 +122,7 @@ def _print_plan(
         settings = resolve_for(settings, devices, device, activations)
         dp_size = data_parallel(settings, devices or settings.auto.devices)
         ranks = dp_size * settings.parallel.tp * settings.parallel.pp
-        made = make_plan(settings, dp_size, machine(device, ranks), activations)
+        made = make_plan(settings, dp_size, machine(device, ranks), activations.of_phase(settings))
         figures, shown = made.to_dict(), show_plan(made)
     if as_json:
         write_json(figures)

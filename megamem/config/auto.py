@@ -18,7 +18,12 @@ AUTO = "auto"
 PARALLEL = "parallel"
 """The section that may itself be given as `auto`."""
 AutoField = Literal[
-    "parallel.tp", "parallel.pp", "parallel.zero_stage", "training.micro_batch_size", "training.recompute"
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.zero_stage",
+    "training.micro_batch_size",
+    "training.recompute",
+    "training.window_order",
 ]
 AUTO_FIELDS: tuple[AutoField, ...] = get_args(AutoField)
 

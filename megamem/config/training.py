@@ -47,7 +47,8 @@ class TrainingConfig(ConfigModel):
     window_order: WindowOrder = "chunks"
     """The order in which windows are read where there is no pipeline. `chunks`: all layers read a chunk, then the next.
     `layers`: a layer reads all chunks of the window, then the next layer; norms, MLPs, the output head and most mixers
-    take all of them at once, which pays where chunks are small. Numbers differ in their rounding only."""
+    take all of them at once, which pays where chunks are small. Numbers differ in their rounding only. `auto`: the
+    planner chooses."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """BF16 keeps master weights, moments, gradient sums and memory coefficients in FP32."""
     init_from: AnyStartWeights | None = None

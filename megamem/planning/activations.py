@@ -83,6 +83,8 @@ class Activations:
         self.learning, self.kernels, self.together = learning, kernels, together
         self.calls = chunks // together
         """How often a layer is called for a sequence."""
+        self._of_lengths = {(chunks, together): self}
+        """By chunks of a sequence and `together`, see `of_phase`."""
         self.dtype = DTYPES[precision]
         # by part and by what changes the operations (the slices of a loss among it); rows and TP are interpolated
         self._measurements: dict[_Key, _Measurements] = {}
@@ -99,11 +101,18 @@ class Activations:
         return cls(model, training.precision, config.chunks, processes, learning, kernels, together)
 
     def of_phase(self, phase: RunConfig) -> Activations:
-        """Return the same for the sequences and windows of a phase of the run; this object if they are its own."""
+        """Return those for the sequences and windows of a phase of the run, or of the run with another order of them.
+
+        They are made once, and keep what has been measured.
+        """
         chunks, together = phase.chunks, phase.chunks_per_call
-        if (chunks, together) == (self.chunks, self.together):
-            return self
-        return Activations(self.model, self.precision, chunks, self.processes, self.learning, self.kernels, together)
+        if (chunks, together) not in self._of_lengths:
+            other = Activations(
+                self.model, self.precision, chunks, self.processes, self.learning, self.kernels, together
+            )
+            other._of_lengths = self._of_lengths
+            self._of_lengths[chunks, together] = other
+        return self._of_lengths[chunks, together]
 
     def prepare(self, shares: Iterable[Share]) -> None:
         """Measure now, all side by side, what such shares of the model's parts need; the rest at its first use."""

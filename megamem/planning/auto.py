@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megamem.config.auto import value_at
+from megamem.config.auto import AutoField, value_at
 from megamem.config.run import RunConfig
 from megamem.errors import LayoutError
 from megamem.planning.activations import Activations
@@ -15,6 +15,7 @@ from megamem.planning.search import Candidate, Search
 from megamem.planning.show import GIB, layout_overrides
 from megamem.planning.step_time import Layout
 
+ORDER: AutoField = "training.window_order"
 KEPT_FREE = 0.05
 """Share of a device's usable bytes that a chosen layout leaves, as plans are not exact."""
 
@@ -34,7 +35,8 @@ def resolve_auto(
     """Return the run with numbers in the place of `auto`, which depend on nothing but the arguments.
 
     Of the layouts that fit and are predicted to be about as fast as the fastest, the simplest is taken: fewest stages,
-    tensor-parallel ranks and ZeRO stages, least computed again, most rows of a micro-batch. Of a run in phases the one
+    tensor-parallel ranks and ZeRO stages, least computed again, most rows of a micro-batch. Its windows are read layer
+    by layer if the order is open, they can be, and it is predicted to take no longer then. Of a run in phases the one
     with the longest sequences decides, among layouts into which the batches of all divide.
 
     Args:
@@ -50,7 +52,12 @@ def resolve_auto(
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
     activations = activations and activations.of_phase(longest)
     search = _search(config, longest, devices, roomy, activations)
-    found = search.simplest() or (None if must_fit else search.smallest)
+    found = search.simplest()
+    if ORDER in config.auto.fields and (chunks := found or search.smallest) is not None:
+        layers = search.by_layer(chunks)
+        if layers is not None and (found is None or layers.time.total <= found.time.total):
+            found = layers
+    found = found or (None if must_fit else search.smallest)
     if found is None:
         raise LayoutError(f"{', '.join(config.auto.fields)}: auto, but {_why(config, search)}")
     return _chosen(config, found.layout.config, devices)

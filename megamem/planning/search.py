@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from typing import TypeVar
@@ -171,6 +171,18 @@ class Search:
         fit = self._fitting(enough)
         fastest = min((candidate.time.total for candidate in fit), default=0.0)
         return min((found for found in fit if found.time.total <= EQUALS * fastest), key=_simplicity, default=None)
+
+    def by_layer(self, candidate: Candidate) -> Candidate | None:
+        """Return a layout with its windows read layer by layer, if they can be read so and it fits then.
+
+        This measures whole windows, which takes seconds.
+        """
+        config = candidate.layout.config
+        training = config.training.model_copy(update={"window_order": "layers"})
+        changed = config.model_copy(update={"training": training})
+        if not self.valid(replace(candidate.layout, config=changed)):
+            return None
+        return Search(changed, self.devices, self.machine, self.activations.of_phase(changed), fields=()).simplest()
 
     def _fitting(self, enough: Callable[[Sequence[Candidate], tuple[float, ...]], bool]) -> list[Candidate]:
         """Return the layouts that fit, of those that differ in the micro-batch alone the fastest.

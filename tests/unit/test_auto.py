@@ -27,7 +27,7 @@ from megamem.runs.folder import create_run_folder
 from megamem.training.devices import local_processes, settle
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "demo.yaml"
-ALL = ("parallel=auto", "training.micro_batch_size=auto", "training.recompute=auto")
+ALL = ("parallel=auto", "training.micro_batch_size=auto", "training.recompute=auto", "training.window_order=auto")
 BATCH = "training.batch_tokens=65536"  # 32 sequences
 H100 = machine("h100", 8)
 SMALL = H100.model_copy(
@@ -149,7 +149,7 @@ def test_a_hand_set_value_of_a_saved_run_is_kept_on_other_devices(tmp_path: Path
 
 
 def test_a_run_that_goes_on_keeps_its_numbers(tmp_path: Path) -> None:
-    config = demo(*ALL, f"runs_folder={tmp_path}")
+    config = demo(*ALL, "training.window_order=chunks", f"runs_folder={tmp_path}")
     first = settle(config, 2)
     # as another release of the planner might have chosen
     other = first.model_copy(update={"training": first.training.model_copy(update={"micro_batch_size": 2})})
@@ -279,6 +279,34 @@ def test_a_part_of_each_layer_is_computed_again_where_that_is_enough() -> None:
     found = resolve_auto(config, 2, room, activations)
     assert found.training.recompute == "mlp"
     assert parse_config(RunConfig, yaml.safe_load(dump_yaml(found)), "saved") == found
+
+
+ORDER = ("training.window_order=auto", "parallel.tp=1", "model.chunk_size=128")
+
+
+def test_windows_are_read_by_layer_where_that_takes_no_longer() -> None:
+    """A model so small waits for launches, of which a window that is read by layer has fewer."""
+    config = demo(*ORDER)
+    assert config.training.window_order == "chunks", "until it is chosen"
+    found = resolve_auto(config, 2, H100)
+    assert found.training.window_order == "layers"
+    seconds = {
+        order: make_plan(demo(*ORDER, f"training.window_order={order}"), 2, H100).time.total
+        for order in ("chunks", "layers")
+    }
+    assert seconds["layers"] < seconds["chunks"]
+    assert parse_config(RunConfig, yaml.safe_load(dump_yaml(found)), "saved") == found
+    # the logits of a window are too many to be kept and are computed twice: slower, where launches cost nothing
+    reached = H100.reached.model_copy(update={"kernel": 0.0, "launch": 0.0})
+    many = demo(*ORDER, "model.chunk_size=1024", "model.vocab_size=50000", "training.micro_batch_size=1")
+    slower = resolve_auto(many, 2, H100.model_copy(update={"reached": reached}))
+    assert slower.training.window_order == "chunks"
+
+
+def test_a_pipeline_and_side_rows_keep_windows_by_chunk() -> None:
+    assert resolve_auto(demo(*ORDER, "parallel.pp=2"), 2, H100).training.window_order == "chunks"
+    refused = demo(*ORDER, "model.mixer=lamemo")
+    assert resolve_auto(refused, 2, H100).training.window_order == "chunks"
 
 
 def test_nothing_fits() -> None:
