@@ -2,9 +2,10 @@
 
     python -m benchmarks.predicted_time [--quick] [--turns N] [--budget-s S]
 
-Models of width 256 with four layers, one row of 4,096 tokens, FP32; then other shapes of two of them. The core's
-rates are measured before each model, and all seconds are means over all turns: a core whose speed comes and goes with
-what others do on the machine is as slow for one as for the other. The last table says where the planner sees the time
+Models of width 256 with four layers, one row of 4,096 tokens, FP32; then other shapes and other ways to run some of
+them: windows read layer by layer, several rows, parts computed again. The core's rates are measured before each model,
+and all seconds are means over all turns: a core whose speed comes and goes with what others do on the machine is as
+slow for one as for the other. The last table says where the planner sees the time
 go.
 """
 
@@ -13,16 +14,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, summary, table
-from benchmarks.cpu import Shape, unit
+from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, random_batch, summary, table, window_run
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
+from megamem.config.training import Recompute, WindowOrder
+from megamem.model.stage import build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.planning.activations import Activations
 from megamem.planning.device_rates import SIZES, device_rates
 from megamem.planning.measured_part import Share
@@ -34,7 +37,19 @@ SHAPE = {
     "layers": 4, "hidden_size": 256, "heads": 4, "ffn_size": 704, "vocab_size": 4096, "chunk_size": 1024,
     "tie_embeddings": True,
 }  # fmt: skip
-MIXERS: dict[str, dict[str, Any]] = {
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model reads its tokens, where it is not one row, chunk by chunk, with everything kept."""
+
+    rows: int = 1
+    order: WindowOrder = "chunks"
+    recompute: Recompute = False
+
+
+PLAIN = Way()
+MODELS: dict[str, dict[str, Any]] = {
     "full attention": {"mixer": "full_attention"},
     "local attention": {"mixer": "local_attention"},
     "elastic memory": {"mixer": "elastic_memory"},
@@ -49,17 +64,40 @@ MIXERS: dict[str, dict[str, Any]] = {
     "log-linear": {"mixer": {"kind": "log_linear", "memory": {"kind": "linear_attention"}}},
     "elastic memory, chunks of 256": {"mixer": "elastic_memory", "chunk_size": 256},
     "local attention, width 512": {"mixer": "local_attention", "hidden_size": 512, "ffn_size": 1408, "heads": 8},
+    "elastic memory, chunks of 256, by layer": {"mixer": "elastic_memory", "chunk_size": 256},
+    "gated DeltaNet, by layer": {"mixer": {**DELTA, "decay": True}},
+    "linear attention, four rows": {"mixer": "linear_attention"},
+    "DLA, layers computed again": {"mixer": "dla"},
+    "Titans, mixers computed again": {"mixer": TITANS},
+    "full attention, MLPs computed again": {"mixer": "full_attention"},
+}
+WAYS = {
+    "elastic memory, chunks of 256, by layer": Way(order="layers"),
+    "gated DeltaNet, by layer": Way(order="layers"),
+    "linear attention, four rows": Way(rows=4),
+    "DLA, layers computed again": Way(recompute=True),
+    "Titans, mixers computed again": Way(recompute="mixer"),
+    "full attention, MLPs computed again": Way(recompute="mlp"),
 }
 SECONDS = ("launch", "view", "half_rate_side")
 """Measured numbers of a core that are larger where it is slower; of all others the seconds of one are averaged."""
 PER_SECOND = ("attention", "attention_backward", "memory", "functions")
 
 
-def predicted(model: ModelConfig, chunks: int, rows: int, rates: Rates) -> PassTime:
-    """The time of a forward and backward pass over a sequence."""
-    work = StageWork(Activations(model, "fp32", chunks), rates)
-    passes = work.stage(range(model.layers), Share(rows, 1))
+def predicted(model: ModelConfig, chunks: int, way: Way, rates: Rates) -> PassTime:
+    """The time of a forward and backward pass over sequences of so many chunks."""
+    together = chunks if way.order == "layers" else 1
+    work = StageWork(Activations(model, "fp32", chunks, together=together), rates)
+    passes = work.stage(range(model.layers), Share(way.rows, 1, way.recompute))
     return sum_of(time for chunk in passes for time in chunk)
+
+
+def run_of(model: ModelConfig, chunks: int, way: Way) -> Callable[[], object]:
+    """What takes sequences of so many chunks forward and backward in one window."""
+    stage = build_stage(model, PlainLinears())
+    stage.recompute = way.recompute
+    initialize_parameters(stage, seed=0)
+    return window_run(stage, random_batch(model, chunks, way.rows), way.order)
 
 
 def average(found: Sequence[Rates]) -> Rates:
@@ -72,18 +110,19 @@ def average(found: Sequence[Rates]) -> Rates:
 
 
 def measure(models: dict[str, ModelConfig], tokens: int, turns: int, budget_s: float) -> tuple[Rates, dict[str, Any]]:
-    """The core's rates, and seconds of each model both ways."""
-    shapes = {name: Shape(model, tokens // model.chunk_size, 1, turns) for name, model in models.items()}
+    """The core's rates, and seconds of each model both ways; tokens: of all rows together."""
+    ways = {name: WAYS.get(name, PLAIN) for name in models}
+    chunks = {name: tokens // model.chunk_size // ways[name].rows for name, model in models.items()}
     measured: list[Rates] = []
     runs: dict[str, Callable[[], object]] = {}
-    for name, shape in shapes.items():
+    for name, model in models.items():
         runs[f"rates before {name}"] = lambda: measured.append(device_rates(torch.device("cpu"), SIZES["cpu"]))
-        runs[name] = unit(models[name], shape)[1]
+        runs[name] = run_of(model, chunks[name], ways[name])
     times = interleaved(runs, turns, budget_s)
     rates = average(measured)
     found = {}
-    for name, shape in shapes.items():
-        plan = predicted(models[name], shape.chunks, shape.rows, rates)
+    for name, model in models.items():
+        plan = predicted(model, chunks[name], ways[name], rates)
         # what other processes take is not in a process's own time
         seconds = times[name].processor
         found[name] = {
@@ -114,15 +153,15 @@ def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
-    parser.add_argument("--only", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MODEL")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=600, help="seconds it may take (one turn always runs)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "predicted_time.json")
     options = parser.parse_args(arguments)
     fix_threads(1)
-    small = {"hidden_size": 32, "ffn_size": 64, "chunk_size": 64, "vocab_size": 64} if options.quick else {}
-    models = {name: parse_config(ModelConfig, {**SHAPE, **MIXERS[name], **small}, name) for name in options.only}
-    rates, found = measure(models, 128 if options.quick else 4096, options.turns, options.budget_s)
+    small = {"hidden_size": 32, "ffn_size": 64, "chunk_size": 256, "vocab_size": 64} if options.quick else {}
+    models = {name: parse_config(ModelConfig, {**SHAPE, **MODELS[name], **small}, name) for name in options.only}
+    rates, found = measure(models, 1024 if options.quick else 4096, options.turns, options.budget_s)
     report(found)
     publish({"rates": rates.model_dump(), "models": found}, options.output)
 
