@@ -1,11 +1,12 @@
 """This checkout beside an older revision of it: time and memory of the models of `benchmarks.caching`, model by model.
 
-    python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N] [--chunk-size N]
+    python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N] [--chunk-size N] [--by-layer]
 
 The older revision is checked out beside this one for the time being (`git worktree`). For each model both run in
 processes of their own, by their own code, and take turns: forward and backward of one sequence in one window, FP32, one
 thread. Ratios are of the same turn, in processor time, which other processes do not lengthen. Memory is what a process
-has resident at most, above what it had before it built the model.
+has resident at most, above what it had before it built the model. With `--by-layer` this checkout reads its windows
+layer by layer (`training.window_order: layers`), which older revisions cannot: they go on chunk by chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ torch.set_num_threads(1)
 most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 model, tokens = models(False)[sys.argv[1]].model_copy(update={"chunk_size": int(sys.argv[3])}), int(sys.argv[2])
 before = most()
-run = run_of(model, tokens)
+run = run_of(model, tokens, *sys.argv[4:])
 run()
 for _ in sys.stdin:
     begin = time.process_time()
@@ -45,11 +46,11 @@ for _ in sys.stdin:
 class Side:
     """A process that measures one model with the code of one folder."""
 
-    def __init__(self, folder: Path, model: str, tokens: int, chunk_size: int) -> None:
-        """Start it; it warms up by itself. tokens: of a sequence."""
+    def __init__(self, folder: Path, model: str, tokens: int, chunk_size: int, *order: str) -> None:
+        """Start it; it warms up by itself. tokens: of a sequence; order: of its window, if other than by chunk."""
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SIDE, model, str(tokens), str(chunk_size)],
+            [sys.executable, "-c", SIDE, model, str(tokens), str(chunk_size), *order],
             cwd=folder, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -86,11 +87,12 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def compare(old: Path, model: str, tokens: int, chunk_size: int, turns: int) -> dict[str, Any]:
+def compare(old: Path, model: str, tokens: int, chunk_size: int, turns: int, by_layer: bool = False) -> dict[str, Any]:
     """Return the time of the old code over the new one's, and what both take."""
+    sizes = (model, tokens, chunk_size)
     with ExitStack() as stack:
-        folders = {"old": old, "new": ROOT}
-        sides = {name: stack.enter_context(Side(path, model, tokens, chunk_size)) for name, path in folders.items()}
+        made = {"old": Side(old, *sizes), "new": Side(ROOT, *sizes, *(["layers"] if by_layer else []))}
+        sides = {name: stack.enter_context(side) for name, side in made.items()}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for turn in range(turns):
             # A B, B A, ...: neither is always the first
@@ -113,12 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--by-layer", action="store_true", help="this checkout reads windows layer by layer")
     parser.add_argument("--output", type=Path, default=OUTPUT / "revisions.json")
     options = parser.parse_args(arguments)
     found: dict[str, dict[str, Any]] = {}
     with checked_out(options.revision) as old:
         for name in options.models:
-            found[name] = compare(old, name, options.tokens, options.chunk_size, options.turns)
+            sizes = (options.tokens, options.chunk_size, options.turns)
+            found[name] = compare(old, name, *sizes, options.by_layer)
             print(f"{name}: {found[name]['times_faster']['median']:.2f} times as fast", flush=True)
     rows = []
     for name, each in found.items():
@@ -128,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append([name, *speeds, times, *(f"{mib[side]:,.0f}" for side in ("old", "new"))])
     heads = ["model", "tokens/s, old", "new", "times as fast (quartiles)", "MiB at most, old", "new"]
     print(f"\n{options.tokens:,} tokens in chunks of {options.chunk_size:,}, {options.turns} turns")
-    print(f"old: {options.revision}, new: this checkout\n")
+    print(f"old: {options.revision}, new: this checkout{', windows layer by layer' if options.by_layer else ''}\n")
     print(table(heads, rows))
-    sizes = {"tokens": options.tokens, "chunk_size": options.chunk_size}
-    publish({"revision": options.revision, **sizes, "models": found}, options.output)
+    how = {"tokens": options.tokens, "chunk_size": options.chunk_size, "by_layer": options.by_layer}
+    publish({"revision": options.revision, **how, "models": found}, options.output)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ def test_gradients_layer_by_layer_are_rounded_once():
         assert errors["layers"][kind] < 0.9 * errors["chunks"][kind]
 
 
-def test_a_revision_is_compared_model_by_model():
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_revision_is_compared_model_by_model(by_layer):
     """With itself: as fast within what turns of a few tokens differ by, and as large."""
-    found = revisions.compare(revisions.ROOT, "retnet", tokens=128, chunk_size=64, turns=2)
+    found = revisions.compare(revisions.ROOT, "retnet", tokens=128, chunk_size=64, turns=2, by_layer=by_layer)
     assert 0.2 < found["times_faster"]["median"] < 5
     assert found["mib"]["old"] == pytest.approx(found["mib"]["new"], rel=0.3)
 
