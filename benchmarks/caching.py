@@ -58,19 +58,29 @@ STORED = 4096
 """Tokens up to which activations are kept for the backward pass."""
 
 
+SHAPE: dict[str, Any] = {"layers": 4, "hidden_size": 256, "heads": 4, "vocab_size": 1024, "chunk_size": 512}
+SEGMENT = 256
+"""Tokens of the segments that are kept."""
+
+
+def mixers(segment: int) -> dict[str, dict[str, Any]]:
+    """What each model of the comparison has in all layers."""
+    found = dict(OTHERS)
+    for name, base in BASES.items():
+        found[name] = base
+        found[f"{name} + log-linear"] = {"kind": "log_linear", "memory": base, "segment": segment}
+        for combine in COMBINE:
+            kind = {"kind": "memory_caching", "memory": base, "combine": combine}
+            found[f"{name} + {combine}"] = {**kind, "segment": segment}
+    return found
+
+
 def models(quick: bool) -> dict[str, ModelConfig]:
     """Every model of the comparison in one shape."""
-    shape = {"layers": 4, "hidden_size": 256, "heads": 4, "vocab_size": 1024, "chunk_size": 512}
-    segment = {"segment": 256}
+    shape, segment = SHAPE, SEGMENT
     if quick:
-        shape, segment = {**shape, "layers": 1, "hidden_size": 32, "heads": 2, "chunk_size": 64}, {"segment": 64}
-    mixers = dict(OTHERS)
-    for name, base in BASES.items():
-        mixers[name] = base
-        mixers[f"{name} + log-linear"] = {"kind": "log_linear", "memory": base, **segment}
-        for combine in COMBINE:
-            mixers[f"{name} + {combine}"] = {"kind": "memory_caching", "memory": base, "combine": combine, **segment}
-    return {name: parse_config(ModelConfig, {**shape, "mixer": mixer}, name) for name, mixer in mixers.items()}
+        shape, segment = {**shape, "layers": 1, "hidden_size": 32, "heads": 2, "chunk_size": 64}, 64
+    return {name: parse_config(ModelConfig, {**shape, "mixer": mixer}, name) for name, mixer in mixers(segment).items()}
 
 
 def run_of(model: ModelConfig, tokens: int, order: WindowOrder = "chunks") -> Any:

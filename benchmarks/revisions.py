@@ -1,8 +1,9 @@
-"""This checkout beside an older revision of it: time and memory of the models of `benchmarks.caching`, model by model.
+"""This checkout beside an older revision of it: time and memory of models of one shape, model by model.
 
     python -m benchmarks.revisions REVISION [--turns N] [--models NAME ...] [--tokens N] [--chunk-size N] [--by-layer]
 
-The older revision is checked out beside this one for the time being (`git worktree`). For each model both run in
+The models are those of `benchmarks.caching`, and one of each other family that both revisions have. The older
+revision is checked out beside this one for the time being (`git worktree`). For each model both run in
 processes of their own, by their own code, and take turns: forward and backward of one sequence in one window, FP32, one
 thread. Ratios are of the same turn, in processor time, which other processes do not lengthen. Memory is what a process
 has resident at most, above what it had before it built the model. With `--by-layer` this checkout reads its windows
@@ -12,6 +13,7 @@ layer by layer (`training.window_order: layers`), which older revisions cannot: 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -22,18 +24,35 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.caching import models
+from benchmarks.caching import SEGMENT, SHAPE, mixers
 from benchmarks.common import OUTPUT, ROOT, publish, ratio, summary, table
 
+CHUNK = SHAPE["chunk_size"]
+OTHERS: dict[str, dict[str, Any]] = {
+    "local attention": {"kind": "local_attention"},
+    "transformer-xl": {"kind": "transformer_xl", "memory_length": CHUNK},
+    "lamemo": {"kind": "lamemo", "memory_length": CHUNK},
+    "compressive": {"kind": "compressive_transformer", "memory_length": CHUNK, "compressed_length": CHUNK},
+    "infinity-former": {"kind": "infinity_former", "basis": CHUNK, "samples": CHUNK},
+    "memorizing": {"kind": "memorizing_attention"},
+    "infini": {"kind": "infini_attention"},
+    "melodi": {"kind": "melodi"},
+    "elastic memory": {"kind": "elastic_memory"},
+    "ssd": {"kind": "ssd"},
+}
+"""Mixers of the families that `benchmarks.caching` has none of."""
+MIXERS = {**mixers(SEGMENT), **OTHERS}
 SIDE = """
-import resource, sys, time
+import json, resource, sys, time
 import torch
-from benchmarks.caching import models, run_of
+from benchmarks.caching import run_of
+from megamem.config.load import parse_config
+from megamem.config.model import ModelConfig
 torch.set_num_threads(1)
 most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-model, tokens = models(False)[sys.argv[1]].model_copy(update={"chunk_size": int(sys.argv[3])}), int(sys.argv[2])
+model, tokens = parse_config(ModelConfig, json.loads(sys.argv[1]), "model"), int(sys.argv[2])
 before = most()
-run = run_of(model, tokens, *sys.argv[4:])
+run = run_of(model, tokens, *sys.argv[3:])
 run()
 for _ in sys.stdin:
     begin = time.process_time()
@@ -46,11 +65,11 @@ for _ in sys.stdin:
 class Side:
     """A process that measures one model with the code of one folder."""
 
-    def __init__(self, folder: Path, model: str, tokens: int, chunk_size: int, *order: str) -> None:
+    def __init__(self, folder: Path, model: dict[str, Any], tokens: int, *order: str) -> None:
         """Start it; it warms up by itself. tokens: of a sequence; order: of its window, if other than by chunk."""
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SIDE, model, str(tokens), str(chunk_size), *order],
+            [sys.executable, "-c", SIDE, json.dumps(model), str(tokens), *order],
             cwd=folder, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
@@ -87,11 +106,12 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
-def compare(old: Path, model: str, tokens: int, chunk_size: int, turns: int, by_layer: bool = False) -> dict[str, Any]:
+def compare(old: Path, mixer: str, tokens: int, chunk_size: int, turns: int, by_layer: bool = False) -> dict[str, Any]:
     """Return the time of the old code over the new one's, and what both take."""
-    sizes = (model, tokens, chunk_size)
+    model = {**SHAPE, "chunk_size": chunk_size, "mixer": MIXERS[mixer]}
+    order = ["layers"] if by_layer else []
     with ExitStack() as stack:
-        made = {"old": Side(old, *sizes), "new": Side(ROOT, *sizes, *(["layers"] if by_layer else []))}
+        made = {"old": Side(old, model, tokens), "new": Side(ROOT, model, tokens, *order)}
         sides = {name: stack.enter_context(side) for name, side in made.items()}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for turn in range(turns):
@@ -108,11 +128,10 @@ def compare(old: Path, model: str, tokens: int, chunk_size: int, turns: int, by_
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module's documentation."""
-    names = list(models(quick=False))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", help="of git")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--models", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="NAME")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--by-layer", action="store_true", help="this checkout reads windows layer by layer")

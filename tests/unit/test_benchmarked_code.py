@@ -33,7 +33,7 @@ def test_a_revision_is_compared_model_by_model(by_layer):
 
 def test_a_side_that_ends_is_an_error():
     with (
-        revisions.Side(revisions.ROOT, "no such model", 128, 64) as side,
+        revisions.Side(revisions.ROOT, {"mixer": "no such mixer"}, 128) as side,
         pytest.raises(RuntimeError, match="side ended"),
     ):
         side.turn()
