@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megamem.costs.devices import device_peak
+from megamem.errors import ConfigError
 from megamem.hardware import amx_announced, avoid_broken_amx, cores
 
 Status = Literal["ok", "note", "warning", "failed"]
@@ -171,7 +172,36 @@ def check_kernels() -> list[Finding]:
         by = f"torch {torch.__version__}" if chosen.by == "torch" else chosen.by
         failed = chosen.by == "torch" and cuda and operation.library.version is not None
         found.append(Finding("kernels", operation.name, "warning" if failed else "ok", f"{by}: {chosen.reason}"))
-    return found
+    return [*found, *_named_kernels()]
+
+
+def _named_kernels() -> list[Finding]:
+    """Report what computes the rest: by default, and where a run's configuration names something else."""
+    import torch
+
+    from megamem.ops.attention.softmax import check_backend
+    from megamem.ops.deep_memory.kernels import check_kernel
+    from megamem.ops.linear_cross_entropy import SLICE_BYTES
+
+    torch_itself = f"torch {torch.__version__}"
+    flash = _usable("model.attention_kernel: flash_attn", lambda: check_backend("flash_attn"))
+    triton = _usable("model.deep_memory_kernel: triton", lambda: check_kernel("triton"))
+    slices = f"in slices of {SLICE_BYTES >> 20} MiB of logits, together with the head"
+    details = {
+        "attention": f"scaled_dot_product_attention; {flash}",
+        "deep memories": f"products of matrices; {triton}",
+        "cross-entropy": slices,
+    }
+    return [Finding("kernels", name, "ok", f"{torch_itself}: {detail}") for name, detail in details.items()]
+
+
+def _usable(setting: str, check: Callable[[], None]) -> str:
+    """Return whether a run on this machine may have a setting; check: raises ConfigError if not."""
+    try:
+        check()
+    except ConfigError as error:
+        return str(error).partition(";")[0]
+    return f"{setting} can be used"
 
 
 def check_disk(folder: Path = Path()) -> list[Finding]:

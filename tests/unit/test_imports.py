@@ -70,7 +70,9 @@ ALLOWED = {
         "megamem.config", "megamem.errors", "megamem.hardware", "megamem.parallel", "megamem.planning",
         "megamem.threads", "megamem.training",
     },
-    "megamem.doctor": {"megamem.costs", "megamem.hardware", "megamem.model", "megamem.parallel"},
+    "megamem.doctor": {
+        "megamem.costs", "megamem.errors", "megamem.hardware", "megamem.model", "megamem.ops", "megamem.parallel",
+    },
     "megamem.preflight": {
         "megamem.costs", "megamem.errors", "megamem.planning", "megamem.runs", "megamem.threads", "megamem.training",
     },

@@ -187,10 +187,13 @@ def test_the_doctor_names_who_computes_what():
     """On this machine's device, whatever it has."""
     choose.cache_clear()
     found = {finding.name: finding for finding in check_kernels()}
-    assert list(found) == ["RMS norm", *(operation.name for operation in (*OPERATIONS, *RECURRENCES))]
+    tried = [operation.name for operation in (*OPERATIONS, *RECURRENCES)]
+    assert list(found) == ["RMS norm", *tried, "attention", "deep memories", "cross-entropy"]
     for finding in found.values():
         assert finding.section == "kernels"
         assert torch.__version__ in finding.detail or "flash-linear-attention" in finding.detail
+    if not torch.cuda.is_available():
+        assert "model.deep_memory_kernel: triton" in found["deep memories"].detail
 
 
 def test_the_planner_counts_what_a_run_would_use(monkeypatch):
