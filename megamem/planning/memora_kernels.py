@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megamem.ops.deep_memory.network import Precision
-from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_one_head
+from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_rows
 from megamem.planning.deep_memory_kernels import PRODUCTS, bytes_moved
 from megamem.planning.ledger import joined_as
 from megamem.planning.operations import Operation
@@ -31,7 +31,7 @@ READ, THROUGH_READS = 2, 5
 
 def planned_read_group(precision: Precision) -> ReadGroup:
     """Return `read_group` of `simplex.py` as four kernels in the eyes of a ledger."""
-    return partial(group_of_one_head, partial(_Group.apply, precision))
+    return partial(group_of_rows, partial(_Group.apply, precision))
 
 
 class _Group(torch.autograd.Function):

@@ -294,7 +294,8 @@ def kept_network_errors(
 
 def memora_errors(precision: Precision, decay: bool, tokens: int, width: int, device: torch.device) -> dict[str, float]:
     """Relative errors of Memora's networks by Triton, in float32, against torch's in float64."""
-    from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+    from megamem.ops.deep_memory.simplex_group import read_group_by
+    from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
 
     generator = torch.Generator().manual_seed(0)
 
@@ -314,7 +315,7 @@ def memora_errors(precision: Precision, decay: bool, tokens: int, width: int, de
     def run(kernels: bool, where: torch.device, exact: torch.dtype) -> list[list[Tensor]]:
         leaves = [x.to(where, exact, copy=True).requires_grad_() for x in given[: 7 + decay]]
         query, key, value, rate, up, down, gain, *log_decay = leaves
-        read = read_group_by(precision) if kernels else read_group
+        read = read_group_by(simplex_passes(precision)) if kernels else read_group
         network = SimplexNetwork(None, True, OutputNorm(gain, 1e-5))
         answered, *after = read(network, query[:, :, :, None], key, value, rate, *(log_decay or [None]), up, down)
         found = torch.autograd.grad(sum(x.square().sum() for x in (answered, *after)), leaves)

@@ -38,11 +38,12 @@ from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.deep_memory.selected_networks import selected_networks
 from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, read_group
+from megamem.ops.deep_memory.simplex_group import read_group_by
 from megamem.ops.deep_memory.triton import launch, launch_kept, meeting
 from megamem.ops.deep_memory.triton.launch import passes
 from megamem.ops.deep_memory.triton.launch_kept import kept_passes
 from megamem.ops.deep_memory.triton.launch_selected import selected_passes
-from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
 from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.planning import deep_memory_kernels, memora_kernels
 from megamem.planning.ledger import Ledger
@@ -201,7 +202,7 @@ def memora_results(form: MemoraForm, kernels: bool) -> list[torch.Tensor]:
     given += [torch.nn.functional.logsigmoid(2 + normal(rows, heads, chunks, tokens, width))]
     query, key, value, rate, up, down, gain, decay = (x.requires_grad_() for x in given)
     network = SimplexNetwork(form.scale, form.residual, OutputNorm(gain, 1e-3) if form.norm else None)
-    read = read_group_by("ieee") if kernels else read_group
+    read = read_group_by(simplex_passes("ieee")) if kernels else read_group
     found = read(network, query[:, :, :, None], key, value, rate, decay if form.decay else None, up, down)
     total = sum((x * normal(*x.shape)).sum() for x in found)
     leaves = [query, key, value, rate, up, down, *([gain] if form.norm else []), *([decay] if form.decay else [])]
@@ -264,7 +265,7 @@ def flops_of_kernels() -> dict[str, tuple[float, float]]:
     found = {}
     for call, kernels, plan in (
         (titans, passes("ieee"), deep_memory_kernels.planned_passes("ieee")),
-        (memora, read_group_by("ieee"), memora_kernels.planned_read_group("ieee")),
+        (memora, read_group_by(simplex_passes("ieee")), memora_kernels.planned_read_group("ieee")),
         (kept, kept_passes("ieee"), deep_memory_kernels.planned_kept_passes("ieee")),
     ):
         with Ledger() as ledger:
@@ -285,7 +286,7 @@ def layer_results(mixer: dict[str, Any], kernels: bool) -> list[torch.Tensor]:
         memory.passes = lambda *_: passes("ieee")
         memory.kept_passes = lambda *_: kept_passes("ieee")
         memory.selected_passes = lambda *_: selected_passes("ieee")
-        memory.read_group = lambda *_: read_group_by("ieee")
+        memory.read_group = lambda *_: read_group_by(simplex_passes("ieee"))
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(32, 1, 16, dtype=torch.float64, generator=generator).requires_grad_()
     state, found = layer.initial_state(1, hidden.device, hidden.dtype), []

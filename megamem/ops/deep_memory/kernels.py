@@ -16,6 +16,8 @@ from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.selected_networks import SelectedPasses
 from megamem.ops.deep_memory.simplex import ReadGroup
+from megamem.ops.deep_memory.simplex_group import TORCH as SIMPLEX
+from megamem.ops.deep_memory.simplex_group import read_group_by
 
 Kernel = Literal["torch", "triton"]
 WIDEST = 128
@@ -83,16 +85,19 @@ def selected_passes_of(
 
 
 def read_group_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: int) -> ReadGroup | None:
-    """Return a group of Memora's inner chunks by the kernel, or None where it has no part in it.
+    """Return a group of Memora's inner chunks by the kernel where it has a part in it, else by torch.
 
-    query: [B, H, G, N, T, D], which one head may ask; matrices: of a network.
+    query: [B, H, G, N, T, D], which one head may ask of a kernel; matrices: of a network. Returns: None for a single
+    matrix, which autograd goes back through.
     """
+    if matrices != 2:
+        return None
     alone = query.shape[2] == 1 and query.shape[-2] <= LONGEST
     if not alone or not _computes(kernel, query, matrices):
-        return None
-    from megamem.ops.deep_memory.triton.launch_simplex import read_group_by
+        return read_group_by(SIMPLEX)
+    from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
 
-    return read_group_by(precision)
+    return read_group_by(simplex_passes(precision))
 
 
 def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bool:

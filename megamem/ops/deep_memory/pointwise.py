@@ -184,12 +184,38 @@ def simplex(logs: Tensor, scale: float) -> Tensor:
     return scale * logs.softmax(-1)
 
 
-def distribution(logs: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log W, W = c softmax(L), W / c and (W / c) log W of logarithms L [..., out, in]; scale: c."""
+def simplex_gradients(of_weights: Tensor, weights: Tensor, along: Tensor) -> Tensor:
+    """Return the gradient of L [..., out, in], given that of W = c softmax(L).
+
+    of_weights, weights: [..., out, in]; along: the sum of a row's weights times their gradients, over c [..., out, 1].
+    """
+    return weights * (of_weights - along)
+
+
+def distribution(logs: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log W, W = c softmax(L) and W log W of logarithms L [..., out, in]; scale: c."""
     exact = logs.log_softmax(-1) + math.log(scale)
     weights = exact.exp()
-    shares = weights / scale
-    return exact, weights, shares, shares * exact
+    return exact, weights, weights * exact
+
+
+def distribution_gradients(
+    of_weights: Tensor, of_entropies: Tensor, exact: Tensor, weights: Tensor, of_exact: Tensor, of_next: Tensor,
+    fade: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradient of L [..., out, in], of which log W times f is kept, and that of f [..., in].
+
+    Args:
+        of_weights, of_entropies, of_exact: gradients of W, W log W and log W, [..., out, in].
+        exact, weights: log W and W, [..., out, in].
+        of_next: that of what is kept, [..., out, in].
+        fade: f [..., 1, in].
+        scale: c.
+    """
+    total = torch.addcmul(of_exact, fade, of_next)
+    total = total.addcmul_(weights, torch.addcmul(of_weights, 1 + exact, of_entropies))
+    along = total.sum(-1, keepdim=True) / scale
+    return torch.addcmul(total, weights, along, value=-1), (of_next * exact).sum(-2)
 
 
 class Pointwise(NamedTuple):
@@ -211,7 +237,9 @@ class Pointwise(NamedTuple):
     changed: Callable[..., Any] = changed
     start_gradient: Callable[..., Any] = start_gradient
     simplex: Callable[..., Any] = simplex
+    simplex_gradients: Callable[..., Any] = simplex_gradients
     distribution: Callable[..., Any] = distribution
+    distribution_gradients: Callable[..., Any] = distribution_gradients
 
 
 PLAIN = Pointwise()

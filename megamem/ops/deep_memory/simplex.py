@@ -123,7 +123,8 @@ def simplex_memory_chunks(
         logs: L of the first inner chunk, see `simplex_memory`.
         rates: [B, H, N, T, D] each.
         group: inner chunks that the backward pass computes anew at a time.
-        read: what computes a group, and goes back through it; `read_group` with autograd if not given.
+        read: what computes a group, and goes back through it (`simplex_group.py`); `read_group` with autograd if not
+            given, as for a single matrix.
     Returns: y [B, H, G, N, T, D]; L after the last token.
     """
     dtype, reads = logs[0].dtype, []
@@ -137,19 +138,19 @@ def simplex_memory_chunks(
     return torch.cat(reads, dim=2).movedim(2, 3) if len(reads) > 1 else reads[0].movedim(2, 3), logs
 
 
-def group_of_one_head(
+def group_of_rows(
     apply: Callable[..., tuple[Tensor, ...]], network: SimplexNetwork, query: Tensor, key: Tensor, value: Tensor,
     rate: Tensor, log_decay: Tensor | None, *logs: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return what `read_group` does, by a function of one head's queries, what decays come to and the norm's weight.
+    """Return what `read_group` does, by a function of the queries of all heads beside each other.
 
-    apply: (network, query [B, H, N, T, D], key, value, rate, log_decay, the fields of `Fading`, weight [H, D], *logs).
-    query: [B, H, N, 1, T, D]; the rest as in `read_group`.
+    apply: (network, query [B, H, N, Q, D], key, value, rate, log_decay, the fields of `Fading`, weight [H, D], *logs).
+    query: [B, H, N, G, T, D]; the rest as in `read_group`.
     """
     faded = fading(ChannelRates(rate, log_decay))
     weight = None if network.norm is None else network.norm.weight
-    read, *after = apply(network, query[:, :, :, 0], key, value, rate, log_decay, *faded, weight, *logs)
-    return read[:, :, :, None], *after
+    read, *after = apply(network, query.flatten(3, 4), key, value, rate, log_decay, *faded, weight, *logs)
+    return read.unflatten(3, query.shape[3:5]), *after
 
 
 def _anew(*given: object) -> tuple[Tensor, ...]:
@@ -198,16 +199,16 @@ class Start(NamedTuple):
     weights: Weights
     """W_0"""
     shifting: tuple[Tensor, Tensor] | None
-    """W_0 / c and (W_0 / c) log W_0 of the first of two matrices, where the sums of its rows need z_t."""
+    """W_0 and W_0 log W_0 of the first of two matrices, where the sums of its rows need z_t."""
 
 
 def _start(network: SimplexNetwork, logs: Weights, rates: ChannelRates) -> Start:
     """Return the memory whose logarithms are L [..., out, in]."""
     if len(logs) == 1 or rates.log_decay is None:
         return Start(logs, on_simplex(logs, network.scale), None)
-    exact, weights, *shifting = network.pointwise.distribution(logs[0], row_sum(logs[0], network.scale))
+    exact, weights, entropies = network.pointwise.distribution(logs[0], row_sum(logs[0], network.scale))
     last = network.pointwise.simplex(logs[1], row_sum(logs[1], network.scale))
-    return Start((exact, logs[1]), (weights, last), (shifting[0], shifting[1]))
+    return Start((exact, logs[1]), (weights, last), (weights, entropies))
 
 
 class Gradient(NamedTuple):
@@ -290,19 +291,21 @@ def _after(network: SimplexNetwork, start: Start, gradient: Gradient, rates: Cha
     steps = _rated(faded.after * rates.rate, gradient)
     if start.shifting is not None and rates.log_decay is not None:
         # z_t, by which a token's step moves the logarithm of each row's sum, to first order at W_0
-        z = _row_shifts(*start.shifting, rates.log_decay, gradient.changes[0], rates.rate * gradient.inputs[0])
+        scale = row_sum(start.logs[0], network.scale)
+        rated = rates.rate / scale * gradient.inputs[0]
+        z = _row_shifts(*start.shifting, rates.log_decay.expm1() / scale, gradient.changes[0], rated)
         change, read = steps[0]
         steps[0] = torch.cat((change, z), -2), torch.cat((read, faded.after), -2)
     return _subtracted(_faded(start.logs, faded.whole), steps)
 
 
-def _row_shifts(shares: Tensor, entropies: Tensor, log_decay: Tensor, change: Tensor, rated: Tensor) -> Tensor:
+def _row_shifts(weights: Tensor, entropies: Tensor, lost: Tensor, change: Tensor, rated: Tensor) -> Tensor:
     """Return z_t [..., T, I].
 
-    shares, entropies: see `Start.shifting`; log_decay: log a [..., T, D]; change [..., T, I] and rated [..., T, D]: the
-    factors of b grad l.
+    weights, entropies: see `Start.shifting`; lost: (a - 1) / c [..., T, D]; change [..., T, I] and rated [..., T, D]:
+    the factors of b grad l, the narrower one over c.
     """
-    return log_decay.expm1() @ entropies.mT - change * (rated @ shares.mT)
+    return lost @ entropies.mT - change * (rated @ weights.mT)
 
 
 def _rated(rate: Tensor, gradient: Gradient) -> list[tuple[Tensor, Tensor]]:

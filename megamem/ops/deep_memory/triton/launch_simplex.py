@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.network import Precision
-from megamem.ops.deep_memory.simplex import ReadGroup, SimplexNetwork, group_of_one_head, row_sum
+from megamem.ops.deep_memory.simplex import SimplexNetwork, row_sum
+from megamem.ops.deep_memory.simplex_group import SimplexPasses, Tokens
 from megamem.ops.deep_memory.triton import launch
 from megamem.ops.deep_memory.triton.launch import LEAST
-from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Tokens, Written
+from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Written
 from megamem.ops.deep_memory.triton.simplex_reads import (
     Answers,
     Found,
@@ -29,59 +29,16 @@ from megamem.ops.deep_memory.triton.simplex_writes_backward import Found as Grad
 from megamem.ops.deep_memory.triton.simplex_writes_backward import through_simplex_writes_kernel
 
 
-def read_group_by(precision: Precision) -> ReadGroup:
-    """Return `read_group` of `simplex.py` by the kernels."""
-    return partial(group_of_one_head, partial(_Group.apply, precision))
+def simplex_passes(precision: Precision) -> SimplexPasses:
+    """Return both passes of a group of inner chunks, whose queries are one head's [B, H, N, T, D]."""
+    return SimplexPasses(
+        partial(_write, precision), partial(_read, precision), partial(_through_reads, precision),
+        partial(_through_writes, precision),
+    )  # fmt: skip
 
 
-class _Group(torch.autograd.Function):
-    """A group of inner chunks. Its backward pass computes everything but its inputs anew."""
-
-    @staticmethod
-    def forward(ctx: Any, precision: Precision, network: SimplexNetwork, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """Return y [B, H, N, T, D] and L after the last inner chunk.
-
-        given: query, key, value, rate, log_decay [B, H, N, T, D], what decays come to, the norm's weight, and L.
-        """
-        ctx.precision, ctx.network = precision, network
-        ctx.save_for_backward(*given)
-        query, tokens, logs = _parted(given)
-        sizes = _sizes(network, tokens, logs, precision)
-        written, last = _write(tokens, logs, sizes)
-        made = _read(query, tokens, written, sizes).answered
-        made = made if network.norm is None else network.norm(made)
-        return query + made if network.residual else made, *last
-
-    @staticmethod
-    def backward(ctx: Any, of_read: Tensor, *of_last: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what `forward` was given, from those of y [B, H, N, T, D] and of L."""
-        network = ctx.network
-        query, tokens, logs = _parted(ctx.saved_tensors)
-        sizes = _sizes(network, tokens, logs, ctx.precision)
-        written, _ = _write(tokens, logs, sizes)
-        answers = _read(query, tokens, written, sizes)
-        of_read, of_weight = of_read.contiguous(), None
-        out = of_read
-        if network.norm is not None:
-            out, of_weight = network.pointwise.norm_gradients(of_read, answers.answered, network.norm)
-        reads = _through_reads(query, tokens, written, answers, out.contiguous(), sizes)
-        found = _through_writes(tokens, written, reads, of_last, sizes)
-        of_query = of_read + reads.query if network.residual else reads.query
-        if of_weight is not None and found.weight is not None:
-            of_weight = of_weight + found.weight.sum(0)
-        of_tokens = found.key, found.value, found.rate, found.log_decay, found.fade, found.after
-        return None, None, of_query, *of_tokens, of_weight, found.up, found.down
-
-
-def _parted(given: Sequence[Any]) -> tuple[Any, Tokens, tuple[Any, Any]]:
-    """Return queries, the tokens and L from what `_Group` is given, [...] each, in the order of their memory."""
-    parts: list[Any] = [None if x is None else x.contiguous() for x in given]
-    query, *of_tokens, up, down = parts
-    return query, Tokens(*of_tokens), (up, down)
-
-
-def _sizes(network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, Tensor], precision: Precision) -> Sizes:
-    """Return the constants of kernels for tokens [B, H, N, T, D] and networks of L [B, H, out, in]."""
+def _sizes(precision: Precision, network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, ...]) -> Sizes:
+    """Return the constants of kernels for tokens [B, H, N, T, D] and networks of L [B, H, ..., out, in]."""
     (count, width), inner = tokens.key.shape[-2:], logs[0].shape[-2]
 
     def block(size: int) -> int:
@@ -97,9 +54,12 @@ def _sizes(network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, Tensor],
     return Sizes(*(None if each is None else tl.constexpr(each) for each in found))
 
 
-def _write(tokens: Tokens, logs: tuple[Tensor, Tensor], sizes: Sizes) -> tuple[Written, Last]:
+def _write(
+    precision: Precision, network: SimplexNetwork, tokens: Tokens, logs: tuple[Tensor, ...]
+) -> tuple[Written, Last]:
     """Write inner chunks [B, H, N, ...] one after the other, from L [B, H, out, in]."""
     key, (rows, heads, count) = tokens.key, tokens.key.shape[:3]
+    sizes = _sizes(precision, network, tokens, logs)
 
     def series(x: Tensor) -> Tensor:
         """Return room for a matrix [B, H, out, in] as each inner chunk starts, the first one in place."""
@@ -118,8 +78,11 @@ def _write(tokens: Tokens, logs: tuple[Tensor, Tensor], sizes: Sizes) -> tuple[W
     return written, last
 
 
-def _read(query: Tensor, tokens: Tokens, written: Written, sizes: Sizes) -> Answers:
+def _read(
+    precision: Precision, network: SimplexNetwork, query: Tensor, tokens: Tokens, written: Written
+) -> Answers:  # fmt: skip
     """Return what queries [B, H, N, T, D] are answered."""
+    sizes = _sizes(precision, network, tokens, (written.up, written.down))
     sums = query.new_empty(*query.shape[:3], query.shape[-1])
     answers = Answers(torch.empty_like(query), torch.empty_like(query), sums)
     read_simplex_kernel[(query.shape[:3].numel(),)](
@@ -129,9 +92,11 @@ def _read(query: Tensor, tokens: Tokens, written: Written, sizes: Sizes) -> Answ
 
 
 def _through_reads(
-    query: Tensor, tokens: Tokens, written: Written, answers: Answers, out: Tensor, sizes: Sizes
-) -> Found:
+    precision: Precision, network: SimplexNetwork, query: Tensor, tokens: Tokens, written: Written, answers: Answers,
+    out: Tensor,
+) -> Found:  # fmt: skip
     """Return the gradients through what is read, from that of what the last matrix makes [B, H, N, T, D]."""
+    sizes = _sizes(precision, network, tokens, (written.up, written.down))
     of_query, of_key, of_wrong, of_rate = (torch.empty_like(query) for _ in range(4))
     of_decay = None if tokens.log_decay is None else query.new_empty(*query.shape[:3], query.shape[-1])
     found = Found(
@@ -145,9 +110,11 @@ def _through_reads(
 
 
 def _through_writes(
-    tokens: Tokens, written: Written, reads: Found, of_last: tuple[Tensor, ...], sizes: Sizes
-) -> Gradients:
+    precision: Precision, network: SimplexNetwork, tokens: Tokens, written: Written, reads: Found,
+    of_last: tuple[Tensor, ...],
+) -> Gradients:  # fmt: skip
     """Return the gradients of tokens [B, H, N, ...] and L, from those of L after the group [B, H, out, in]."""
+    sizes = _sizes(precision, network, tokens, (written.up, written.down))
     rows, heads, count = tokens.key.shape[:3]
 
     def room(x: Tensor | None) -> Tensor | None:
@@ -164,4 +131,5 @@ def _through_writes(
     through_simplex_writes_kernel[(rows * heads,)](
         tokens, written, reads, found, heads, count, sizes, num_warps=launch.WARPS, num_stages=launch.STAGES
     )
-    return found
+    # heads of all rows share the norm's weight
+    return found._replace(weight=None if of_weight is None else of_weight.sum(0))

@@ -42,22 +42,6 @@ class Sizes(NamedTuple):
     """Whether there are decays, which change the sums of the first matrix's rows."""
 
 
-class Tokens(NamedTuple):
-    """Tokens of a group of inner chunks, [B, H, N, T, D] each, as the kernels read them."""
-
-    key: Tensor
-    value: Tensor
-    rate: Tensor
-    log_decay: Tensor | None
-    """None: there are no decays; so with the following."""
-    fade: Tensor | None
-    """The product of an inner chunk's decays, [B, H, N, D]."""
-    after: Tensor | None
-    """That of the decays after each token."""
-    weight: Tensor | None
-    """That of the norm, [H, D]."""
-
-
 class Written(NamedTuple):
     """What writing the inner chunks of a group has made."""
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamem.ops.deep_memory.simplex_group import Tokens
 from megamem.ops.deep_memory.triton.blocks import (
     add_product,
     below,
@@ -23,7 +24,6 @@ from megamem.ops.deep_memory.triton.blocks import (
     store_units,
 )
 from megamem.ops.deep_memory.triton.simplex_blocks import (
-    Tokens,
     Written,
     add_column,
     column_logarithm,

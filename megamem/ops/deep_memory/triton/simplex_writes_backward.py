@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamem.ops.deep_memory.simplex_group import Tokens
 from megamem.ops.deep_memory.triton.blocks import (
     add_product,
     below,
@@ -32,7 +33,6 @@ from megamem.ops.deep_memory.triton.blocks import (
     store_units,
 )
 from megamem.ops.deep_memory.triton.simplex_blocks import (
-    Tokens,
     Written,
     column_sums,
     first_matrix,
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     """[B, H, N, D]"""
     after: Tensor | None
     weight: Tensor | None
-    """That of the norm, [B, H, D]."""
+    """That of the norm: [B, H, D] as the kernel writes it."""
 
 
 @triton.jit
