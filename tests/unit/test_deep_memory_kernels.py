@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from megamem.errors import ConfigError
-from megamem.ops.deep_memory import kept_networks
+from megamem.ops.deep_memory import kept_networks, simplex_group
 from megamem.ops.deep_memory.group_backward import TORCH
-from megamem.ops.deep_memory.kernels import check_kernel, kept_passes_of, passes_of, read_group_of, selected_passes_of
+from megamem.ops.deep_memory.kernels import (
+    check_kernel,
+    kept_passes_of,
+    passes_of,
+    selected_passes_of,
+    simplex_passes_of,
+)
 from megamem.ops.deep_memory.selected_networks import pairs_of
 from tests.unit.deep_memory_forms import FORMS, KEPT_FORMS, LAYERS, MEMORA_FORMS, KeptForm
 
@@ -97,7 +103,7 @@ def test_torch_computes_what_kernels_have_no_part_in(change: dict[str, Any], by_
         "write": passes.write is TORCH.write and passes.through_writes is TORCH.through_writes,
         "read": passes.read is TORCH.read and passes.through_reads is TORCH.through_reads,
         "kept": kept_passes_of(of["kernel"], "tf32", query, kept) is kept_networks.TORCH,
-        "group": read_group_of(of["kernel"], "tf32", query, of["matrices"]) is None,
+        "group": simplex_passes_of(of["kernel"], "tf32", query, of["matrices"]) is simplex_group.TORCH,
     }
     assert [name for name, torchs in found.items() if torchs] == by_torch.split()
     assert (selected_passes_of(of["kernel"], "tf32", query, kept) is None) == found["kept"]

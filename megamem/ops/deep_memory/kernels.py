@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from megamem.errors import ConfigError
-from megamem.ops.deep_memory import kept_networks
+from megamem.ops.deep_memory import kept_networks, simplex_group
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.selected_networks import SelectedPasses
 from megamem.ops.deep_memory.simplex import ReadGroup
-from megamem.ops.deep_memory.simplex_group import TORCH as SIMPLEX
-from megamem.ops.deep_memory.simplex_group import read_group_by
+from megamem.ops.deep_memory.simplex_group import SimplexPasses, read_group_by
 
 Kernel = Literal["torch", "triton"]
 WIDEST = 128
@@ -84,20 +83,27 @@ def selected_passes_of(
     return selected_passes(precision)
 
 
-def read_group_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: int) -> ReadGroup | None:
-    """Return a group of Memora's inner chunks by the kernel where it has a part in it, else by torch.
+def simplex_passes_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: int) -> SimplexPasses:
+    """Return both passes of groups of Memora's inner chunks: by the kernel where it has a part in them, else by torch.
 
-    query: [B, H, G, N, T, D], which one head may ask of a kernel; matrices: of a network. Returns: None for a single
-    matrix, which autograd goes back through.
+    query: [B, H, G, N, T, D], which one head may ask of a kernel; matrices: of a network.
+    """
+    alone = query.shape[2] == 1 and query.shape[-2] <= LONGEST
+    if not alone or not _computes(kernel, query, matrices):
+        return simplex_group.TORCH
+    from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
+
+    return simplex_passes(precision)
+
+
+def read_group_of(kernel: Kernel, precision: Precision, query: Tensor, matrices: int) -> ReadGroup | None:
+    """Return what computes a group of Memora's inner chunks; None for a single matrix, which is left to autograd.
+
+    query: [B, H, G, N, T, D]; matrices: of a network.
     """
     if matrices != 2:
         return None
-    alone = query.shape[2] == 1 and query.shape[-2] <= LONGEST
-    if not alone or not _computes(kernel, query, matrices):
-        return read_group_by(SIMPLEX)
-    from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
-
-    return read_group_by(simplex_passes(precision))
+    return read_group_by(simplex_passes_of(kernel, precision, query, matrices))
 
 
 def _reads_kept(kernel: Kernel, query: Tensor, matrices: Sequence[Tensor]) -> bool:
