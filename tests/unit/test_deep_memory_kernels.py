@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megamem.errors import ConfigError
-from megamem.ops.deep_memory import kept_networks, simplex_group
+from megamem.ops.deep_memory import kept_networks, simplex_group_backward
 from megamem.ops.deep_memory.group_backward import TORCH
 from megamem.ops.deep_memory.kernels import (
     check_kernel,
@@ -103,7 +103,7 @@ def test_torch_computes_what_kernels_have_no_part_in(change: dict[str, Any], by_
         "write": passes.write is TORCH.write and passes.through_writes is TORCH.through_writes,
         "read": passes.read is TORCH.read and passes.through_reads is TORCH.through_reads,
         "kept": kept_passes_of(of["kernel"], "tf32", query, kept) is kept_networks.TORCH,
-        "group": simplex_passes_of(of["kernel"], "tf32", query, of["matrices"]) is simplex_group.TORCH,
+        "group": simplex_passes_of(of["kernel"], "tf32", query, of["matrices"]) is simplex_group_backward.TORCH,
     }
     assert [name for name, torchs in found.items() if torchs] == by_torch.split()
     assert (selected_passes_of(of["kernel"], "tf32", query, kept) is None) == found["kept"]

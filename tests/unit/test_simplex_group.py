@@ -7,7 +7,8 @@ import torch
 
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.simplex import SimplexNetwork, read_group
-from megamem.ops.deep_memory.simplex_group import TORCH, read_group_by
+from megamem.ops.deep_memory.simplex_group import read_group_by
+from megamem.ops.deep_memory.simplex_group_backward import TORCH
 
 ROWS, HEADS, CHUNKS, TOKENS, WIDTH, INNER = 2, 3, 3, 5, 4, 12
 # float64: sums over tokens are taken in another order

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megamem.errors import ConfigError
-from megamem.ops.deep_memory import kept_networks, simplex_group
+from megamem.ops.deep_memory import kept_networks, simplex_group_backward
 from megamem.ops.deep_memory.group_backward import TORCH, GroupPasses
 from megamem.ops.deep_memory.kept_networks import KeptPasses
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.selected_networks import SelectedPasses
 from megamem.ops.deep_memory.simplex import ReadGroup
-from megamem.ops.deep_memory.simplex_group import SimplexPasses, read_group_by
+from megamem.ops.deep_memory.simplex_group import read_group_by
+from megamem.ops.deep_memory.simplex_group_backward import SimplexPasses
 
 Kernel = Literal["torch", "triton"]
 WIDEST = 128
@@ -90,7 +91,7 @@ def simplex_passes_of(kernel: Kernel, precision: Precision, query: Tensor, matri
     """
     alone = query.shape[2] == 1 and query.shape[-2] <= LONGEST
     if not alone or not _computes(kernel, query, matrices):
-        return simplex_group.TORCH
+        return simplex_group_backward.TORCH
     from megamem.ops.deep_memory.triton.launch_simplex import simplex_passes
 
     return simplex_passes(precision)

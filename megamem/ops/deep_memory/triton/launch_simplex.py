@@ -14,7 +14,8 @@ from torch import Tensor
 from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.simplex import SimplexNetwork, row_sum
-from megamem.ops.deep_memory.simplex_group import SimplexPasses, Tokens
+from megamem.ops.deep_memory.simplex_group_backward import SimplexPasses
+from megamem.ops.deep_memory.simplex_group_forward import Tokens
 from megamem.ops.deep_memory.triton import launch
 from megamem.ops.deep_memory.triton.launch import LEAST
 from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Written

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamem.ops.deep_memory.simplex_group import Tokens
+from megamem.ops.deep_memory.simplex_group_forward import Tokens
 from megamem.ops.deep_memory.triton.blocks import (
     add_product,
     below,
