@@ -109,7 +109,7 @@ def through_writes(
 ) -> WriteGradients:
     """Go back through the writing of all inner chunks, the last one first.
 
-    reads: what comes from the reads, of which `change`, `active` and `wrong` are added to.
+    reads: what comes from the reads; `change` and `active` are added to.
     of_last: gradients of L after the group, [B, H, I, D] and [B, H, D, I].
     """
     writes = _Writes(network, tokens, written, reads, *(torch.empty_like(tokens.key) for _ in range(7)))

@@ -124,10 +124,11 @@ def write(network: SimplexNetwork, tokens: Tokens, logs: Weights) -> tuple[Writt
 def _after(tokens: Tokens, made: Written, n: int) -> Weights:
     """Return L after inner chunk n, [B, H, I, D] and [B, H, D, I], and keep what shifts its first matrix's rows."""
     steps, change = made.steps, made.change[:, :, n]
+    wrong = steps.share[:, :, n] * made.wrong[:, :, n]
     if tokens.fade is None or tokens.after is None or steps.rated is None or steps.lost is None:
         up, down = torch.empty_like(made.up[n]), torch.empty_like(made.down[n])
         subtract_product(made.up[n], change.mT, steps.key[:, :, n], out=up)
-        subtract_product(made.down[n], (steps.share * made.wrong)[:, :, n].mT, made.active[:, :, n], out=down)
+        subtract_product(made.down[n], wrong.mT, made.active[:, :, n], out=down)
         return up, down
     along, shift = torch.empty_like(change), torch.empty_like(change)
     product_into(along, steps.rated[:, :, n], made.first[n].mT)
@@ -139,7 +140,6 @@ def _after(tokens: Tokens, made: Written, n: int) -> Weights:
     subtract_product(up, change.mT, steps.key[:, :, n], out=up)
     subtract_product(up, shift.mT, tokens.after[:, :, n], out=up)
     down = tokens.fade[:, :, n, :, None] * made.down[n]
-    wrong = steps.share[:, :, n] * made.wrong[:, :, n]
     subtract_product(down, wrong.mT, made.active[:, :, n], out=down)
     return up, down
 
