@@ -73,7 +73,7 @@ def _chosen(name: str, config: RunConfig) -> list[str]:
     for devices in DEVICES:
         found = resolve_auto(config, devices, machine("h100", devices), activations)
         parallel, training, dp_size = found.parallel, found.training, data_parallel(found, devices)
-        reports = rank_reports(Layout(found, dp_size, tuple(place(found))), activations)
+        reports = rank_reports(Layout(found, dp_size, tuple(place(found))), activations.of_phase(found))
         rank = max(reports, key=lambda report: report.total)
         rows = f"{training.micro_batch_size} row{'s' if training.micro_batch_size > 1 else ''}"
         part = f" {training.recompute}" if isinstance(training.recompute, str) else ""

@@ -7,7 +7,7 @@ revision is checked out beside this one for the time being (`git worktree`). For
 processes of their own, by their own code, and take turns: forward and backward of one sequence in one window, FP32, one
 thread. Ratios are of the same turn, in processor time, which other processes do not lengthen. Memory is what a process
 has resident at most, above what it had before it built the model. With `--by-layer` this checkout reads its windows
-layer by layer (`training.window_order: layers`), which older revisions cannot: they go on chunk by chunk.
+layer by layer (`training.window_order: layers`); the older one always reads chunk by chunk.
 """
 
 from __future__ import annotations

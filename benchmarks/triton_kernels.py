@@ -34,6 +34,7 @@ from megamem.ops.deep_memory.kept_networks import kept_networks
 from megamem.ops.deep_memory.network import InnerRates
 from megamem.ops.deep_memory.selected_networks import selected_networks
 from megamem.ops.deep_memory.simplex import SimplexNetwork
+from megamem.ops.deep_memory.simplex_group import read_group_by
 from megamem.ops.deep_memory.triton import launch, launch_kept, launch_selected, launch_simplex
 from megamem.ops.deep_memory.triton.kept import answer_kernel, through_matrices_kernel, through_rows_kernel
 from megamem.ops.deep_memory.triton.reads import read_kernel, through_reads_kernel
@@ -123,7 +124,9 @@ def train_memora(precision: launch.Precision) -> None:
     logs = [
         torch.empty(ROWS, HEADS, *size, device="meta", requires_grad=True) for size in ((INNER, WIDTH), (WIDTH, INNER))
     ]
-    read, *_ = launch_simplex.read_group_by(precision)(network, tokens[0][:, :, :, None], *tokens[1:], *logs)
+    read, *_ = read_group_by(launch_simplex.simplex_passes(precision))(
+        network, tokens[0][:, :, :, None], *tokens[1:], *logs
+    )
     read.sum().backward()
 
 

@@ -48,6 +48,7 @@ def resolve_auto(
     """
     if not is_open(config, devices):
         return config
+    config = _by_chunk(config)
     roomy = machine.model_copy(update={"reserve": machine.reserve + KEPT_FREE * machine.usable})
     longest = max(config.phases, key=lambda phase: phase.data.sequence_length)
     activations = activations and activations.of_phase(longest)
@@ -80,6 +81,7 @@ def divided(config: RunConfig, devices: int) -> RunConfig:
     """
     if not is_open(config, devices):
         return config
+    config = _by_chunk(config)
     search = _search(config, config, devices, machine("h100", devices))
     layout = next(filter(search.valid, search.layouts()), None)
     if layout is None:
@@ -99,6 +101,13 @@ def chosen_before(config: RunConfig, saved: RunConfig, devices: int) -> RunConfi
     lengths = ("batch_tokens", "bptt_chunks", "window_order", "precision")
     same = same and all(getattr(found.training, name) == getattr(saved.training, name) for name in lengths)
     return found if same else None
+
+
+def _by_chunk(config: RunConfig) -> RunConfig:
+    """Return the run with windows by chunk where their order is open: one that was chosen before allows no pipeline."""
+    if ORDER not in config.auto.fields:
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"window_order": "chunks"})})
 
 
 def _chosen(config: RunConfig, layout: RunConfig, devices: int) -> RunConfig:

@@ -39,7 +39,7 @@ class _Group(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, precision: Precision, network: SimplexNetwork, *given: Tensor | None) -> tuple[Tensor, ...]:
-        """Return y [B, H, N, T, D] and L after the last inner chunk; given: as in `launch_simplex.py`."""
+        """Return y [B, H, N, T, D] and L after the last inner chunk; given: as in `simplex_group.py`."""
         ctx.precision, ctx.network = precision, network
         ctx.save_for_backward(*given)
         kernels = _Kernels(precision, given)

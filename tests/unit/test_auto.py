@@ -95,7 +95,7 @@ def test_the_choice_fits_with_room_and_no_faster_layout_is_left() -> None:
     found = resolve_auto(config, 4, SMALL, activations)
     assert found.auto == AutoConfig(fields=AUTO_FIELDS, devices=4)
     dp_size = 4 // found.parallel.tp // found.parallel.pp
-    plan = make_plan(found, dp_size, SMALL, activations=activations)
+    plan = make_plan(found, dp_size, SMALL, activations=activations.of_phase(found))
     assert plan.total <= 0.95 * SMALL.usable
     # with all memory in the world: plain data parallelism, all 8 rows of a rank at once
     large = resolve_auto(config, 4, SMALL.model_copy(update={"memory": 1e15}), activations)
@@ -301,6 +301,16 @@ def test_windows_are_read_by_layer_where_that_takes_no_longer() -> None:
     many = demo(*ORDER, "model.chunk_size=1024", "model.vocab_size=50000", "training.micro_batch_size=1")
     slower = resolve_auto(many, 2, H100.model_copy(update={"reached": reached}))
     assert slower.training.window_order == "chunks"
+
+
+def test_an_order_that_was_chosen_is_chosen_anew_for_other_devices() -> None:
+    """A saved `layers` would leave no pipeline to try."""
+    config = demo(*ORDER, "parallel.pp=auto")
+    saved = resolve_auto(config, 2, H100)
+    assert (saved.training.window_order, saved.auto.devices) == ("layers", 2)
+    assert resolve_auto(saved, 4, H100) == resolve_auto(config, 4, H100)
+    # 32 sequences divide over 64 devices with stages only
+    assert divided(saved, 64).parallel.pp > 1
 
 
 def test_a_pipeline_and_side_rows_keep_windows_by_chunk() -> None:
