@@ -23,19 +23,16 @@ from benchmarks.common import (
     OUTPUT,
     fix_threads,
     interleaved,
+    model_run,
     publish,
-    random_batch,
     ratio,
     summary,
     table,
-    window_run,
 )
 from benchmarks.cpu import spread
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.training import WindowOrder
-from megamem.model.stage import build_stage
-from megamem.parallel.linears import PlainLinears, initialize_parameters
 
 FULL = "full attention"
 BASES: dict[str, dict[str, Any]] = {
@@ -85,10 +82,7 @@ def models(quick: bool) -> dict[str, ModelConfig]:
 
 def run_of(model: ModelConfig, tokens: int, order: WindowOrder = "chunks") -> Any:
     """A function that runs one sequence forward and backward."""
-    stage = build_stage(model, PlainLinears())
-    stage.recompute = tokens > STORED
-    initialize_parameters(stage, seed=0)
-    return window_run(stage, random_batch(model, tokens // model.chunk_size, 1), order)
+    return model_run(model, tokens // model.chunk_size, 1, order, recompute=tokens > STORED)
 
 
 def base_of(name: str) -> str | None:

@@ -16,10 +16,11 @@ import torch
 
 from megamem.config.load import parse_config, read_yaml
 from megamem.config.model import ModelConfig
-from megamem.config.training import WindowOrder
+from megamem.config.training import Recompute, WindowOrder
 from megamem.data.batch import Batch
 from megamem.model.objectives.next_token import NextToken
-from megamem.model.stage import Stage
+from megamem.model.stage import Stage, build_stage
+from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.pipeline.train_chunk import chunk_places
 from megamem.pipeline.window import Window
 
@@ -53,6 +54,16 @@ def random_batch(
     for row, chunk in enumerate(begin or ()):
         starts[chunk:, row] -= chunk * model.chunk_size
     return Batch(tokens[:-1].contiguous(), tokens[1:].contiguous(), starts, tuple(range(rows)))
+
+
+def model_run(
+    model: ModelConfig, chunks: int, rows: int = 1, order: WindowOrder = "chunks", recompute: Recompute = False
+) -> Callable[[], float]:
+    """Return a function that takes random sequences of so many chunks through a new model, see `window_run`."""
+    stage = build_stage(model, PlainLinears())
+    stage.recompute = recompute
+    initialize_parameters(stage, seed=0)
+    return window_run(stage, random_batch(model, chunks, rows), order)
 
 
 def window_run(stage: Stage, batch: Batch, order: WindowOrder = "chunks") -> Callable[[], float]:

@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import OUTPUT, fix_threads, interleaved, publish, random_batch, summary, table, window_run
+from benchmarks.common import OUTPUT, fix_threads, interleaved, model_run, publish, summary, table
 from megamem.config.load import parse_config
 from megamem.config.model import ModelConfig
 from megamem.config.training import Recompute, WindowOrder
-from megamem.model.stage import build_stage
-from megamem.parallel.linears import PlainLinears, initialize_parameters
 from megamem.planning.activations import Activations
 from megamem.planning.device_rates import SIZES, device_rates
 from megamem.planning.measured_part import Share
@@ -64,21 +62,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "log-linear": {"mixer": {"kind": "log_linear", "memory": {"kind": "linear_attention"}}},
     "elastic memory, chunks of 256": {"mixer": "elastic_memory", "chunk_size": 256},
     "local attention, width 512": {"mixer": "local_attention", "hidden_size": 512, "ffn_size": 1408, "heads": 8},
-    "elastic memory, chunks of 256, by layer": {"mixer": "elastic_memory", "chunk_size": 256},
-    "gated DeltaNet, by layer": {"mixer": {**DELTA, "decay": True}},
-    "linear attention, four rows": {"mixer": "linear_attention"},
-    "DLA, layers computed again": {"mixer": "dla"},
-    "Titans, mixers computed again": {"mixer": TITANS},
-    "full attention, MLPs computed again": {"mixer": "full_attention"},
 }
-WAYS = {
-    "elastic memory, chunks of 256, by layer": Way(order="layers"),
-    "gated DeltaNet, by layer": Way(order="layers"),
-    "linear attention, four rows": Way(rows=4),
-    "DLA, layers computed again": Way(recompute=True),
-    "Titans, mixers computed again": Way(recompute="mixer"),
-    "full attention, MLPs computed again": Way(recompute="mlp"),
+"""Models that read as `PLAIN` says."""
+OTHER_WAYS: dict[str, tuple[dict[str, Any], Way]] = {
+    "elastic memory, chunks of 256, by layer": ({"mixer": "elastic_memory", "chunk_size": 256}, Way(order="layers")),
+    "gated DeltaNet, by layer": ({"mixer": {**DELTA, "decay": True}}, Way(order="layers")),
+    "linear attention, four rows": ({"mixer": "linear_attention"}, Way(rows=4)),
+    "DLA, layers computed again": ({"mixer": "dla"}, Way(recompute=True)),
+    "Titans, mixers computed again": ({"mixer": TITANS}, Way(recompute="mixer")),
+    "full attention, MLPs computed again": ({"mixer": "full_attention"}, Way(recompute="mlp")),
 }
+CASES = {**{name: (model, PLAIN) for name, model in MODELS.items()}, **OTHER_WAYS}
 SECONDS = ("launch", "view", "half_rate_side")
 """Measured numbers of a core that are larger where it is slower; of all others the seconds of one are averaged."""
 PER_SECOND = ("attention", "attention_backward", "memory", "functions")
@@ -92,14 +86,6 @@ def predicted(model: ModelConfig, chunks: int, way: Way, rates: Rates) -> PassTi
     return sum_of(time for chunk in passes for time in chunk)
 
 
-def run_of(model: ModelConfig, chunks: int, way: Way) -> Callable[[], object]:
-    """What takes sequences of so many chunks forward and backward in one window."""
-    stage = build_stage(model, PlainLinears())
-    stage.recompute = way.recompute
-    initialize_parameters(stage, seed=0)
-    return window_run(stage, random_batch(model, chunks, way.rows), way.order)
-
-
 def average(found: Sequence[Rates]) -> Rates:
     """Rates of a core that takes the mean of the seconds that those take."""
     trees = [rates.model_dump() for rates in found]
@@ -111,13 +97,14 @@ def average(found: Sequence[Rates]) -> Rates:
 
 def measure(models: dict[str, ModelConfig], tokens: int, turns: int, budget_s: float) -> tuple[Rates, dict[str, Any]]:
     """The core's rates, and seconds of each model both ways; tokens: of all rows together."""
-    ways = {name: WAYS.get(name, PLAIN) for name in models}
+    ways = {name: CASES[name][1] for name in models}
     chunks = {name: tokens // model.chunk_size // ways[name].rows for name, model in models.items()}
     measured: list[Rates] = []
     runs: dict[str, Callable[[], object]] = {}
     for name, model in models.items():
         runs[f"rates before {name}"] = lambda: measured.append(device_rates(torch.device("cpu"), SIZES["cpu"]))
-        runs[name] = run_of(model, chunks[name], ways[name])
+        way = ways[name]
+        runs[name] = model_run(model, chunks[name], way.rows, way.order, way.recompute)
     times = interleaved(runs, turns, budget_s)
     rates = average(measured)
     found = {}
@@ -153,14 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: checks that the benchmark runs")
-    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="MODEL")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=600, help="seconds it may take (one turn always runs)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "predicted_time.json")
     options = parser.parse_args(arguments)
     fix_threads(1)
     small = {"hidden_size": 32, "ffn_size": 64, "chunk_size": 256, "vocab_size": 64} if options.quick else {}
-    models = {name: parse_config(ModelConfig, {**SHAPE, **MODELS[name], **small}, name) for name in options.only}
+    models = {name: parse_config(ModelConfig, {**SHAPE, **CASES[name][0], **small}, name) for name in options.only}
     rates, found = measure(models, 1024 if options.quick else 4096, options.turns, options.budget_s)
     report(found)
     publish({"rates": rates.model_dump(), "models": found}, options.output)

@@ -25,6 +25,7 @@ from megamem.model.mlp import make_mlp
 from megamem.model.norm import make_norm
 from megamem.model.stage import add_losses
 from megamem.ops.dropout import dropped
+from megamem.ops.slices import parts
 from megamem.parallel.linears import Linears, token_share
 
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class Layer(nn.Module):
         given = self._given(hidden, self.mixer_norm)
         # under ZeRO 3 all ranks call the same modules in the same order, whatever their documents
         size, calls = given.shape[0] // len(chunks), self._calls(chunks, one_by_one=ties_resets)
-        for call, tokens in zip(calls, given.split([len(call) * size for call in calls]), strict=True):
+        for call, tokens in zip(calls, parts(given, [len(call) * size for call in calls]), strict=True):
             left, chunk = state, chunks[call.start]
             state = self.mixer.reset(left, chunk, hidden.device, hidden.dtype)
             output, state, of_call = self._mixed_by_document(tokens, state, chunk.inside(self.place))
@@ -117,7 +118,7 @@ class Layer(nn.Module):
             # each is a mean over the tokens of its call
             share = len(call) / len(chunks)
             losses = add_losses(losses, {name: loss * share for name, loss in of_call.items()})
-        return torch.cat(outputs), state, losses
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0], state, losses
 
     def _calls(self, chunks: Sequence[Chunk], one_by_one: bool) -> list[range]:
         """Return which chunks of a window the mixer reads in one call: as many as possible.

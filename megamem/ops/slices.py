@@ -1,4 +1,4 @@
-"""Slices of one tensor, which may overlap, whose gradients are added up where they belong.
+"""Slices and parts of one tensor, whose gradients go where they belong without passes of their own.
 
 The gradient of a slice by itself is zeros as long as the tensor that it was taken from, so that the slices of a long
 call, one for each block, would move the square of its length on the way back. Here all are added into one tensor.
@@ -6,7 +6,7 @@ call, one for each block, would move the square of its length on the way back. H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,24 @@ class _Slices(torch.autograd.Function):
                 total = gradient.new_zeros(ctx.shape) if total is None else total
                 total[place] += gradient
         return total, *(None for _ in ctx.places)
+
+
+def parts(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """Split x [...] into parts of such sizes along a dimension.
+
+    A single part is x itself: the gradient of a split is a copy, of one into a single part too.
+    """
+    return tuple(x.split(list(sizes), dim)) if len(sizes) > 1 else (x,)
+
+
+def groups(given: Sequence[Tensor | None], size: int, dim: int) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield what tensors [...] of one length have along a dimension, so much at a time; None stays None.
+
+    The last group may be smaller.
+    """
+    length = next(x.shape[dim] for x in given if x is not None)
+    sizes = [min(size, length - begin) for begin in range(0, length, size)]
+    yield from zip(*([None] * len(sizes) if x is None else parts(x, sizes, dim) for x in given), strict=True)
 
 
 def slices(x: Tensor, places: Sequence[slice]) -> tuple[Tensor, ...]:

@@ -6,16 +6,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megamem.config.auto import AutoField, value_at
+from megamem.config.auto import value_at
 from megamem.config.run import RunConfig
 from megamem.errors import LayoutError
 from megamem.planning.activations import Activations
 from megamem.planning.machines import Machine, machine
-from megamem.planning.search import Candidate, Search
+from megamem.planning.search import ORDER, Candidate, Search
 from megamem.planning.show import GIB, layout_overrides
 from megamem.planning.step_time import Layout
 
-ORDER: AutoField = "training.window_order"
 KEPT_FREE = 0.05
 """Share of a device's usable bytes that a chosen layout leaves, as plans are not exact."""
 

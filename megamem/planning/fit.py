@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megamem.config.auto import AUTO_FIELDS
 from megamem.config.run import RunConfig
 from megamem.errors import LayoutError
 from megamem.pipeline.balancing import place
@@ -12,7 +11,7 @@ from megamem.planning.activations import Activations
 from megamem.planning.auto import least
 from megamem.planning.machines import Machine
 from megamem.planning.plan import RankReport, rank_reports
-from megamem.planning.search import DP, SEARCHED, WINDOW, Candidate, Search
+from megamem.planning.search import DP, LAYOUT_FIELDS, SEARCHED, WINDOW, Candidate, Search
 from megamem.planning.show import GIB
 from megamem.planning.step_time import Layout
 
@@ -67,11 +66,11 @@ def _advice(config: RunConfig, dp_size: int, machine: Machine, activations: Acti
     devices = dp_size * config.parallel.tp * config.parallel.pp
     # one change first; shorter windows cut gradients through memory, so that they come last
     found: list[Candidate] = []
-    for fields in ((field,) for field in (*AUTO_FIELDS, WINDOW)):
+    for fields in ((field,) for field in (*LAYOUT_FIELDS, WINDOW)):
         found += Search(config, devices, machine, activations=activations, fields=(*fields, DP)).run(top=1).best
     found.sort(key=lambda candidate: (-candidate.layout.config.bptt_chunks, candidate.time.total))
     if len(found) < REMEDIES:
-        search = Search(config, devices, machine, activations=activations, fields=[*AUTO_FIELDS, DP])
+        search = Search(config, devices, machine, activations=activations, fields=[*LAYOUT_FIELDS, DP])
         found += search.run(top=REMEDIES).best
     if not found:
         search = Search(config, devices, machine, activations=activations, fields=SEARCHED)

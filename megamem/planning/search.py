@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from megamem.config.auto import AUTO_FIELDS
+from megamem.config.auto import AUTO_FIELDS, AutoField
 from megamem.config.run import RunConfig
 from megamem.config.training import Recompute
 from megamem.pipeline.balancing import place_by, planned_costs
@@ -106,7 +106,11 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
 
 
 DP, WINDOW = "parallel.dp", "training.bptt_chunks"
-SEARCHED = (*AUTO_FIELDS, DP, WINDOW)
+ORDER: AutoField = "training.window_order"
+"""Chosen last, for one layout (`Search.by_layer`)."""
+LAYOUT_FIELDS = tuple(field for field in AUTO_FIELDS if field != ORDER)
+"""Fields that are chosen together."""
+SEARCHED = (*LAYOUT_FIELDS, DP, WINDOW)
 """All fields that a search may change."""
 
 

@@ -21,6 +21,7 @@ from megamem.memory.shared.block_attention import (
 from megamem.memory.shared.blocks import row_rotary_tables
 from megamem.memory.shared.row_by_row import row_chunk
 from megamem.ops.attention.softmax import Past, attention
+from megamem.ops.slices import parts
 from megamem.parallel.linears import Linears
 
 
@@ -68,10 +69,10 @@ class FullAttention(AttentionProjections):
     def forward(self, hidden: Tensor, state: State, chunk: Chunk) -> tuple[Tensor, State, Losses]:
         """See `Mixer.forward`."""
         projections = self.project(hidden)
-        parts = self._parts(chunk, projections[0].shape[0], state["open_keys"].shape[0])
+        sizes = self._parts(chunk, projections[0].shape[0], state["open_keys"].shape[0])
         outputs, done = [], 0
         # split, since the gradient of a slice by itself is as long as the call
-        for query, key, value in zip(*(x.split(parts) for x in projections), strict=True):
+        for query, key, value in zip(*(parts(x, sizes) for x in projections), strict=True):
             end = done + query.shape[0]
             output, state = self._attend(query, key, value, state, chunk.part(done, end))
             outputs.append(output)

@@ -24,6 +24,7 @@ from megamem.config.model import ModelConfig
 from megamem.memory.base import Chunk, to_device
 from megamem.ops.dropout import DropoutKeys
 from megamem.ops.rotary import RotaryScaling, RotaryTables, Rotation, consecutive_rotary_tables, rotary_tables
+from megamem.ops.slices import parts
 from megamem.ops.tables import kept_table
 
 
@@ -89,11 +90,8 @@ def split_tokens(slices: Sequence[BlockSlice], *tensors: Tensor) -> Iterator[tup
 
     They are split at once: the gradient of a slice by itself is as long as the call.
     """
-    if len(slices) == 1:
-        # even a split into one part has a gradient that is a copy
-        return iter([tensors])
     sizes = [block_slice.tokens for block_slice in slices]
-    return zip(*(x.split(sizes) for x in tensors), strict=True)
+    return zip(*(parts(x, sizes) for x in tensors), strict=True)
 
 
 def positions_in_block(block_slice: BlockSlice, open_tokens: int, device: torch.device) -> Tensor:

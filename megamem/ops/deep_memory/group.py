@@ -23,7 +23,7 @@ inputs are the keys and queries themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megamem.ops.deep_memory.group_backward import TORCH, Gradient, GroupPasses,
 from megamem.ops.deep_memory.group_forward import Network, Shares, Tokens
 from megamem.ops.deep_memory.network import InnerRates, Weights, coefficients
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
+from megamem.ops.slices import groups
 
 GROUP = 16
 """Inner chunks that the backward pass computes anew at a time."""
@@ -83,35 +84,21 @@ def deep_memory_chunks(
         passes: what writes and reads a group, and goes back through it.
     Returns: y [B, H, G, N, T, D]; `added` and `momentum` after the last token.
     """
-    dtype, groups, tokens = added[0].dtype, query.shape[2], key.shape[-2]
+    dtype, heads, tokens = added[0].dtype, query.shape[2], key.shape[-2]
     # the queries of all heads of a memory beside each other [B, H, N, Q, D]
     rows = query.to(dtype).movedim(2, 3).flatten(3, 4).contiguous()
     key, value = key.to(dtype).contiguous(), value.to(dtype).contiguous()
-    shares = _shares(rates, groups)
+    shares = _shares(rates, heads)
     network = Network(loss, residual, None if norm is None else norm.eps, pointwise)
     weight, reads, carried = None if norm is None else norm.weight, [], momentum or ()
-    for of_group in _groups((rows, key, value, *shares), group):
+    for of_group in groups((rows, key, value, *shares), group, 2):
         answered, *after = _Group.apply(
             network, passes, len(added), *of_group, weight, *(start or ()), *added, *carried
         )  # fmt: skip
         added, carried = tuple(after[: len(added)]), tuple(after[len(added) :])
         reads.append(answered)
     answered = torch.cat(reads, dim=2) if len(reads) > 1 else reads[0]
-    return answered.unflatten(3, (groups, tokens)).movedim(3, 2), added, carried if momentum is not None else None
-
-
-def _groups(given: Sequence[Tensor | None], size: int) -> Iterator[tuple[Tensor | None, ...]]:
-    """Yield tensors [B, H, N, ...] by groups of so many inner chunks; None stays None.
-
-    Split and not sliced: the gradient of a slice is as large as what it was taken from.
-    """
-    if next(x.shape[2] for x in given if x is not None) <= size:
-        # even a split into one part has a gradient that is a copy
-        yield tuple(given)
-        return
-    parts = [None if x is None else x.split(size, dim=2) for x in given]
-    for n in range(next(len(part) for part in parts if part is not None)):
-        yield tuple(None if part is None else part[n] for part in parts)
+    return answered.unflatten(3, (heads, tokens)).movedim(3, 2), added, carried if momentum is not None else None
 
 
 class _Group(torch.autograd.Function):

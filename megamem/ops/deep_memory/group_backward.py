@@ -20,11 +20,10 @@ from megamem.ops.deep_memory.group_forward import (
     product,
     read,
     shares_at,
-    subtract_product,
     write,
 )
 from megamem.ops.deep_memory.network import Weights
-from megamem.ops.flat_view import flat_view
+from megamem.ops.deep_memory.products import add_product, negative_product, subtract_product
 
 Gradient = Tensor | None
 
@@ -68,10 +67,10 @@ def product_gradients(
     momentum = None if shares.carried is None else shared_factors(shares.carried, out, x)
     of_scores = out @ change.mT
     rated = shares.rated * of_scores
-    flat_view(of_x, 0, 2).baddbmm_(rated.flatten(0, 2), inputs.flatten(0, 2), alpha=-1)
-    of_change = _negative_product((scores * shares.rated).mT, out)
+    subtract_product(of_x, rated, inputs, out=of_x)
+    of_change = negative_product((scores * shares.rated).mT, out)
     return ProductGradients(
-        of_x, weights, momentum, _negative_product(rated.mT, x), of_change, -(scores * of_scores), first, carried
+        of_x, weights, momentum, negative_product(rated.mT, x), of_change, -(scores * of_scores), first, carried
     )
 
 
@@ -81,12 +80,6 @@ def shared_factors(share: Tensor | None, out: Tensor, x: Tensor) -> Factors:
         return Factors(out, x)
     # the narrower of the two is the cheaper one to multiply
     return Factors(out, share * x) if x.shape[-1] <= out.shape[-1] else Factors(share * out, x)
-
-
-def _negative_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return -a b; a: [B, H, N, n, m]; b: [B, H, N, m, k]."""
-    nothing = b.new_zeros(())
-    return torch.baddbmm(nothing, a.flatten(0, 2), b.flatten(0, 2), beta=0, alpha=-1).unflatten(0, b.shape[:3])
 
 
 class WriteGradients(NamedTuple):
@@ -292,31 +285,25 @@ class _Writes(NamedTuple):
             of_back, of_hidden, slope = pointwise.hidden_gradients(
                 of_changes[0], written.hidden[:, :, n], written.back[:, :, n]
             )
-            of_wrong = _add_product(of_wrong, of_back, last.mT)
-            _add_product(of_weights[-1], wrong.mT, of_back)
+            of_wrong = add_product(of_wrong, of_back, last.mT)
+            add_product(of_weights[-1], wrong.mT, of_back)
         of_answered, of_key, of_value, of_norm = pointwise.error_gradients(
             of_wrong, written.answered[:, :, n], key, value, network.loss, network.residual, network.norm(self.weight)
         )
         if of_answered is not None:
-            of_active = _add_product(of_active, of_answered, last)
-            _add_product(of_weights[-1], of_answered.mT, inputs)
+            of_active = add_product(of_active, of_answered, last)
+            add_product(of_weights[-1], of_answered.mT, inputs)
         keys = of_active
         if of_hidden is not None and slope is not None:
             of_hidden.addcmul_(of_active, slope)
-            keys = _add_product(of_inputs[0], of_hidden, written.weights[0][:, :, n])
-            _add_product(of_weights[0], of_hidden.mT, key)
+            keys = add_product(of_inputs[0], of_hidden, written.weights[0][:, :, n])
+            add_product(of_weights[0], of_hidden.mT, key)
         return keys if of_key is None else keys + of_key, of_value, of_norm
 
 
 def _add_outer(x: Tensor, factors: Factors, n: int) -> Tensor:
     """Add the sum of outer products of inner chunk n to x [B, H, out, in], and return it."""
-    return _add_product(x, factors.out[:, :, n].mT, factors.inputs[:, :, n])
-
-
-def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a b to x, and return it; x: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    flat_view(x, 0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-    return x
+    return add_product(x, factors.out[:, :, n].mT, factors.inputs[:, :, n])
 
 
 def sum_of_gradients(parts: Sequence[Gradient]) -> Gradient:

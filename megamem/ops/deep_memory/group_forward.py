@@ -17,7 +17,7 @@ from torch import Tensor
 from megamem.ops.deep_memory.error import Loss, OutputNorm
 from megamem.ops.deep_memory.network import Weights
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
-from megamem.ops.flat_view import flat_view
+from megamem.ops.deep_memory.products import product_into, subtract_product
 
 
 class Shares(NamedTuple):
@@ -194,16 +194,6 @@ def subtract_outer(matrix: Tensor, share: Tensor, change: Tensor, inputs: Tensor
     subtract_product(matrix, change.mT, inputs, out)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write a b to `out`; out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=flat_view(out, 0, 1))
-
-
-def subtract_product(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Write x - a b to `out`; x and out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    torch.baddbmm(x.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1), alpha=-1, out=flat_view(out, 0, 1))
-
-
 class Product(NamedTuple):
     """What queries of all inner chunks are answered by one matrix."""
 
@@ -220,8 +210,7 @@ def product(network: Network, x: Tensor, shares: Shares, written: Written, i: in
         by_momentum = None if shares.carried is None else x @ written.momentum[i].mT
         out = network.pointwise.shared(out, shares.first, by_momentum, shares.carried)
     scores = x @ written.inputs[i].mT
-    flat_view(out, 0, 2).baddbmm_((scores * shares.rated).flatten(0, 2), written.changes[i].flatten(0, 2), alpha=-1)
-    return Product(out, scores)
+    return Product(subtract_product(out, scores * shares.rated, written.changes[i], out=out), scores)
 
 
 def read(network: Network, query: Tensor, shares: Shares, written: Written) -> Tensor:

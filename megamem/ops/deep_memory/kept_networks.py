@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_forward import product_into
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise
+from megamem.ops.deep_memory.products import product_into
 
 PROGRAM_ROWS = {2: 128, 4: 64, 8: 64}
 """Rows of queries that a program of the kernels answers, by the bytes of a number: more do not fit on an H100."""

@@ -31,7 +31,6 @@ inner chunk so far, Q the last tokens of them, which have queries, D width of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -42,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from megamem.ops.deep_memory.error import OutputNorm
 from megamem.ops.deep_memory.network import Join, Weights
 from megamem.ops.deep_memory.pointwise import PLAIN, Pointwise, simplex
+from megamem.ops.slices import groups
 
 GROUP = 8
 """Inner chunks that the backward pass computes anew at a time."""
@@ -129,9 +129,7 @@ def simplex_memory_chunks(
     """
     dtype, reads = logs[0].dtype, []
     query, key, value = query.movedim(2, 3).to(dtype), key.to(dtype), value.to(dtype)
-    # split and not sliced: the gradient of a slice is as large as what it was taken from
-    parts = [repeat(None) if x is None else x.split(group, dim=2) for x in (query, key, value, *rates[:2])]
-    for of_group in zip(*parts, strict=False):
+    for of_group in groups((query, key, value, *rates[:2]), group, 2):
         answered, *after = (read or _anew)(network, *of_group, *logs)
         logs = tuple(after)
         reads.append(answered)

@@ -13,11 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_forward import product_into, subtract_product
 from megamem.ops.deep_memory.network import Weights
+from megamem.ops.deep_memory.products import (
+    add_product,
+    negative_product,
+    negative_product_into,
+    product_into,
+    subtract_product,
+)
 from megamem.ops.deep_memory.simplex import SimplexNetwork, row_sum
 from megamem.ops.deep_memory.simplex_group_forward import Answers, Tokens, Written, causal, first_decay, read, write
-from megamem.ops.flat_view import flat_view
 
 Gradient = Tensor | None
 
@@ -39,7 +44,7 @@ class ReadGradients(NamedTuple):
     active: Tensor
     """That of h, [B, H, N, T, I]."""
     up: Tensor
-    """That of log W (or L) as each inner chunk starts, [B, H, N, I, D]."""
+    """That of log W, or of L, as each inner chunk starts [B, H, N, I, D]: what `through_writes` beside it takes."""
     down: Tensor
     """[B, H, N, D, I]"""
 
@@ -52,29 +57,29 @@ def through_reads(
     own_rate, own_key, own_wrong = (x[..., :1, :] for x in (rate, tokens.key, written.wrong))
     own_change, own_active = written.change[..., :1, :], written.active[..., :1, :]
     # through the last matrix: its steps, then its softmax and the first token's step
-    of_across = causal(-(out @ answers.later_wrong.mT))
+    of_across = causal(negative_product(out, answers.later_wrong.mT))
     of_active = out @ answers.last
-    flat_view(of_active, 0, 2).baddbmm_(of_across.flatten(0, 2), written.active.flatten(0, 2))
+    add_product(of_active, of_across, written.active)
     along = (out * answers.by_weights).sum(-2).unsqueeze(-1) / row_sum(answers.down, network.scale)
     of_moved = pointwise.simplex_gradients(out.mT @ answers.active, answers.last, along)
     of_inputs = of_across.mT @ answers.active
     of_inputs[..., :1, :] -= (own_rate * own_wrong) @ of_moved
-    of_wrong = -(answers.across.mT @ out)
-    of_wrong[..., :1, :] = -(own_active @ of_moved.mT)
+    of_wrong = negative_product(answers.across.mT, out)
+    of_wrong[..., :1, :] = negative_product(own_active, of_moved.mT)
     of_decay = None if fade is None else (of_moved * answers.down).sum(-1)
     of_down = of_moved if fade is None else fade[..., :, None] * of_moved
     # through GELU, and the same of the first matrix
     of_hidden = torch.ops.aten.gelu_backward(of_active, answers.hidden)
     of_query = of_hidden @ answers.first
-    of_scores = causal(-(of_hidden @ written.change.mT))
-    flat_view(of_query, 0, 2).baddbmm_(of_scores.flatten(0, 2), answers.later_key.flatten(0, 2))
+    of_scores = causal(negative_product(of_hidden, written.change.mT))
+    add_product(of_query, of_scores, answers.later_key)
     of_first = of_hidden.mT @ query
     along = (answers.first * of_first).sum(-1, keepdim=True) / row_sum(answers.up, network.scale)
     of_moved = pointwise.simplex_gradients(of_first, answers.first, along)
-    of_change = -(answers.scores.mT @ of_hidden)
+    of_change = negative_product(answers.scores.mT, of_hidden)
     of_change[..., :1, :] -= (own_rate * own_key) @ of_moved.mT
     of_key = of_scores.mT @ query
-    of_key[..., :1, :] = -(own_change @ of_moved)
+    of_key[..., :1, :] = negative_product(own_change, of_moved)
     of_up = of_moved
     if fade is not None and of_decay is not None:
         of_decay = fade * (of_decay + (of_moved * answers.up).sum(-2))
@@ -153,14 +158,14 @@ class _Writes(NamedTuple):
         """
         written, steps = self.written, self.written.steps
         change, of_change = written.change[:, :, n], self.reads.change[:, :, n]
-        _negative_into(self.of_key_step[:, :, n], change, of_next)
+        negative_product_into(self.of_key_step[:, :, n], change, of_next)
         subtract_product(of_change, steps.key[:, :, n], of_next.mT, out=of_change)
         if self.tokens.after is None or steps.lost is None or steps.rated is None or self.reads.decay is None:
             return None, None
         after, along = self.tokens.after[:, :, n], written.along[n]
-        of_shift = -(after @ of_next.mT)
+        of_shift = negative_product(after, of_next.mT)
         product_into(self.of_lost[:, :, n], of_shift, written.entropies[n])
-        _negative_into(self.of_after[:, :, n], written.shift[n], of_next)
+        negative_product_into(self.of_after[:, :, n], written.shift[n], of_next)
         of_change.addcmul_(of_shift, along, value=-1)
         of_along = -(of_shift * change)
         product_into(self.of_rated[:, :, n], of_along, written.first[n])
@@ -175,7 +180,7 @@ class _Writes(NamedTuple):
         written, tokens, network, pointwise = self.written, self.tokens, self.network, self.network.pointwise
         share, wrong, last = written.steps.share[:, :, n], written.wrong[:, :, n], written.last[n]
         active, of_active = written.active[:, :, n], self.reads.active[:, :, n]
-        _negative_into(self.of_wrong_step[:, :, n], active, of_next.mT)
+        negative_product_into(self.of_wrong_step[:, :, n], active, of_next.mT)
         subtract_product(of_active, share * wrong, of_next, out=of_active)
         of_back, of_hidden, slope = pointwise.hidden_gradients(
             self.reads.change[:, :, n], written.hidden[:, :, n], written.back[:, :, n]
@@ -188,11 +193,11 @@ class _Writes(NamedTuple):
         )
         self.of_value[:, :, n] = of_value
         self.of_key[:, :, n] = self.reads.key[:, :, n] if of_key is None else self.reads.key[:, :, n] + of_key
-        flat_view(of_active, 0, 1).baddbmm_(of_answered.flatten(0, 1), last.flatten(0, 1))
+        add_product(of_active, of_answered, last)
         of_hidden.addcmul_(of_active, slope)
         # V is used for y and for r V; its softmax's sums over rows are sums over tokens of what it has made
         of_last = wrong.mT @ of_back
-        flat_view(of_last, 0, 1).baddbmm_(of_answered.mT.flatten(0, 1), active.flatten(0, 1))
+        add_product(of_last, of_answered.mT, active)
         along = torch.addcmul(wrong * by_back, of_answered, answered).sum(-2).unsqueeze(-1)
         of_logs = pointwise.simplex_gradients(of_last, last, along / row_sum(last, network.scale))
         of_logs += self.reads.down[:, :, n]
@@ -214,13 +219,13 @@ class _Writes(NamedTuple):
         """
         written, first, pointwise = self.written, self.written.first[n], self.network.pointwise
         of_key, key, scale = self.of_key[:, :, n], self.tokens.key[:, :, n], row_sum(first, self.network.scale)
-        flat_view(of_key, 0, 1).baddbmm_(of_hidden.flatten(0, 1), first.flatten(0, 1))
+        add_product(of_key, of_hidden, first)
         if of_first is None or of_entropies is None or of_fade is None or self.tokens.fade is None:
             of_first = of_hidden.mT @ key
             along = (first * of_first).sum(-1, keepdim=True) / scale
             of_logs = pointwise.simplex_gradients(of_first, first, along).add_(self.reads.up[:, :, n])
             return of_logs.add_(of_next), None
-        flat_view(of_first, 0, 1).baddbmm_(of_hidden.mT.flatten(0, 1), key.flatten(0, 1))
+        add_product(of_first, of_hidden.mT, key)
         of_logs, of_first_fade = pointwise.distribution_gradients(
             of_first, of_entropies, written.up[n], first, self.reads.up[:, :, n], of_next,
             self.tokens.fade[:, :, n, None, :], scale,
@@ -253,12 +258,6 @@ class _Writes(NamedTuple):
         return WriteGradients(
             up, down, of_key, self.of_value, of_rate, of_decay, torch.stack(fades, 2), of_after, of_weight
         )  # fmt: skip
-
-
-def _negative_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write -a b to `out`; out: [B, H, n, k]; a: [B, H, n, m]; b: [B, H, m, k]."""
-    nothing = b.new_zeros(())
-    torch.baddbmm(nothing, a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=-1, out=flat_view(out, 0, 1))
 
 
 class SimplexPasses(NamedTuple):

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamem.ops.deep_memory.group_forward import product_into, subtract_product
 from megamem.ops.deep_memory.network import Weights
+from megamem.ops.deep_memory.products import product_into, subtract_product
 from megamem.ops.deep_memory.simplex import SimplexNetwork, row_sum
-from megamem.ops.flat_view import flat_view
 
 
 class Tokens(NamedTuple):
@@ -189,7 +188,8 @@ def read(network: SimplexNetwork, query: Tensor, tokens: Tokens, written: Writte
     later[..., 0, :] = 0.0
     later_key, later_wrong = later * tokens.key, later * written.wrong
     scores = causal(query @ later_key.mT)
-    hidden = _minus_product(query @ first.mT, scores, written.change)
+    hidden = query @ first.mT
+    subtract_product(hidden, scores, written.change, out=hidden)
     active = F.gelu(hidden)
     across = causal(active @ written.active.mT)
     by_weights = active @ last.mT
@@ -207,12 +207,6 @@ def first_decay(tokens: Tokens) -> Tensor | None:
 def _minus_outer(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return x - a^T b; x: [..., out, in]; a: [..., 1, out]; b: [..., 1, in]."""
     return torch.addcmul(x, a.mT, b, value=-1)
-
-
-def _minus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Subtract a b from x, and return it; x: [B, H, N, n, k]; a: [B, H, N, n, m]; b: [B, H, N, m, k]."""
-    flat_view(x, 0, 2).baddbmm_(a.flatten(0, 2), b.flatten(0, 2), alpha=-1)
-    return x
 
 
 def causal(scores: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamem.ops.slices import parts
+
 TOGETHER = 64
 """Most inner chunks that are computed at once: the product over their borders grows with the square of their number."""
 
@@ -66,8 +68,7 @@ def linear_recurrence(
 
     def cut(x: Tensor, axis: int) -> list[Tensor]:
         """Cut the tokens of x, which lie on an axis, into stretches, and these into inner chunks [..., N, L, ...]."""
-        parts = x.split(sizes, axis) if len(sizes) > 1 else (x,)  # a split's gradients would be copied together
-        return [part.unflatten(axis, (-1, min(inner, part.shape[axis]))) for part in parts]
+        return [part.unflatten(axis, (-1, min(inner, part.shape[axis]))) for part in parts(x, sizes, axis)]
 
     nothing: list[Tensor | None] = [None] * len(sizes)
     decays, rates = (nothing if gate is None else cut(gate, -1) for gate in (log_decay, rate))

@@ -14,19 +14,17 @@ from torch import Tensor
 from megamem.ops.deep_memory import shared_heads
 from megamem.ops.deep_memory.network import Precision
 from megamem.ops.deep_memory.simplex import SimplexNetwork, row_sum
-from megamem.ops.deep_memory.simplex_group_backward import SimplexPasses
+from megamem.ops.deep_memory.simplex_group_backward import ReadGradients, SimplexPasses, WriteGradients
 from megamem.ops.deep_memory.simplex_group_forward import Tokens
 from megamem.ops.deep_memory.triton import launch
 from megamem.ops.deep_memory.triton.launch import LEAST
 from megamem.ops.deep_memory.triton.simplex_blocks import Sizes, Written
 from megamem.ops.deep_memory.triton.simplex_reads import (
     Answers,
-    Found,
     read_simplex_kernel,
     through_simplex_reads_kernel,
 )
 from megamem.ops.deep_memory.triton.simplex_writes import Last, write_simplex_kernel
-from megamem.ops.deep_memory.triton.simplex_writes_backward import Found as Gradients
 from megamem.ops.deep_memory.triton.simplex_writes_backward import through_simplex_writes_kernel
 
 
@@ -95,12 +93,12 @@ def _read(
 def _through_reads(
     precision: Precision, network: SimplexNetwork, query: Tensor, tokens: Tokens, written: Written, answers: Answers,
     out: Tensor,
-) -> Found:  # fmt: skip
+) -> ReadGradients:  # fmt: skip
     """Return the gradients through what is read, from that of what the last matrix makes [B, H, N, T, D]."""
     sizes = _sizes(precision, network, tokens, (written.up, written.down))
     of_query, of_key, of_wrong, of_rate = (torch.empty_like(query) for _ in range(4))
     of_decay = None if tokens.log_decay is None else query.new_empty(*query.shape[:3], query.shape[-1])
-    found = Found(
+    found = ReadGradients(
         of_query, of_key, of_wrong, of_rate, of_decay, torch.empty_like(written.change),
         torch.empty_like(written.active), torch.empty_like(written.up), torch.empty_like(written.down),
     )  # fmt: skip
@@ -111,9 +109,9 @@ def _through_reads(
 
 
 def _through_writes(
-    precision: Precision, network: SimplexNetwork, tokens: Tokens, written: Written, reads: Found,
+    precision: Precision, network: SimplexNetwork, tokens: Tokens, written: Written, reads: ReadGradients,
     of_last: tuple[Tensor, ...],
-) -> Gradients:  # fmt: skip
+) -> WriteGradients:  # fmt: skip
     """Return the gradients of tokens [B, H, N, ...] and L, from those of L after the group [B, H, out, in]."""
     sizes = _sizes(precision, network, tokens, (written.up, written.down))
     rows, heads, count = tokens.key.shape[:3]
@@ -125,7 +123,7 @@ def _through_writes(
     # what is added to: the gradients that were given are somebody else's
     up, down = (x.clone(memory_format=torch.contiguous_format) for x in of_last)
     of_weight = None if tokens.weight is None else tokens.weight.new_empty(rows, *tokens.weight.shape)
-    found = Gradients(
+    found = WriteGradients(
         up, down, torch.empty_like(tokens.key), torch.empty_like(tokens.value), torch.empty_like(tokens.rate),
         room(tokens.log_decay), room(tokens.fade), room(tokens.after), of_weight,
     )  # fmt: skip

@@ -48,27 +48,6 @@ class Answers(NamedTuple):
     """log(sum exp L / c) of the last matrix's rows after the first token, [B, H, N, D]."""
 
 
-class Found(NamedTuple):
-    """The gradients that the backward kernel writes."""
-
-    query: Tensor
-    """[B, H, N, T, D], as the following, through what is read."""
-    key: Tensor
-    wrong: Tensor
-    """That of r."""
-    rate: Tensor
-    decay: Tensor | None
-    """That of the first token's log_decay, [B, H, N, D]."""
-    change: Tensor
-    """That of d, [B, H, N, T, I]."""
-    active: Tensor
-    """That of h, [B, H, N, T, I]."""
-    up: Tensor
-    """That of L as each inner chunk starts, [B, H, N, I, D]."""
-    down: Tensor
-    """[B, H, N, D, I]"""
-
-
 @triton.jit
 def read_simplex_kernel(given: Tokens, query, written: Written, answers: Answers, sizes):
     """Fill `answers` for queries [B, H, N, T, D]."""

@@ -13,12 +13,10 @@ where f are rates times the decays after a token. The gradients of the logarithm
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from megamem.ops.deep_memory.simplex_group_backward import ReadGradients, WriteGradients
 from megamem.ops.deep_memory.simplex_group_forward import Tokens
 from megamem.ops.deep_memory.triton.blocks import (
     add_product,
@@ -41,30 +39,12 @@ from megamem.ops.deep_memory.triton.simplex_blocks import (
     load_fade,
     load_tokens,
 )
-from megamem.ops.deep_memory.triton.simplex_reads import Found as Reads
-
-
-class Found(NamedTuple):
-    """The gradients that the kernel writes; letters of shapes as in `simplex_blocks.py`."""
-
-    up: Tensor
-    """That of L after the group, which becomes that of L as it starts, [B, H, I, D]."""
-    down: Tensor
-    """[B, H, D, I]"""
-    key: Tensor
-    """[B, H, N, T, D], as the following."""
-    value: Tensor
-    rate: Tensor
-    log_decay: Tensor | None
-    fade: Tensor | None
-    """[B, H, N, D]"""
-    after: Tensor | None
-    weight: Tensor | None
-    """That of the norm: [B, H, D] as the kernel writes it."""
 
 
 @triton.jit
-def through_simplex_writes_kernel(given: Tokens, written: Written, reads: Reads, found: Found, heads, count, sizes):
+def through_simplex_writes_kernel(
+    given: Tokens, written: Written, reads: ReadGradients, found: WriteGradients, heads, count, sizes
+):  # fmt: skip
     """Fill `found`; reads: what goes back through the reads, of which `change` and `active` are overwritten.
 
     heads: H; count: N.
