@@ -1,13 +1,52 @@
-"""The options --dtype and --device as torch's types."""
+"""The options --dtype, --device and --processes: numbers' types, and where a model is read with."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import typer
 
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from megamem.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process reads with a model."""
+
+    device: torch.device
+    topology: Topology | None
+    """Data-parallel ranks that share what is read, each with the whole model; None in a single process."""
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this is the process that writes and shows what all found."""
+        return self.topology is None or self.topology.rank == 0
+
+
+def compute_place(device: str | None, processes: int) -> Place:
+    """Return where this process reads with a model: as a rank of a job, or alone on `device`.
+
+    Where several processes are asked for and this is no rank yet, the same command is run by each of them instead, and
+    this process ends with their exit code. Raises ConfigError for a device that is not there.
+    """
+    from launchers.local_ranks import inside_job, run_local
+
+    chosen = compute_device(device)
+    if not inside_job():
+        if processes > 1:
+            raise typer.Exit(run_local(processes, sys.argv[1:]))
+        return Place(chosen, None)
+    from megamem.parallel.topology import Topology
+
+    topology = Topology.start(device=chosen.type)
+    return Place(topology.device, topology)
 
 
 def compute_dtype(name: str) -> torch.dtype:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megamem.cli.compute import compute_device, compute_dtype
-from megamem.cli.options import Device, Json, Precision, TrainedModel
+from launchers.local_ranks import inside_job
+from megamem.cli.compute import compute_dtype, compute_place
+from megamem.cli.options import Device, Json, Precision, Readers, TrainedModel
 from megamem.cli.output import console, write_json
 from megamem.cli.suites import DATA, NAMES, Reader, Wanted, evaluate_suites, numbers
 from megamem.errors import ConfigError
@@ -33,16 +34,18 @@ def evaluate(
     transformers: Annotated[bool, typer.Option("--transformers", help="read tasks with transformers' code")] = False,
     dtype: Precision = "fp32",
     device: Device = None,
+    processes: Readers = 1,
     out: Annotated[
         Path | None, typer.Option(help="folder for evaluation.json and the picture, with held-out text; none written")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a trained model on held-out text, on suites of tasks or on lm-eval's tasks."""
+    """Evaluate a trained model on held-out text, on suites of tasks or on lm-eval's tasks.
+
+    Under torchrun this is one rank; otherwise the local processes are started for you.
+    """
     if suite is None and tasks is None:
-        figures = _held_out(model, overrides or [], compute_dtype(dtype), compute_device(device), out)
-        if as_json:
-            write_json(figures)
+        _held_out(model, overrides or [], compute_dtype(dtype), device, processes, out, as_json)
         return
     if out is not None:
         raise ConfigError(f"--out {out}: is for held-out losses, not for --tasks")
@@ -50,7 +53,10 @@ def evaluate(
         raise ConfigError(f"{overrides[0]}: overrides are for held-out losses, not for --suite and --tasks")
     if suite is not None and tasks is not None:
         raise ConfigError("--suite and --tasks: give one of them")
-    reader = Reader(model, max_length, rows, compute_dtype(dtype), compute_device(device), transformers)
+    if transformers and (processes > 1 or inside_job()):
+        raise ConfigError("--transformers: reads in one process")
+    place = compute_place(device, processes)
+    reader = Reader(model, max_length, rows, compute_dtype(dtype), place, transformers)
     if suite is not None:
         wanted = Wanted(data, numbers(lengths), limit, tuple(only.split(",")) if only else ())
         evaluate_suites(reader, suite.split(","), wanted, as_json)
@@ -58,20 +64,27 @@ def evaluate(
     from megamem.evaluation.tasks import run_tasks
 
     results = run_tasks((tasks or "").split(","), lambda: reader.open(None).model, include_path, limit)
-    write_json(results, indent=None if as_json else 2)
+    if results is not None and place.is_rank_0:
+        write_json(results, indent=None if as_json else 2)
 
 
 def _held_out(
-    model: Path, overrides: Sequence[str], dtype: torch.dtype, device: torch.device, out: Path | None
-) -> dict[str, float | int | str | None]:
-    """Evaluate on held-out text, print the table and return its figures. out: a new folder for them, if any."""
+    model: Path, overrides: Sequence[str], dtype: torch.dtype, device: str | None, processes: int, out: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Evaluate on held-out text, and print the table and its figures. out: a new folder for them, if any."""
     from megamem.evaluation.report import check_new, finite, result_table
     from megamem.hf.trained import open_trained
     from megamem.training.held_out import evaluate_run
 
     if out is not None:
         check_new(out)
+    place = compute_place(device, processes)
     run = open_trained(model, overrides)
-    figures: dict[str, float | int | str | None] = finite(evaluate_run(run, dtype, device, console, out).figures())
+    result = evaluate_run(run, dtype, place.device, console, out)
+    if not place.is_rank_0:
+        return
+    figures = finite(result.figures())
     console.print(result_table(figures, title=run.title))
-    return figures
+    if as_json:
+        write_json(figures)

@@ -13,6 +13,9 @@ ModelFile = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides: section.key=value")]
 Processes = Annotated[int | None, typer.Option(help="local processes; PP x TP x DP if not given")]
+Readers = Annotated[
+    int, typer.Option("--processes", min=1, help="local processes that share the documents, each with the whole model")
+]
 Json = Annotated[bool, typer.Option("--json", help="machine-readable")]
 TrainedModel = Annotated[
     Path, typer.Argument(help="checkpoint (step-NNNNNNNN), run folder, exported or imported model")

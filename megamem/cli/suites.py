@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megamem.cli.compute import Place
 from megamem.cli.output import console, write_json, write_line
 from megamem.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+    from megamem.evaluation.reading import Progress
     from megamem.evaluation.suites.base import Suite
     from megamem.evaluation.suites.result import SuiteResult
     from megamem.hf.task_model import TaskModel
@@ -30,16 +32,21 @@ class Reader:
     max_length: int | None
     rows: int
     dtype: torch.dtype
-    device: torch.device
+    place: Place
     transformers: bool
 
-    def open(self, window: int | None) -> TaskModel:
-        """Open the model. window: tokens of a window where none was given; those of its training if None."""
+    def open(self, window: int | None, progress: Progress | None = None) -> TaskModel:
+        """Open the model.
+
+        window: tokens of a window where none was given; those of its training if None.
+        progress: told how many batches of requests are done.
+        """
         from megamem.hf.task_model import open_task_model
 
         return open_task_model(
-            self.path, self.max_length or window, self.rows, self.dtype, self.device, self.transformers
-        )
+            self.path, self.max_length or window, self.rows, self.dtype, self.place.device, self.transformers,
+            progress, self.place.topology,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,33 +68,41 @@ def numbers(text: str | None) -> tuple[int, ...]:
 
 
 def evaluate_suites(reader: Reader, names: Sequence[str], wanted: Wanted, as_json: bool) -> None:
-    """Run suites on a model, keep their results in its run's folder, and print them."""
+    """Run suites on a model; rank 0 keeps their results in the run's folder, and prints them."""
+    from megamem.evaluation.run import Passes
     from megamem.evaluation.suites.registry import SUITES
+    from megamem.evaluation.suites.result import write_suite
     from megamem.evaluation.suites.run import choose_suites
 
+    shown = console if reader.place.is_rank_0 and not as_json else None
     for suite in choose_suites(names, SUITES):
-        result = _evaluate(reader, suite, wanted, as_json)
+        with Passes(shown) as passes:
+            opened, result = _evaluate(reader, suite, wanted, passes.named(suite.name))
+        if result is None or not reader.place.is_rank_0:
+            continue
+        path = None if opened.run is None else write_suite(opened.run, result)
         if as_json:
             write_json(result.to_dict())
+        else:
+            _show(result, path)
 
 
-def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, as_json: bool) -> SuiteResult:
-    """Run one suite and print its table."""
+def _evaluate(reader: Reader, suite: Suite, wanted: Wanted, progress: Progress) -> tuple[TaskModel, SuiteResult | None]:
+    """Run one suite; there is no result on ranks other than the first of a host."""
     from megamem.evaluation.suites.base import UNBOUNDED, Setting
-    from megamem.evaluation.suites.result import suite_table, write_suite
     from megamem.evaluation.suites.run import open_suite
 
-    opened = reader.open(UNBOUNDED if suite.whole else None)
+    opened = reader.open(UNBOUNDED if suite.whole else None, progress)
     setting = Setting(opened.encode, opened.decode, wanted.data, wanted.lengths, wanted.limit, wanted.only)
-    tasks = open_suite(suite, setting)
-    result = tasks.run(opened.model, opened.title, opened.step)
-    assert result is not None, "one process is the first of its host"
-    if opened.run is not None:
-        path = write_suite(opened.run, result)
-    if not as_json:
-        console.print(suite_table(result))
-        for name, why in result.missing.items():
-            write_line(f"missing: {name}: {why}")
-        if opened.run is not None:
-            write_line(f"kept in {path}")
-    return result
+    return opened, open_suite(suite, setting).run(opened.model, opened.title, opened.step)
+
+
+def _show(result: SuiteResult, path: Path | None) -> None:
+    """Print the table of a suite, what is missing in it, and where it is kept."""
+    from megamem.evaluation.suites.result import suite_table
+
+    console.print(suite_table(result))
+    for name, why in result.missing.items():
+        write_line(f"missing: {name}: {why}")
+    if path is not None:
+        write_line(f"kept in {path}")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def run_tasks(
     names: Sequence[str], open_model: Callable[[], LM], include_path: Path | None = None, limit: int | None = None
-) -> dict[str, dict[str, object]]:
-    """Return lm-eval's results by task.
+) -> dict[str, dict[str, object]] | None:
+    """Return lm-eval's results by task; None on ranks other than the first of a host, to which it gives none.
 
     Args:
         names: tasks of lm-eval, or of files in `include_path`.
@@ -45,9 +45,10 @@ def run_tasks(
             ) from None
         group = found.get("groups", {}).get(name)
         loaded += [group] if group is not None else found["tasks"].values()
-    results: dict[str, dict[str, object]] = simple_evaluate(
-        model=open_model(), tasks=loaded, task_manager=manager, limit=limit, bootstrap_iters=0
-    )["results"]
+    found = simple_evaluate(model=open_model(), tasks=loaded, task_manager=manager, limit=limit, bootstrap_iters=0)
+    if found is None:
+        return None
+    results: dict[str, dict[str, object]] = found["results"]
     return results
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megamem.evaluation.reading import Progress
     from megamem.hf.held_out import ExportedModel
     from megamem.hf.imported import ImportedModel
+    from megamem.parallel.topology import Topology
     from tokenization.tokenizer import Tokenizer
 
 
@@ -50,8 +51,9 @@ def open_task_model(
     device: torch.device,
     transformers: bool = False,
     progress: Progress | None = None,
+    topology: Topology | None = None,
 ) -> TaskModel:
-    """Open a trained model for tasks, in this process.
+    """Open a trained model for tasks.
 
     Args:
         path: run, checkpoint, export, Llama or GPT-2 in transformers' form, GGUF file, or what `from-hf` wrote.
@@ -61,6 +63,7 @@ def open_task_model(
         device: where they lie.
         transformers: whether lm-eval's own model for transformers reads it: a folder in transformers' form.
         progress: told how many batches of requests are done; by our own reader alone.
+        topology: of data-parallel ranks that share the requests, each with the whole model; None in a single process.
     Raises: CheckpointError or ConversionError for what cannot be read, ConfigError for a model without a tokenizer.
     """
     if transformers:
@@ -75,7 +78,7 @@ def open_task_model(
     if words is None:
         raise ConfigError(f"{path}: names no tokenizer, which tasks need")
     length = trained.config.data.sequence_length
-    evaluator = Evaluator(trained.load(dtype, device), rows=rows)
+    evaluator = Evaluator(trained.load(dtype, device), topology, rows)
     checkpoint = getattr(trained, "checkpoint", None)
     return TaskModel(
         HarnessModel(evaluator, words, max_length or length, progress),

@@ -12,6 +12,7 @@ import os
 from tests.contract.caching_cases import CACHING
 from tests.contract.case import FEW_CHANNELS, PROJECTION_NORM, QK_NORM, Case
 from tests.contract.log_linear_cases import LOG_LINEAR
+from tests.contract.paths import PATIENCE
 from tests.contract.whole_models import ALL_ARCHITECTURES
 
 SIGNAL = {"basis": 6, "widths": [0.1, 0.2], "samples": 5}
@@ -322,5 +323,5 @@ def runs(case: Case) -> bool:
 
 CASES = [case for case in ALL_CASES if runs(case)]
 ARCHITECTURES = [case for case in ALL_ARCHITECTURES if runs(case)]
-PATIENCE_S = 180 + 20 * (len(CASES) + len(ARCHITECTURES))
+PATIENCE_S = PATIENCE * (180 + 20 * (len(CASES) + len(ARCHITECTURES)))
 """What a world that runs all cases gets: the slowest took 970 s for 61 cases on two cores, beside other work."""

@@ -20,6 +20,8 @@ if PATH not in PATHS:
     raise SystemExit(f"MEGAMEM_PATH: {PATH!r} is none of {', '.join(PATHS)}")
 MODEL_FIELDS = {"deep_memory_kernel": "triton"} if PATH == "triton" else {}
 """What a case's model gets for it."""
+PATIENCE = {"torch": 1, "compiled": 20, "triton": 60}[PATH]
+"""How many times as long worlds of processes may take: compilers and the interpreter need minutes for a case."""
 CALLS = {"compiled": 0, "triton": 0}
 """How often something was computed along a path: laws that never took it say nothing of it."""
 M = TypeVar("M", bound=nn.Module)
@@ -34,12 +36,15 @@ def along_path(module: M) -> M:
 
 def _compile(module: nn.Module) -> None:
     import torch
+    import torch._functorch.config
 
     from megamem.model.compiled import use_pointwise
 
     # a function that was compiled too often would run as it is, unseen
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # laws go back through one graph several times
+    torch._functorch.config.donated_buffer = False
 
     def changed(function: Any) -> Any:
         compiled = torch.compile(function)

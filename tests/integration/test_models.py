@@ -163,6 +163,26 @@ def test_evaluation_of_a_checkpoint_is_that_of_its_run(run):
         assert found[name] == pytest.approx(at_the_end[name], rel=1e-5, abs=1e-6), name
 
 
+def by_two_processes(*arguments):
+    """stdout of a command that shares its work out over two processes, which must succeed."""
+    words = [sys.executable, "-m", "megamem", *map(str, arguments), "--processes", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_evaluation_by_two_processes_is_that_of_one(run):
+    """Held-out documents are shared out; one process prints what both found."""
+    one, two = (json.loads(way("evaluate", run, "--json").splitlines()[-1]) for way in (invoke, by_two_processes))
+    speed = "evaluation_tokens_per_second"
+    assert one.pop(speed) > 0
+    assert two.pop(speed) > 0
+    assert two.keys() == one.keys()
+    for name, value in one.items():
+        # sums in float32, in another order
+        assert two[name] == (pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value), name
+
+
 def test_evaluation_may_read_the_memory_otherwise_than_training(run):
     """Elastic Memory sampled elsewhere, and noise in the local context; parameters of another shape are refused."""
     losses = {}
@@ -260,6 +280,9 @@ class TestTasks:
         assert found[0]["scores"][0]["documents"] == 8
         assert found[0]["scores"] == found[1]["scores"] == found[2]["scores"]
         assert found[0]["step"] == 6
+        (shared,) = map(json.loads, by_two_processes("evaluate", run, *common).splitlines())
+        assert shared["scores"] == found[0]["scores"]
+        found[0] = shared
         assert json.loads((run / "suites" / "recall.json").read_text()) == found[0]
         shown = json.loads(invoke("status", run, "--json").splitlines()[-1])
         assert shown["suites"] == [found[0]]
@@ -268,6 +291,8 @@ class TestTasks:
         assert "no such suite" in refused("evaluate", run, "--suite", "chess")
         assert "expected numbers" in refused("evaluate", run, "--suite", "recall", "--lengths", "4k")
         assert "not in transformers' form" in refused("evaluate", run, "--suite", "recall", "--transformers")
+        several = ["--transformers", "--processes", "2"]
+        assert "reads in one process" in refused("evaluate", exported[0], "--suite", "recall", *several)
 
     def test_a_run_asks_a_suite_while_it_trains(self, data, tmp_path):
         """Under two data-parallel ranks, every three steps and at the end."""
