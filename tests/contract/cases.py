@@ -1,6 +1,6 @@
 """Small configurations of every registered mixer and architecture.
 
-Besides `caching_cases.py` and `whole_models.py` the only place of the laws that knows them by name.
+`caching_cases.py`, `log_linear_cases.py` and `whole_models.py` hold those that are of a kind with many forms.
 
 Add at least one entry for each, and one for every option that changes what passes from call to call.
 """
