@@ -23,6 +23,8 @@ ACHIEVED = 0.8
 """Share of the rates of data sheets that large transfers over links reach."""
 UNKNOWN_RESERVE, UNKNOWN_FRAGMENTS = 2e9, 0.05
 """Bytes and share of the memory of a device that is not known that the run cannot use."""
+CPU_LATENCY = 2e-3
+"""Seconds that gloo takes for a few numbers of two processes on one machine (`benchmarks/predicted_step.py`)."""
 DISK = 2e9
 """Bytes per second that a node writes to shared storage."""
 
@@ -40,6 +42,8 @@ class Machine(ConfigModel):
     """Bytes per second at which a device sends to others in its node, as data sheets print them."""
     network: PositiveFloat
     """Bytes per second at which a device sends to other nodes."""
+    latency: NonNegativeFloat
+    """Seconds that a collective, or a transfer to another stage, takes besides its bytes."""
     per_node: PositiveInt
     """Devices of a node."""
     reached: Rates
@@ -103,8 +107,9 @@ def machine(kind: str, devices: int) -> Machine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
         shared = 1e10 / devices  # of a memory bus that all ranks copy over
         return Machine(
-            name="cpu", memory=memory, reserve=0.5e9, link=shared, network=shared, per_node=devices, reached=cpu_rates()
-        )
+            name="cpu", memory=memory, reserve=0.5e9, link=shared, network=shared, latency=CPU_LATENCY,
+            per_node=devices, reached=cpu_rates(),
+        )  # fmt: skip
     if kind.endswith((".yaml", ".yml")):
         return load_config(Machine, Path(kind))
     if kind not in _known():

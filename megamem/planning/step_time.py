@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from megamem.config.parallel import ParallelConfig
 from megamem.config.run import RunConfig
 from megamem.memory.base import DTYPES
 from megamem.pipeline.deepspeed_settings import BUCKET
@@ -171,25 +172,30 @@ def step_time(
     # layers read, and stages hand on, rows beside the tokens too; and all chunks of a window where it is read by layer
     rows = work.rows_per_chunk * config.chunks_per_call * training.micro_batch_size
     hidden, calls = float(rows * config.model.hidden_size * element), config.chunks // config.chunks_per_call
-    # each layer sums over tensor-parallel ranks twice in each direction
-    summed = 2 * all_reduce(hidden, parallel.tp) / machine.rate(parallel.tp)
+    # two sums over tensor-parallel ranks, as each layer makes in each direction
+    summed = 2 * _sum_seconds(hidden, parallel, machine)
     passes = work.stages(layout)
     # of each stage, the layers that gradients reach: the others send and repeat nothing in the backward pass
     reached = [reach.reached(layers) if reach else len(layers) for layers in contiguous(layout.counts)]
     # each layer has two sums in the backward pass, and those of what is computed again
     repeated = 1 + sums_again(config) / 2
 
+    def sums(stage: int, forward: bool) -> float:
+        """Return the pairs of sums of a pass: of its layers, the embedding's forward and the head's backward."""
+        if forward:
+            return layout.counts[stage] + 0.5 * (stage == 0)
+        return repeated * reached[stage] + 0.5 * (stage == stages - 1)
+
     def cost(stage: int, action: Action) -> float:
         """Return the seconds of an action on a stage: operations and sums."""
         forward = action.kind == "forward"
-        sums = layout.counts[stage] if forward else repeated * reached[stage]
-        return passes[stage][action.chunk][0 if forward else 1].total + sums * summed
+        return passes[stage][action.chunk][0 if forward else 1].total + sums(stage, forward) * summed
 
     # working time of each stage; the slowest sets the pace
     busy = [_sequence_seconds(stage, calls, cost) * layout.sequences for stage in range(stages)]
     slowest = busy.index(max(busy))
     transfer = hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    transfer /= machine.hop(stages, parallel.tp * layout.dp_size)
+    transfer = machine.latency + transfer / machine.hop(stages, parallel.tp * layout.dp_size)
     # the bubble is what the schedule takes longer than the slowest stage works
     if stages == 1:
         makespan = busy[0]
@@ -202,7 +208,7 @@ def step_time(
     shard = max(part.learning for part in parameters) / (layout.dp_size if parallel.zero_stage else 1)
     return StepTime(
         compute=sum_of(time for chunk in passes[slowest] for time in chunk) * layout.sequences,
-        tensor=layout.sequences * calls * (layout.counts[slowest] + repeated * reached[slowest]) * summed,
+        tensor=layout.sequences * calls * (sums(slowest, True) + sums(slowest, False)) * summed,
         bubble=makespan - busy[slowest],
         data=max(
             sent.weights / rate + waiting_for_gradients(layout, own, rate, [backward.total for _, backward in chunks])
@@ -210,6 +216,14 @@ def step_time(
         ),
         update=UPDATE_BYTES * shard / machine.reached.memory,
     )
+
+
+def _sum_seconds(size: float, parallel: ParallelConfig, machine: Machine) -> float:
+    """Return the seconds of a sum of so many bytes over tensor-parallel ranks; of a split sequence it is two calls."""
+    if parallel.tp == 1:
+        return 0.0
+    calls = 2 if parallel.sequence_parallel else 1
+    return calls * machine.latency + all_reduce(size, parallel.tp) / machine.rate(parallel.tp)
 
 
 def waiting_for_gradients(layout: Layout, parameters: StageParameters, rate: float, backward: Sequence[float]) -> float:

@@ -1,10 +1,10 @@
-"""The benchmarks that compare forms of the code itself run: orders of a window, revisions."""
+"""The benchmarks run that compare forms of the code itself, orders of a window and revisions, and steps with plans."""
 
 import json
 
 import pytest
 
-from benchmarks import revisions, window_order
+from benchmarks import predicted_step, revisions, window_order
 
 
 def test_orders_of_a_window(tmp_path, capsys, one_thread):
@@ -37,3 +37,17 @@ def test_a_side_that_ends_is_an_error():
         pytest.raises(RuntimeError, match="side ended"),
     ):
         side.turn()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_a_step_of_two_ranks_is_predicted(tmp_path, capsys):
+    """What two real ranks measure goes into a plan; on a busy machine nothing is said of how near it comes."""
+    predicted_step.main(["--only", "local attention, TP 2", "--steps", "1", "--output", str(tmp_path / "step.json")])
+    (case,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
+    assert case["measured"] > 0
+    assert case["latency"] > 0
+    parts = case["parts"]
+    # 18 sums of each of 16 chunks: 4 of each of 4 layers, the embedding's and the head's; plans take both ranks' mean
+    assert parts["tensor"] > 18 * 16 * case["latency"] / 10
+    assert case["predicted"] == pytest.approx(parts["total"])
